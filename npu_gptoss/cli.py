@@ -1,0 +1,54 @@
+"""`npu-gptoss …`: a table of commands. Each command's work lives in the module named here, imported only when asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from npu_gptoss import __version__
+from npu_gptoss.errors import InputError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
+    "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
+    "tiny": ("npu_gptoss.model.tiny_command", "write a tiny checkpoint in the official layout, random or trained"),
+    "vocabulary": ("npu_gptoss.model.vocabulary_command", "rebuild the harmony vocabulary from a checkpoint, offline"),
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "usage: npu-gptoss COMMAND [options]\n\ncommands:\n" + "\n".join(lines) + "\n\n`npu-gptoss COMMAND --help` tells more."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 success, 1 the command's own 'no', 2 input that cannot be used."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"npu-gptoss {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(f"npu-gptoss: there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(rest))
+    except InputError as error:
+        print(f"npu-gptoss {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `npu-gptoss kernels list | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Every environment variable that the package reads: one table, from which the documentation is generated.
+
+`get(name)` parses the variable at the time of the call, so that tests and servers can change it after import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from npu_gptoss.errors import InputError
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _switch(text: str) -> bool:
+    try:
+        return _SWITCH[text.strip().lower()]
+    except KeyError:
+        raise ValueError("expected one of " + ", ".join(_SWITCH)) from None
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    meaning: str
+
+
+VARIABLES: dict[str, Variable] = {
+    v.name: v
+    for v in (
+        Variable("NPU_GPTOSS_DISABLE_PLUGINS", _switch, False, "ignore third-party kernels (entry points `npu_gptoss.kernels`)"),
+        Variable("NPU_GPTOSS_PROFILE", _switch, False, "wrap every kernel call in a named torch profiler scope"),
+        Variable("NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"),
+    )
+}
+
+# NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>=kernel or solution, one variable per operation: see kernels/selection.py
+KERNEL_OVERRIDE_PREFIX = "NPU_GPTOSS_KERNEL_"
+
+
+def get(name: str) -> Any:
+    """The parsed value of a variable of the table; its default when unset or empty. A value that does not parse raises."""
+    variable = VARIABLES[name]
+    text = os.environ.get(name, "")
+    if not text:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise InputError(f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}.") from None

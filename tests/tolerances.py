@@ -1,0 +1,27 @@
+"""How far a result may be from the fp32 reference. `|got - want| <= atol + rtol * |want|`; NaN and Inf always fail.
+
+One place, one line of reason each; a test that needs more says why where it asks for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1e-5, 1.3e-6),  # torch.testing's own: reordering of fp32 sums
+    torch.bfloat16: (1e-3, 1.6e-2),  # torch.testing's rtol (two bf16 ulps); atol for values that cancel near zero
+}
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0) -> None:
+    """Compares in fp32. `dtype` picks the tolerance (default: that of `got`); `scale` widens it, for a written reason."""
+    atol, rtol = TOLERANCES[dtype or got.dtype]
+    got, want = got.float(), want.float()
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert torch.isfinite(got).all(), f"{int((~torch.isfinite(got)).sum())} of {got.numel()} values are not finite"
+    excess = (got - want).abs() - scale * (atol + rtol * want.abs())
+    if (excess > 0).any():
+        worst = excess.flatten().topk(min(5, excess.numel())).indices
+        where = [tuple(int(i) for i in torch.unravel_index(w, got.shape)) for w in worst]
+        lines = "\n".join(f"  {at}: got {got[at]:.7g}, want {want[at]:.7g}" for at in where)
+        raise AssertionError(f"{int((excess > 0).sum())} of {got.numel()} values differ; the worst:\n{lines}")
