@@ -1,4 +1,4 @@
-"""`npu-gptoss …`: a table of commands. Each command's work lives in the module named here, imported only when asked for."""
+"""`npu-gptoss …`: a table of commands. Each command lives in the module named here, imported when asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "usage: npu-gptoss COMMAND [options]\n\ncommands:\n" + "\n".join(lines) + "\n\n`npu-gptoss COMMAND --help` tells more."
+    return (
+        "usage: npu-gptoss COMMAND [options]\n\ncommands:\n"
+        + "\n".join(lines)
+        + "\n\n`npu-gptoss COMMAND --help` tells more."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

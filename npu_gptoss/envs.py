@@ -38,9 +38,16 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
-        Variable("NPU_GPTOSS_DISABLE_PLUGINS", _switch, False, "ignore third-party kernels (entry points `npu_gptoss.kernels`)"),
-        Variable("NPU_GPTOSS_PROFILE", _switch, False, "wrap every kernel call in a named torch profiler scope"),
-        Variable("NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"),
+        Variable(
+            "NPU_GPTOSS_DISABLE_PLUGINS",
+            _switch,
+            False,
+            "ignore third-party kernels (entry points `npu_gptoss.kernels`)",
+        ),
+        Variable("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
+        Variable(
+            "NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"
+        ),
     )
 }
 
@@ -49,7 +56,7 @@ KERNEL_OVERRIDE_PREFIX = "NPU_GPTOSS_KERNEL_"
 
 
 def get(name: str) -> Any:
-    """The parsed value of a variable of the table; its default when unset or empty. A value that does not parse raises."""
+    """The parsed value of a variable of the table, its default when unset or empty; raises when it does not parse."""
     variable = VARIABLES[name]
     text = os.environ.get(name, "")
     if not text:

@@ -13,7 +13,9 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 }
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0) -> None:
+def assert_close(
+    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0
+) -> None:
     """Compares in fp32. `dtype` picks the tolerance (default: that of `got`); `scale` widens it, for a written reason."""
     atol, rtol = TOLERANCES[dtype or got.dtype]
     got, want = got.float(), want.float()

@@ -1,0 +1,111 @@
+"""Paged attention with a learnable sink per head and an optional sliding window: the public ops.
+
+`reference.py` defines them; the other modules are solutions. A new solution is one file that registers kernels for the
+operations of `operations.py`, and one import below.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_gptoss.attention import reference, small_ops  # noqa: F401  (registers their kernels)
+from npu_gptoss.attention.metadata import AttentionMetadata
+from npu_gptoss.attention.operations import PAGED, WRITE_KV
+from npu_gptoss.attention.padding import unpad, zero_tail
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import select_kernel, signature
+
+__all__ = ["AttentionMetadata", "paged_attention", "write_kv_cache"]
+
+
+def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dim() != 4 or cache.shape[2] != kv_heads or cache.shape[3] != head_dim:
+            raise InputError(
+                f"{name} must be [blocks, block_size, kv_heads, head_dim] with {kv_heads} heads of {head_dim}, "
+                f"got {list(cache.shape)}"
+            )
+
+
+def write_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    kernel: str | None = None,
+) -> None:
+    """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored.
+
+    key, value: [>= tokens, kv_heads, head_dim]. Caches: [blocks, block_size, kv_heads, head_dim], written in place.
+    kernel: the name of a kernel or solution, to override the selection.
+    """
+    tokens = metadata.num_tokens
+    key, value = unpad(key, tokens, "key"), unpad(value, tokens, "value")
+    _check_caches(key_cache, value_cache, *key.shape[1:])
+    if tokens == 0:
+        return
+    traits = {"head_dim": key.shape[2], "block_size": key_cache.shape[1]}
+    run = select_kernel(WRITE_KV, signature(key=key.dtype, kv=key_cache.dtype), traits, override=kernel)
+    slots = metadata.slot_mapping[:tokens]
+    run(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    sinks: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Causal attention of the step's rows over the cached keys, their own included: see `reference` for the formula.
+
+    query: [>= tokens, heads, head_dim]; rows past `metadata.num_tokens` are padding and may hold anything, even NaN.
+    Caches: [blocks, block_size, kv_heads, head_dim] with the step's own keys already written; heads % kv_heads == 0.
+    sinks: [heads], the logit that takes part in the softmax without a value.
+    scale: factor of the scores, head_dim ** -0.5 for gpt-oss.
+    sliding_window: number of keys each query sees, its own included; None sees all.
+    out: [rows of query, heads, head_dim], written in place and returned; by default of the query's dtype.
+    kernel: the name of a kernel or solution, to override the selection.
+
+    Returns out with zeros in the rows past `metadata.num_tokens`.
+    """
+    tokens = metadata.num_tokens
+    if query.dim() != 3:
+        raise InputError(f"query must be [tokens, heads, head_dim], got {list(query.shape)}")
+    heads, head_dim = query.shape[1:]
+    kv_heads = key_cache.shape[2] if key_cache.dim() == 4 else 0
+    _check_caches(key_cache, value_cache, kv_heads, head_dim)
+    if kv_heads == 0 or heads % kv_heads:
+        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+    if sinks is None or tuple(sinks.shape) != (heads,):
+        got = "none" if sinks is None else list(sinks.shape)
+        raise InputError(f"sinks must hold one value for each of the {heads} local query heads, got {got}")
+    if out is None:
+        out = torch.empty_like(query)
+    elif out.shape != query.shape:
+        raise InputError(f"out must have the shape of query {list(query.shape)}, got {list(out.shape)}")
+    if tokens:
+        run = select_kernel(
+            PAGED,
+            signature(query=query.dtype, kv=key_cache.dtype, sinks=sinks.dtype),
+            {"head_dim": head_dim, "block_size": key_cache.shape[1], "sliding_window": sliding_window is not None},
+            override=kernel,
+        )
+        run(
+            query=unpad(query, tokens, "query"),
+            key_cache=key_cache,
+            value_cache=value_cache,
+            metadata=metadata,
+            sinks=sinks,
+            scale=scale,
+            sliding_window=sliding_window,
+            out=out[:tokens],
+        )
+    return zero_tail(out, tokens)

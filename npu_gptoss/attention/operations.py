@@ -1,0 +1,23 @@
+"""What the calls of the attention family pass, and so what every kernel of it must declare."""
+
+from __future__ import annotations
+
+from npu_gptoss.kernels import define_operation
+
+# float16 is missing on purpose: the model was trained in bfloat16 and the Ascend sink kernel takes nothing else.
+KV_DTYPES = ("float32", "bfloat16")
+
+PAGED = define_operation(
+    "attention",
+    "paged",
+    roles=("query", "kv", "sinks"),
+    traits=("head_dim", "block_size", "sliding_window"),
+    summary="causal attention over a paged cache with a sink per head; prefill, chunk and decode rows mixed",
+)
+WRITE_KV = define_operation(
+    "attention",
+    "write_kv",
+    roles=("key", "kv"),
+    traits=("head_dim", "block_size"),
+    summary="stores new keys and values in the paged cache",
+)

@@ -1,0 +1,25 @@
+"""Pad and unpad shims: a graph replayed at a bucketed size hands over more rows than are real.
+
+Padded rows hold whatever memory held, NaN included. Kernels see the real rows only, and the tail of the result is
+zero, so that nothing of it reaches a router or, times a zero weight, an expert sum (0 * NaN is NaN).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_gptoss.errors import InputError
+
+
+def unpad(rows: torch.Tensor, num_tokens: int, name: str = "rows") -> torch.Tensor:
+    """The first `num_tokens` rows, as a view."""
+    if rows.shape[0] < num_tokens:
+        raise InputError(f"{name} has {rows.shape[0]} rows for {num_tokens} tokens")
+    return rows[:num_tokens]
+
+
+def zero_tail(out: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Zeroes the rows from `num_tokens` on, in place; returns `out`."""
+    if out.shape[0] > num_tokens:
+        out[num_tokens:].zero_()
+    return out

@@ -1,0 +1,36 @@
+"""The spine: which implementation of an operation runs here, and why.
+
+A *kernel* is a registered callable; a *solution* is where it comes from (ascend, triton, small_ops, reference, or a
+plugin's own). `platform` says what machine this is, `signature` what a call passes, `registry` what there is,
+`selection` picks and explains, `profiling` shows the choice in a torch profile.
+"""
+
+from __future__ import annotations
+
+from npu_gptoss.kernels.loading import load_kernels
+from npu_gptoss.kernels.platform import Capability, Platform, current_platform, platform_override
+from npu_gptoss.kernels.registry import ANY, KernelSpec, Operation, Priority, define_operation, register_kernel
+from npu_gptoss.kernels.selection import KernelError, SelectedKernel, explain, kernel_override, select_kernel
+from npu_gptoss.kernels.signature import Signature, accepts, signature
+
+__all__ = [
+    "ANY",
+    "Capability",
+    "KernelError",
+    "KernelSpec",
+    "Operation",
+    "Platform",
+    "Priority",
+    "SelectedKernel",
+    "Signature",
+    "accepts",
+    "current_platform",
+    "define_operation",
+    "explain",
+    "kernel_override",
+    "load_kernels",
+    "platform_override",
+    "register_kernel",
+    "select_kernel",
+    "signature",
+]

@@ -1,0 +1,55 @@
+"""What a call passes and what a kernel takes: the dtype of each tensor role (query, kv, weight …).
+
+A dtype is named as torch names it ("bfloat16"); packed formats that torch has no dtype for have names of their own
+("mxfp4").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+def dtype_name(dtype: object) -> str:
+    """ "bfloat16" for torch.bfloat16 and for "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Of one call: (role, dtype name) pairs, sorted by role."""
+
+    roles: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{role} {dtype}" for role, dtype in self.roles)
+
+
+def signature(**roles: object) -> Signature:
+    return Signature(tuple(sorted((role, dtype_name(dtype)) for role, dtype in roles.items())))
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """One combination of dtypes that a kernel takes: role -> allowed names."""
+
+    roles: tuple[tuple[str, frozenset[str]], ...]
+
+    def reasons_against(self, call: Signature) -> list[str]:
+        passed = dict(call.roles)
+        return [
+            f"needs {' or '.join(sorted(allowed))} {role}, got {passed.get(role, 'none')}"
+            for role, allowed in self.roles
+            if passed.get(role) not in allowed
+        ]
+
+
+def accepts(**roles: object | Iterable[object]) -> Accepts:
+    """accepts(query="bfloat16", kv=("bfloat16", "float32")): one allowed dtype, or several."""
+    named = {
+        role: frozenset(map(dtype_name, allowed))
+        if isinstance(allowed, (tuple, list, set, frozenset))
+        else frozenset({dtype_name(allowed)})
+        for role, allowed in roles.items()
+    }
+    return Accepts(tuple(sorted(named.items())))
