@@ -1,0 +1,45 @@
+# `make` lists the targets. Everything is set up in .venv by scripts/setup_venv.py, on first use and after changes.
+.DEFAULT_GOAL := help
+PYTHON ?=
+MODEL ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+PYTEST_ARGS ?=
+
+# any Python 3 can run the set-up; it looks for the right one itself
+SETUP = $(or $(PYTHON),python3) scripts/setup_venv.py $(if $(PYTHON),--python $(PYTHON))
+BIN = .venv/bin
+
+.PHONY: help
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+.PHONY: serve
+serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
+	@$(SETUP)
+	@exec $(BIN)/python scripts/serve_cpu.py --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
+
+.PHONY: test
+test: check ## set up, check and run all the tests (PYTEST_ARGS="tests/kernels -x" for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: setup ## ruff's lint and format, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+.PHONY: setup
+setup: ## set up .venv with the test tools, nothing else
+	@$(SETUP) --tools
+
+.PHONY: format
+format: setup ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: clean
+clean: ## remove .venv, the tiny checkpoint and all caches
+	rm -rf .venv .checkpoints .pytest_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

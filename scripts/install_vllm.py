@@ -1,0 +1,140 @@
+"""Install vLLM 0.11.0 from its own source release as pure Python (`VLLM_TARGET_DEVICE=empty`), from wherever pip looks.
+
+`pip install vllm==0.11.0` cannot do this: the build calls itself `0.11.0+empty`, pip compares that with the `0.11.0` of
+the index and refuses. Installed from a file, nothing is compared. So this script asks pip where the file is (pip's own
+package finder, hence with the user's index, mirrors, find-links, certificates and proxies), downloads it, checks its
+SHA-256 and installs it from disk. pip has no public command for the first step; the private one used here has been the
+same from pip 23.0 to 26.1, and `VLLM_SDIST=path-or-URL` goes around it.
+
+Run it with the Python of the environment that shall hold vLLM; torch and the build tools (setuptools below 80,
+setuptools-scm, wheel, packaging, jinja2) must be there already. Doing it twice is fine; another vLLM is never replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+VERSION = "0.11.0"
+INSTALLED_AS = "0.11.0+empty"
+FILE_NAME = "vllm-0.11.0.tar.gz"
+SHA256 = "f435a64c24e9c4178d657a76f8edd8548ddc444012f7d06a9f79ac3a6392bfae"
+CHUNK = 1 << 20
+
+
+class InstallError(Exception):
+    """What was expected, what was got, what to do: the whole text a user sees."""
+
+
+def check_installed() -> bool:
+    """True when exactly this build is installed, False when no vLLM is; any other vLLM is the user's and is refused."""
+    try:
+        found = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
+    if found == INSTALLED_AS:
+        return True
+    raise InstallError(
+        f"vllm {found} is installed in {sys.prefix}, and this script installs {INSTALLED_AS} and replaces nobody's vLLM. "
+        f"Use another environment, or first run: {sys.executable} -m pip uninstall vllm"
+    )
+
+
+def download_with_pip(folder: Path) -> Path:
+    """Let pip find the source release and download it through pip's own session into `folder`."""
+    try:
+        from pip import __version__ as pip_version
+        from pip._internal.commands import create_command
+
+        command = create_command("download")
+        options, _ = command.parse_args(["--quiet", "--no-deps", "--no-binary", ":all:", "vllm"])
+        with command.main_context():
+            session = command.get_default_session(options)
+            candidates = command._build_package_finder(options, session).find_all_candidates("vllm")
+            links = [c.link for c in candidates if str(c.version) == VERSION and c.link.filename == FILE_NAME]
+            if not links:
+                raise InstallError(
+                    f"pip, as it is configured here, knows no {FILE_NAME} (`pip config list` shows where it looks). "
+                    f"Get that file by hand and run again with VLLM_SDIST=path-or-URL."
+                )
+            response = session.get(links[0].url_without_fragment, stream=True, headers={"Accept-Encoding": "identity"})
+            response.raise_for_status()
+            target = folder / FILE_NAME
+            with target.open("wb") as file:
+                for chunk in response.iter_content(CHUNK):
+                    file.write(chunk)
+            return target
+    except (ImportError, AttributeError, TypeError) as error:
+        raise InstallError(
+            f"The inside of pip {pip_version if 'pip_version' in locals() else '(none)'} is not the one this script "
+            f"knows, pip 23 to 26 ({error}). Get {FILE_NAME} by hand and run again with VLLM_SDIST=path-or-URL."
+        ) from error
+    except OSError as error:  # pip's session raises requests' errors, which are OSErrors
+        raise InstallError(
+            f"{FILE_NAME} could not be downloaded ({error}). Run again, or get the file by hand and set VLLM_SDIST=path-or-URL."
+        ) from error
+
+
+def fetch(folder: Path, override: str = "") -> Path:
+    """The checked source release in `folder`, from `override` (a path or a URL) when given, otherwise through pip."""
+    target = folder / FILE_NAME
+    if "://" in override:
+        with contextlib.closing(urllib.request.urlopen(override, timeout=60)) as response, target.open("wb") as file:
+            shutil.copyfileobj(response, file, CHUNK)
+    elif override:
+        if not Path(override).is_file():
+            raise InstallError(f"VLLM_SDIST={override} is not a file. Expected the path or the URL of {FILE_NAME}.")
+        shutil.copyfile(override, target)
+    else:
+        target = download_with_pip(folder)
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise InstallError(
+            f"{FILE_NAME} has the SHA-256 {digest}, the release has {SHA256}: it is damaged or another file. "
+            "Run again, or set VLLM_SDIST=path-or-URL to a good copy."
+        )
+    return target
+
+
+def install(sdist: Path, pip_arguments: Sequence[str]) -> None:
+    """Build and install the file in this environment. `pip_arguments`: usually --no-deps."""
+    command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", *pip_arguments, str(sdist)]
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty"}
+    if subprocess.run(command, env=environment, check=False).returncode:
+        raise InstallError(
+            "pip could not build vLLM from its source release; its own words are above. The build needs torch, "
+            "setuptools<80, setuptools-scm, wheel, packaging and jinja2 in this environment."
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="Any other option goes to `pip install`, for instance --no-deps."
+    )
+    _, pip_arguments = parser.parse_known_args(arguments)
+    try:
+        if check_installed():
+            print(f"vllm {INSTALLED_AS} is installed already")
+            return 0
+        with tempfile.TemporaryDirectory(prefix="vllm-sdist-") as folder:
+            sdist = fetch(Path(folder), os.environ.get("VLLM_SDIST", ""))
+            print(f"{FILE_NAME}: {sdist.stat().st_size / 1e6:.1f} MB, SHA-256 as published; building it as pure Python")
+            install(sdist, pip_arguments)
+    except (InstallError, urllib.error.URLError) as error:
+        print(f"install_vllm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Set up `.venv` for `make serve` and `make test`: a table of steps, each run once, resumed where it was interrupted.
+
+A finished step leaves a stamp in `.venv/.npu-gptoss` that holds a hash of everything the step depends on; it runs again
+when that changes, when one of its packages is gone, or when the environment is broken or was moved. All packages come
+through the user's own pip configuration. Standard library only, and any Python 3.8 or newer can run it: the Python of
+the environment is looked for separately (`PYTHON=…` chooses it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("python3.11", "python3.12", "python3.10", "python3", sys.executable)
+FREE_GB_NEEDED = 3.0
+TORCH = "2.13.0"
+# The one address in this repository: the registry of record has no CPU builds of torch for x86_64.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# PYTHONPATH and --user installs would leak the machine's packages into the environment.
+DROPPED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "__PYVENV_LAUNCHER__")
+
+INSPECT = """
+import json, sys, pip
+from importlib import metadata
+found = {}
+for d in metadata.distributions():
+    if d.read_text("RECORD") is not None:
+        found[d.metadata["Name"].lower().replace("_", "-").replace(".", "-")] = d.version
+print(json.dumps({"prefix": sys.prefix, "version": list(sys.version_info[:2]), "packages": found}))
+"""
+
+
+class SetupError(Exception):
+    """What was expected, what was got, what to do: the whole text a user sees."""
+
+
+@dataclass
+class Environment:
+    """A virtual environment and what is known about it. `packages`: name -> version, of completely installed ones."""
+
+    path: Path
+    packages: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def state(self) -> Path:
+        return self.path / ".npu-gptoss"
+
+    def inspect(self) -> str | None:
+        """Reads the packages; returns why the environment cannot be used, or None."""
+        if not self.python.exists():
+            return "it has no bin/python"
+        run = subprocess.run([str(self.python), "-c", INSPECT], env=clean_environment(), capture_output=True, text=True)
+        if run.returncode:
+            return "its Python does not start or has no pip: " + (run.stderr.strip().splitlines() or ["no output"])[-1]
+        found = json.loads(run.stdout)
+        if Path(found["prefix"]) != self.path:
+            return f"it was made for {found['prefix']} and moved"
+        self.packages = found["packages"]
+        return None
+
+    def lacking(self, pins: dict[str, str]) -> list[str]:
+        return [name for name, version in pins.items() if self.packages.get(name, "") != version]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the table. `inputs`: what the stamp hashes. `pins`: packages whose absence makes the step run again."""
+
+    name: str
+    purpose: str
+    action: Callable[[Environment, "Runner"], str]
+    inputs: Sequence[str] = ()
+    pins: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256("\0".join([self.name, str(ROOT), *self.inputs]).encode()).hexdigest()
+
+
+def clean_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in DROPPED_VARIABLES}
+    return {**kept, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONNOUSERSITE": "1"}
+
+
+class Runner:
+    """Runs a step's commands with their output in a log, and shows that time passes."""
+
+    def __init__(self, log: Path, label: str) -> None:
+        self.log, self.label, self.start = log, label, time.monotonic()
+        self.live = sys.stdout.isatty()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        print(label, end="" if self.live else "\n", flush=True)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def _tick(self, printed: float) -> float:
+        if self.live:
+            print(f"\r{self.label} {self.seconds():.0f} s", end="", flush=True)
+        elif self.seconds() - printed >= 15:
+            lines = self.log.read_text(errors="replace").split("\n")
+            last = next(
+                (line.strip()[:90] for line in reversed(lines) if line.strip() and not line.startswith("WARNING")), ""
+            )
+            print(f"      … {self.seconds():.0f} s: {last}", flush=True)
+            return self.seconds()
+        return printed
+
+    def attempt(self, command: Sequence[str]) -> bool:
+        """True when the command succeeded. A Ctrl-C ends the command too (it is in the same process group)."""
+        with self.log.open("a") as log:
+            log.write("$ " + " ".join(command) + "\n")
+            log.flush()
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=clean_environment(), cwd=ROOT)
+            printed = self.seconds()
+            try:
+                while True:
+                    try:
+                        return process.wait(timeout=1) == 0
+                    except subprocess.TimeoutExpired:
+                        printed = self._tick(printed)
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+
+    def must(self, command: Sequence[str]) -> None:
+        if not self.attempt(command):
+            tail = "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-15:])
+            raise SetupError(
+                f"this step failed; the end of its log ({self.log}):\n{tail}\n"
+                "Mend what it names (often the network or the disk) and run the same command again: "
+                "what is finished is not done twice."
+            )
+
+    def done(self, note: str) -> None:
+        end = f"{self.seconds():.0f} s" + (f", {note}" if note else "")
+        print(f"\r{self.label} {end}" if self.live else f"      {end}", flush=True)
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """name -> version of a requirements file that holds only `name==version` lines and comments."""
+    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    pairs = (line.split("==") for line in lines if line)
+    return {re.sub(r"[-_.]+", "-", name.strip()).lower(): version.strip() for name, version in pairs}
+
+
+def choose_python(wanted: str = "") -> str:
+    """The interpreter for the environment: `wanted` or the first suitable of PYTHONS; all reasons when there is none."""
+    probe = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
+    reasons = []
+    for name in [wanted] if wanted else PYTHONS:
+        path = shutil.which(name)
+        if path is None:
+            reasons.append(f"{name} is not there")
+            continue
+        run = subprocess.run([path, "-c", probe], env=clean_environment(), capture_output=True, text=True)
+        if run.returncode and "ensurepip" in run.stderr:
+            reasons.append(
+                f"{name} cannot make environments (on Debian and Ubuntu: apt install {Path(name).name}-venv)"
+            )
+        elif run.returncode:
+            reasons.append(f"{name} does not start")
+        elif run.stdout.strip() not in ("3.10", "3.11", "3.12"):
+            reasons.append(f"{name} is Python {run.stdout.strip()}")
+        else:
+            return path
+    raise SetupError(
+        "Python 3.11 is needed (3.10 and 3.12 work too), and none was found: "
+        + "; ".join(dict.fromkeys(reasons))
+        + ". "
+        "Install one, or name it: make serve PYTHON=/path/to/python3.11"
+    )
+
+
+def make_environment(env: Environment, run: Runner, python: str) -> str:
+    free = shutil.disk_usage(env.path.parent).free / 1e9
+    if free < FREE_GB_NEEDED:
+        raise SetupError(
+            f"{free:.1f} GB are free in {env.path.parent}, the environment needs about {FREE_GB_NEEDED:.0f}"
+        )
+    run.must([python, "-m", "venv", str(env.path)])
+    return subprocess.run([str(env.python), "-V"], capture_output=True, text=True).stdout.strip()
+
+
+def pip(env: Environment, *arguments: str) -> list[str]:
+    # --no-compile: Python compiles what is imported; compiling all of it here takes longer than the installation
+    return [str(env.python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *arguments]
+
+
+def install_torch(env: Environment, run: Runner) -> str:
+    if run.attempt(pip(env, "--no-deps", f"torch=={TORCH}+cpu")):
+        return "the CPU build, from where your pip looks"
+    index = ["--index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "0"]
+    if run.attempt(pip(env, "--no-deps", *index, f"torch=={TORCH}+cpu")):
+        return "the CPU build, from PyTorch's own index"
+    print(
+        "\n      no CPU build within reach: taking your registry's torch, on x86_64 with several GB of CUDA libraries"
+    )
+    run.must(pip(env, f"torch=={TORCH}"))
+    return "the registry's build"
+
+
+def install_packages(env: Environment, run: Runner) -> str:
+    (env.state / "unlocked").unlink(missing_ok=True)
+    if run.attempt(pip(env, "--no-deps", "-r", "requirements/cpu.txt")):
+        return ""
+    (env.state / "unlocked").touch()
+    run.must(pip(env, "-r", "requirements/cpu.in"))
+    return "not all versions of requirements/cpu.txt can be had here: took what requirements/cpu.in allows"
+
+
+def install_vllm(env: Environment, run: Runner) -> str:
+    unlocked = (env.state / "unlocked").exists()
+    how = ["--constraint", "requirements/cpu.in"] if unlocked else ["--no-deps"]
+    run.must([str(env.python), "scripts/install_vllm.py", "--no-compile", "--progress-bar", "off", *how])
+    return ""
+
+
+def install_package(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "--no-deps", "--no-build-isolation", "--editable", "."))
+    return ""
+
+
+def install_tools(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "-r", "requirements/dev.txt"))
+    return ""
+
+
+def steps(with_tools: bool, python: Callable[[], str]) -> list[Step]:
+    lock, tools = ROOT / "requirements/cpu.txt", ROOT / "requirements/dev.txt"
+    loose, builder = ROOT / "requirements/cpu.in", ROOT / "scripts/install_vllm.py"
+    table = [
+        Step("environment", "a Python of its own in .venv", lambda env, run: make_environment(env, run, python())),
+        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
+        Step(
+            "packages",
+            "what vLLM and this package import, 350 MB",
+            install_packages,
+            [lock.read_text(), loose.read_text()],
+            read_pins(lock),
+        ),
+        Step(
+            "vllm",
+            "vLLM 0.11.0 from its source release, pure Python",
+            install_vllm,
+            [builder.read_text()],
+            {"vllm": "0.11.0+empty"},
+        ),
+        Step(
+            "npu_gptoss",
+            "this folder, as an editable package",
+            install_package,
+            [(ROOT / "pyproject.toml").read_text()],
+            {"npu-gptoss": ""},
+        ),
+    ]
+    if with_tools:
+        table.append(Step("tools", "pytest, ruff, codespell", install_tools, [tools.read_text()], read_pins(tools)))
+    return table
+
+
+def is_done(step: Step, env: Environment) -> bool:
+    stamp = env.state / step.name
+    if not stamp.is_file() or stamp.read_text() != step.key:
+        return False
+    if step.name == "packages" and (env.state / "unlocked").exists():
+        return True  # the resolver chose the versions
+    return all(name in env.packages and version in ("", env.packages[name]) for name, version in step.pins.items())
+
+
+def drop_half_installed(env: Environment) -> None:
+    """Removes the metadata of packages whose installation was interrupted: without RECORD pip can neither use nor replace."""
+    for info in env.path.glob("lib/python*/site-packages/*.dist-info"):
+        if not (info / "RECORD").exists():
+            shutil.rmtree(info)
+
+
+def prepare(env: Environment, wanted_python: str) -> None:
+    """Removes an environment that cannot be used. One that this script did not make is never removed."""
+    if not env.path.exists():
+        return
+    if not env.state.is_dir():
+        raise SetupError(
+            f"{env.path} exists and was not made by this set-up. Move it away, then run the same command again."
+        )
+    problem = env.inspect()
+    if problem is None and wanted_python:
+        run = subprocess.run([choose_python(wanted_python), "-V"], capture_output=True, text=True)
+        own = subprocess.run([str(env.python), "-V"], capture_output=True, text=True)
+        if run.stdout != own.stdout:
+            problem = f"it holds {own.stdout.strip()} and PYTHON={wanted_python} is {run.stdout.strip()}"
+    if problem:
+        print(f"set-up: {env.path} is made anew: {problem}", flush=True)
+        shutil.rmtree(env.path)
+
+
+def set_up(env: Environment, with_tools: bool, wanted_python: str = "") -> None:
+    """Brings the environment up to date: every step that is not done, in the order of the table."""
+    start = time.monotonic()
+    prepare(env, wanted_python)
+    table = steps(with_tools, lambda: choose_python(wanted_python))
+    to_do = [step for step in table if not is_done(step, env)]
+    if not to_do:
+        print(f"set-up: {env.path.name} is up to date", flush=True)
+        return
+    print(f"set-up: {len(to_do)} of {len(table)} steps to do in {env.path} (about 2 GB when complete)", flush=True)
+    env.state.mkdir(parents=True, exist_ok=True)
+    drop_half_installed(env)
+    for number, step in enumerate(table, 1):
+        if step not in to_do:
+            continue
+        (env.state / step.name).unlink(missing_ok=True)
+        run = Runner(env.state / f"{step.name}.log", f"[{number}/{len(table)}] {step.name + ':':<12} {step.purpose} …")
+        run.done(step.action(env, run))
+        (env.state / step.name).write_text(step.key)
+    problem = env.inspect()
+    if problem:
+        raise SetupError(f"{env.path} was set up but cannot be used: {problem}. Remove the folder and run again.")
+    print(f"set-up: complete after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", action="store_true", help="also install what checks and tests need")
+    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
+    options = parser.parse_args(arguments)
+    folder = os.open(ROOT, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("set-up: another one is at work in this folder; waiting for it", flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        set_up(Environment(ROOT / ".venv"), options.tools, options.python)
+    except SetupError as error:
+        print(f"\nset-up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
+        return 130
+    finally:
+        os.close(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
