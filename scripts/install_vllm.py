@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from importlib import metadata
@@ -45,7 +46,7 @@ def check_installed() -> bool:
     if found == INSTALLED_AS:
         return True
     raise InstallError(
-        f"vllm {found} is installed in {sys.prefix}, and this script installs {INSTALLED_AS} and replaces nobody's vLLM. "
+        f"vllm {found} is installed in {sys.prefix}; this script installs {INSTALLED_AS} and replaces nobody's vLLM. "
         f"Use another environment, or first run: {sys.executable} -m pip uninstall vllm"
     )
 
@@ -81,7 +82,8 @@ def download_with_pip(folder: Path) -> Path:
         ) from error
     except OSError as error:  # pip's session raises requests' errors, which are OSErrors
         raise InstallError(
-            f"{FILE_NAME} could not be downloaded ({error}). Run again, or get the file by hand and set VLLM_SDIST=path-or-URL."
+            f"{FILE_NAME} could not be downloaded ({error}). "
+            "Run again, or get the file by hand and set VLLM_SDIST=path-or-URL."
         ) from error
 
 

@@ -80,11 +80,11 @@ class Environment:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the table. `inputs`: what the stamp hashes. `pins`: packages whose absence makes the step run again."""
+    """One line of the table. `inputs`: what the stamp hashes. `pins`: packages without which the step runs again."""
 
     name: str
     purpose: str
-    action: Callable[[Environment, "Runner"], str]
+    action: Callable[[Environment, Runner], str]
     inputs: Sequence[str] = ()
     pins: dict[str, str] = field(default_factory=dict)
 
@@ -163,7 +163,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def choose_python(wanted: str = "") -> str:
-    """The interpreter for the environment: `wanted` or the first suitable of PYTHONS; all reasons when there is none."""
+    """The interpreter for the environment: `wanted` or the first suitable of PYTHONS. Raises with all the reasons."""
     probe = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
     reasons = []
     for name in [wanted] if wanted else PYTHONS:
@@ -287,7 +287,7 @@ def is_done(step: Step, env: Environment) -> bool:
 
 
 def drop_half_installed(env: Environment) -> None:
-    """Removes the metadata of packages whose installation was interrupted: without RECORD pip can neither use nor replace."""
+    """Removes the metadata of half installed packages: without a RECORD pip can neither use nor replace them."""
     for info in env.path.glob("lib/python*/site-packages/*.dist-info"):
         if not (info / "RECORD").exists():
             shutil.rmtree(info)
