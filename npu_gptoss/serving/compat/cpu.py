@@ -1,0 +1,60 @@
+"""CPU: a vLLM without compiled operators, or with a torch newer than the one it was built for.
+
+vLLM 0.11.0 built with `VLLM_TARGET_DEVICE=empty` has no `vllm._C`, and the one of a binary build does not load beside
+another torch. Every operator of vLLM has a plain torch body, chosen with `custom_ops=["none"]`. The worker binds its
+threads with an operator of the same library unless `VLLM_CPU_OMP_THREADS_BIND` says "all", one entry a rank. And
+0.11.0's use of torch.compile fits the dynamo of torch 2.8 at the latest.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from npu_gptoss.serving.compat.patch import expect_parameters, replace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NEWEST_TORCH_THAT_COMPILES = (2, 8)
+
+
+def has_compiled_ops() -> bool:
+    """Whether the library of CPU operators is there and loads."""
+    try:
+        import vllm._C  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def torch_release() -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def install_native_ops(module: ModuleType) -> None:
+    platform = module.CpuPlatform
+    original = platform.__dict__["check_and_update_config"].__func__
+    expect_parameters(original, "cls", "vllm_config")
+
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        original(cls, vllm_config)
+        model_config = vllm_config.model_config
+        if model_config is None or model_config.hf_config.model_type != "gpt_oss":
+            return
+        if torch_release() > NEWEST_TORCH_THAT_COMPILES:
+            from vllm.config import CompilationLevel
+
+            vllm_config.compilation_config.level = CompilationLevel.NO_COMPILATION
+            model_config.enforce_eager = True
+        if not has_compiled_ops():
+            vllm_config.compilation_config.custom_ops = ["none"]
+            parallel = vllm_config.parallel_config
+            ranks = parallel.world_size * parallel.data_parallel_size
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(["all"] * ranks))
+
+    replace(platform, "check_and_update_config", classmethod(check_and_update_config))

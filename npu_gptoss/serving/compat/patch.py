@@ -1,0 +1,132 @@
+"""What a runtime patch of foreign code is, and the few tools that its installer uses.
+
+An installer is a function `install(module)` that receives the foreign module right after its import. It first looks
+whether the code it is about to change is still the code it knows (`expect_parameters`, `expect_source`), raises
+`Mismatch` with a sentence when not, and only then changes anything (`replace`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+
+class Mismatch(Exception):
+    """The foreign code is not the code that a patch was written for; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One repair of foreign code."""
+
+    name: str  # what NPU_GPTOSS_SKIP_PATCHES calls it
+    reason: str  # one sentence: what goes wrong without it
+    module: str  # foreign module whose import brings the patch in
+    touches: tuple[str, ...]  # every name that it replaces, "module:attribute", copies in other modules included
+    installer: str  # "submodule:function" within this package, imported only when needed
+    upstream: str  # where vLLM repaired it, or "none found"
+    vllm: tuple[str, ...] = ("0.11.0",)  # releases that it was written for
+    essential: bool = False  # without it gpt-oss would compute something else without saying so
+
+    def install(self, module: ModuleType) -> None:
+        submodule, _, function = self.installer.partition(":")
+        getattr(importlib.import_module(f"{__package__}.{submodule}"), function)(module)
+
+
+def expect_parameters(function: Any, *names: str) -> None:
+    """Raise Mismatch unless the function takes at least these parameters (a class stands for its constructor)."""
+    found = tuple(inspect.signature(function).parameters)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise Mismatch(
+            f"{function.__module__}.{function.__qualname__} was expected to take {', '.join(missing)}, it takes ({', '.join(found)})"
+        )
+
+
+def expect_source(function: Any, *markers: str) -> None:
+    """Raise Mismatch unless each marker occurs in the function's source (white space does not count)."""
+    try:
+        source = "".join(inspect.getsource(function).split())
+    except (OSError, TypeError) as error:
+        raise Mismatch(f"the source of {function.__qualname__} cannot be read: {error}") from None
+    for marker in markers:
+        if "".join(marker.split()) not in source:
+            raise Mismatch(
+                f"{function.__module__}.{function.__qualname__} no longer contains {marker!r}; is it repaired already?"
+            )
+
+
+def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
+    """Put `new` in the place of `owner.name`, also in modules that copied the name with `from … import name`.
+
+    Modules of `copies` that are not imported yet will copy the new object by themselves. Returns the old object.
+    """
+    old = vars(owner)[name]
+    new.__npu_gptoss_replaces__ = old
+    setattr(owner, name, new)
+    for copy in copies:
+        module = sys.modules.get(copy)
+        if module is not None and vars(module).get(name) is old:
+            setattr(module, name, new)
+    return old
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs the module as its own loader would, then calls back."""
+
+    def __init__(self, loader: importlib.abc.Loader, finder: _ImportHook) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader  # leave no trace for inspect, pickle and reload
+        self._loader.exec_module(module)
+        self._finder.imported(module)
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+    def imported(self, module: ModuleType) -> None:
+        for call in self.waiting.pop(module.__name__, ()):
+            call(module)
+
+
+_hook = _ImportHook()
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call `call(module)` now if the module is imported, else right after its import. Imports nothing itself."""
+    module = sys.modules.get(name)
+    if module is not None:
+        call(module)
+        return
+    _hook.waiting.setdefault(name, []).append(call)
+    if _hook not in sys.meta_path:
+        sys.meta_path.insert(0, _hook)

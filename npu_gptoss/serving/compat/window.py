@@ -1,0 +1,27 @@
+"""gpt-oss has no model-wide sliding window.
+
+vLLM's `ModelConfig.get_sliding_window` reads the number from config.json (128). It has two users in 0.11.0. The check
+whether the V1 engine can be used refuses every model that has one on CPU, and V0 is gone. And `cache_config` gets it
+when the layers do not alternate, from where `Attention` takes it for every layer that names no window of its own. In
+gpt-oss every second layer sees everything, and our model hands each layer's window to its own attention.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from npu_gptoss.serving.compat.patch import expect_source, replace
+
+
+def install(module: ModuleType) -> None:
+    model_config = module.ModelConfig
+    expect_source(model_config.get_sliding_window, 'getattr(self.hf_text_config, "sliding_window", None)')
+    original = model_config.get_sliding_window
+
+    def get_sliding_window(self) -> int | None:
+        """None for gpt-oss, the number of config.json for any other model."""
+        if self.hf_text_config.model_type == "gpt_oss" and not self.disable_sliding_window:
+            return None
+        return original(self)
+
+    replace(model_config, "get_sliding_window", get_sliding_window)

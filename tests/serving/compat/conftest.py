@@ -1,0 +1,57 @@
+"""`patched(*names)`: foreign code as vLLM ships it, with exactly the named patches in it, put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.serving import compat
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
+
+
+def _stock(value: Any) -> Any:
+    while hasattr(value, "__npu_gptoss_replaces__"):
+        value = value.__npu_gptoss_replaces__
+    return value
+
+
+@contextlib.contextmanager
+def _patched(*names: str) -> Iterator[None]:
+    compat.apply()  # so that a plugin loaded by vLLM inside the block finds its work done
+    targets = [_owner(target) for patch in compat.PATCHES for target in patch.touches]
+    before = [(owner, name, vars(owner)[name]) for owner, name in targets]
+    for owner, name, value in before:
+        setattr(owner, name, _stock(value))
+    try:
+        for patch in compat.PATCHES:
+            if patch.name in names:
+                patch.install(importlib.import_module(patch.module))
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@pytest.fixture
+def patched() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    known = {patch.name for patch in compat.PATCHES}
+
+    def checked(*names: str) -> contextlib.AbstractContextManager[None]:
+        assert set(names) <= known
+        return _patched(*names)
+
+    return checked

@@ -1,0 +1,102 @@
+"""CPU without vLLM's compiled operators: nothing may call them, bind threads with them, or compile with a new torch."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+import torch
+from vllm.config import CacheConfig, CompilationConfig, CompilationLevel
+from vllm.platforms.cpu import CpuPlatform
+
+from npu_gptoss.serving.compat import cpu
+
+pytestmark = pytest.mark.serving
+
+
+def updated_config(model_type: str = "gpt_oss", ranks: int = 1) -> types.SimpleNamespace:
+    """What CpuPlatform makes of a configuration that asks for the default compilation."""
+    config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(
+            hf_config=types.SimpleNamespace(model_type=model_type),
+            dtype=torch.bfloat16,
+            use_mla=False,
+            enforce_eager=False,
+        ),
+        cache_config=CacheConfig(),
+        scheduler_config=types.SimpleNamespace(chunked_prefill_enabled=True),
+        parallel_config=types.SimpleNamespace(
+            world_size=ranks,
+            data_parallel_size=1,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp",
+            worker_cls="auto",
+            enable_dbo=False,
+        ),
+        compilation_config=CompilationConfig(level=CompilationLevel.PIECEWISE),
+        lora_config=None,
+        device_config=types.SimpleNamespace(device_type="cpu"),
+    )
+    CpuPlatform.check_and_update_config(config)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in (
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "NUMEXPR_MAX_THREADS",
+        "OMP_NUM_THREADS",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "LOCAL_WORLD_SIZE",
+    ):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # vLLM writes them: put back afterwards
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def test_without_compiled_operators_the_torch_bodies_are_taken(patched, monkeypatch):
+    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
+    monkeypatch.setattr(cpu, "torch_release", lambda: (2, 8))
+    with patched():
+        assert updated_config().compilation_config.custom_ops == ["none"]  # through inductor, but threads are bound
+        assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+    with patched("cpu-native-ops"):
+        config = updated_config(ranks=2)
+    assert config.compilation_config.custom_ops == ["none"]
+    assert config.compilation_config.level == CompilationLevel.DYNAMO_ONCE  # torch 2.8 may compile
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all|all"
+
+
+def test_a_torch_newer_than_vllms_runs_eager(patched, monkeypatch):
+    monkeypatch.setattr(cpu, "torch_release", lambda: (2, 13))
+    with patched():
+        assert updated_config().compilation_config.level == CompilationLevel.DYNAMO_ONCE
+    with patched("cpu-native-ops"):
+        config = updated_config()
+    assert config.compilation_config.level == CompilationLevel.NO_COMPILATION
+    assert config.model_config.enforce_eager
+
+
+def test_a_complete_build_and_other_models_keep_their_settings(patched, monkeypatch):
+    with patched("cpu-native-ops"):
+        assert updated_config("llama").compilation_config.level == CompilationLevel.DYNAMO_ONCE
+        monkeypatch.setattr(cpu, "has_compiled_ops", lambda: True)
+        monkeypatch.setattr(cpu, "torch_release", lambda: (2, 8))
+        assert updated_config().compilation_config.level == CompilationLevel.DYNAMO_ONCE
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_threads_bound_by_the_user_stay_bound(patched, monkeypatch):
+    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    with patched("cpu-native-ops"):
+        updated_config()
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_torch_release_reads_a_local_version(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert cpu.torch_release() == (2, 13)

@@ -1,0 +1,47 @@
+"""Structured output must not end the engine when the logits are bfloat16 on CPU."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.structured_output import utils
+from vllm.v1.worker import gpu_model_runner
+
+pytestmark = pytest.mark.serving
+
+VOCABULARY = 64
+
+
+def masked(dtype: torch.dtype) -> torch.Tensor:
+    """Logits [2 requests, 64 tokens] after a grammar that allows request "b" the tokens 3 and 40 only."""
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mask = np.zeros((1, VOCABULARY // 32), dtype=np.int32)
+    mask[0, 0], mask[0, 1] = 1 << 3, 1 << 8
+    step = types.SimpleNamespace(
+        grammar_bitmask=mask, scheduled_spec_decode_tokens={}, structured_output_request_ids={"b": 0}
+    )
+    batch = types.SimpleNamespace(req_id_to_index={"a": 0, "b": 1})
+    gpu_model_runner.apply_grammar_bitmask(step, batch, logits, torch.device("cpu"))
+    return logits
+
+
+def test_bfloat16_logits_are_masked_instead_of_ending_the_engine(patched):
+    with patched(), pytest.raises(Exception, match="float32"):
+        masked(torch.bfloat16)
+    with patched("cpu-grammar-bitmask"):
+        assert utils.apply_grammar_bitmask is gpu_model_runner.apply_grammar_bitmask
+        logits = masked(torch.bfloat16)
+    assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [3, 40]
+    untouched = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(logits[0], untouched[0])
+    assert torch.equal(logits[1, [3, 40]], untouched[1, [3, 40]])
+
+
+def test_float32_logits_take_the_same_path_as_before(patched):
+    with patched():
+        expected = masked(torch.float32)
+    with patched("cpu-grammar-bitmask"):
+        assert torch.equal(masked(torch.float32), expected)
