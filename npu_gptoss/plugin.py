@@ -1,0 +1,81 @@
+"""The vLLM entry point (`vllm.general_plugins`): registers what gpt-oss needs, and nothing else.
+
+vLLM calls `register` in the API server, the engine core, every worker and the subprocess that inspects model classes,
+sometimes more than once in a process. So: importing this module imports only the standard library, and calling
+`register` again changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+SUPPORTED_VLLM = "0.11.0"
+ARCHITECTURE = "GptOssForCausalLM"
+MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
+
+# Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
+SERVED_DEVICES = ("cpu", "npu")
+
+# below "vllm", so that vLLM's own handlers and --log-config apply
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+def installed_vllm() -> str | None:
+    """The version of the installed vLLM without touching the package; None when it has no metadata."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
+def version_objection(installed: str | None) -> str | None:
+    """Why this vLLM is outside of the supported window, in words; None when it is inside."""
+    if installed is not None and re.fullmatch(re.escape(SUPPORTED_VLLM) + r"(\+.*)?", installed):
+        return None
+    found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
+    return (
+        f"npu-gptoss supports vLLM {SUPPORTED_VLLM} (and local builds of it, such as {SUPPORTED_VLLM}+empty), but "
+        f"{found}: it steps aside, and gpt-oss runs as this vLLM runs it. Install vLLM {SUPPORTED_VLLM} to use it."
+    )
+
+
+def register() -> None:
+    """Registers the model, the MXFP4 checkpoint format and the limits with vLLM, and mends vLLM's defects.
+
+    Under a vLLM outside of the supported window it registers nothing and says so.
+    """
+    objection = version_objection(installed_vllm())
+    if objection:
+        logger.warning("%s", objection)
+        return
+
+    from npu_gptoss.serving import compat
+
+    compat.apply()
+
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type not in SERVED_DEVICES:
+        logger.info(
+            "npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.",
+            current_platform.device_type or "this platform",
+            " and ".join(SERVED_DEVICES),
+        )
+        return
+
+    from npu_gptoss.serving import limits, quantization
+
+    quantization.register()
+    limits.register(ARCHITECTURE)
+    _register_model()
+
+
+def _register_model() -> None:
+    from vllm import ModelRegistry
+
+    module, _, name = MODEL.partition(":")
+    known = ModelRegistry.models.get(ARCHITECTURE)
+    if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
+        ModelRegistry.register_model(ARCHITECTURE, MODEL)  # by name: the class is imported where it is needed

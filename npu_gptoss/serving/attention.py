@@ -1,0 +1,169 @@
+"""vLLM's attention backend interface over `npu_gptoss.attention`.
+
+The backend is handed to each `Attention` layer by our own model, so that no platform hook is needed. vLLM must not see
+the sliding window (it would open a second KV-cache group, which its CPU runner and vllm-ascend 0.11.0 refuse), so the
+window reaches the implementation as an argument of our own, beside the sinks.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.errors import InputError
+
+
+class SinkAttentionBackend(AttentionBackend):
+    """Paged attention with sinks and windows on any device on which `npu_gptoss.attention` has a kernel."""
+
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "NPU_GPTOSS"
+
+    @staticmethod
+    def get_impl_cls() -> type[SinkAttentionImpl]:
+        return SinkAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[SinkAttentionMetadataBuilder]:
+        return SinkAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        if cache_dtype_str != "auto":
+            raise InputError(f"the KV cache of gpt-oss has the model's dtype: expected 'auto', got {cache_dtype_str!r}")
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+    """One scheduler step in host integers, so that no kernel copies lengths back from the device."""
+
+    reorder_batch_threshold = None  # any order of prefills and decodes will do
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not isinstance(kv_cache_spec, FullAttentionSpec) or kv_cache_spec.sliding_window is not None:
+            raise RuntimeError(
+                f"every gpt-oss layer keeps all of its keys and applies its window itself, but vLLM planned "
+                f"{kv_cache_spec} for {layer_names[0]}"
+            )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttentionMetadata:
+        """The step's `AttentionMetadata`, of the real requests and tokens only (padding is left out)."""
+        if common_prefix_len:
+            raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
+        common = common_attn_metadata
+        query_start_loc = tuple(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
+        num_tokens = query_start_loc[-1]
+        return AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=tuple(common.seq_lens_cpu[: common.num_reqs].tolist()),
+            block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=common.slot_mapping[:num_tokens].long(),
+        )
+
+    def use_cascade_attention(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+
+class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
+    """One layer's attention: checks at construction and after loading that its sinks and its window are there."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        window: int | None,
+        **unknown: object,
+    ) -> None:
+        """`sinks` [num_heads] is the layer's parameter; `window` counts the visible keys including the token's own,
+        None on a full layer. Whatever this kernel would silently drop raises InputError."""
+        refused = {
+            "alibi_slopes": alibi_slopes is not None,
+            f"sliding_window={sliding_window} (the window comes as `window`)": sliding_window is not None,
+            f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype != "auto",
+            f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
+            f"attn_type={attn_type!r}": attn_type != AttentionType.DECODER,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name is not None,
+            "sinks=None": sinks is None,
+            f"sinks of shape {tuple(sinks.shape) if sinks is not None else None} for {num_heads} heads": (
+                sinks is not None and tuple(sinks.shape) != (num_heads,)
+            ),
+            f"window={window}": window is not None and window < 1,
+            **{f"{name}={value!r}": True for name, value in unknown.items()},
+        }
+        objections = [what for what, wrong in refused.items() if wrong]
+        if objections:
+            raise InputError(
+                "gpt-oss attention is causal, with one sink a head, and takes no other option: got "
+                + ", ".join(objections)
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.window = window
+        self.sinks = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
+        if not torch.isfinite(self.sinks).all():
+            raise InputError("the attention sinks of a layer were not filled by the checkpoint, or are not finite")
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata | None,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query, output [rows, heads, head_dim]; key, value [rows, kv_heads, head_dim]; kv_cache as in
+        `get_kv_cache_shape`. Rows past the step's tokens are padding: whatever they hold, their output is zero.
+        Without metadata (vLLM's profile run has no cache yet) all of the output is zero."""
+        if output is None or output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("gpt-oss attention writes into the caller's buffer, in the model's dtype")
+        if attn_metadata is None:
+            return output.zero_()
+        key_cache, value_cache = kv_cache.unbind(0)
+        write_kv_cache(key, value, key_cache, value_cache, attn_metadata)
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            attn_metadata,
+            self.sinks,
+            scale=self.scale,
+            sliding_window=self.window,
+            out=output,
+        )

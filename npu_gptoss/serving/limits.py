@@ -1,0 +1,93 @@
+"""What this port of gpt-oss does not do, said before anything is loaded.
+
+vLLM asks a model's config class to verify the whole configuration when it is put together, in the process that the user
+started. Ours adds refusals to vLLM's own class for gpt-oss; `refuse` is called once more when the model is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from npu_gptoss.errors import InputError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+# Compute dtypes by the type of device: the Ascend kernel with sinks takes bfloat16 only.
+DTYPES = {"cpu": ("bfloat16", "float32"), "npu": ("bfloat16",)}
+LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
+
+
+def objections(config: VllmConfig, device_type: str) -> list[str]:
+    """What is asked for and cannot be had, each as "what was got; what to do instead"."""
+    from npu_gptoss.serving.quantization import NAME
+
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    dtypes = DTYPES.get(device_type, DTYPES["npu"])
+    table = [
+        (
+            dtype not in dtypes,
+            f"--dtype {dtype}: gpt-oss runs in {' or '.join(dtypes)} on {device_type}; use --dtype {dtypes[0]}",
+        ),
+        (
+            model.quantization not in (None, NAME),
+            f"--quantization {model.quantization}: the checkpoint says whether it is MXFP4 or BF16; leave it out",
+        ),
+        (
+            cache.cache_dtype != "auto" or cache.calculate_kv_scales,
+            f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype; leave it out",
+        ),
+        (
+            config.load_config.load_format not in LOAD_FORMATS,
+            f"--load-format {config.load_config.load_format}: weights come from safetensors; use --load-format auto",
+        ),
+        (config.lora_config is not None, "--enable-lora: adapters are not supported; merge them into the checkpoint"),
+        (config.speculative_config is not None, "--speculative-config: not supported; leave it out"),
+        (model.runner_type != "generate", f"--runner {model.runner_type}: this port generates text; leave it out"),
+        (
+            model.disable_sliding_window,
+            "--disable-sliding-window: every other layer was trained with its window; leave it out",
+        ),
+        (parallel.enable_eplb, "--enable-eplb: experts do not move between ranks; leave it out"),
+        (parallel.enable_dbo, "--enable-dbo: not supported; leave it out"),
+        (
+            parallel.decode_context_parallel_size > 1,
+            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: not supported; leave it out",
+        ),
+        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill: no layer shares its KV cache; leave it out"),
+    ]
+    return [sentence for wrong, sentence in table if wrong]
+
+
+def refuse(config: VllmConfig) -> None:
+    """Raises InputError with every objection at once, and logs it: vLLM wraps the exception in its own."""
+    from vllm.platforms import current_platform
+
+    found = objections(config, current_platform.device_type)
+    if found:
+        sentence = "npu-gptoss cannot serve gpt-oss with " + "; nor with ".join(found) + "."
+        logger.error("%s", sentence)
+        raise InputError(sentence)
+
+
+def register(architecture: str) -> None:
+    """Puts `refuse` before vLLM's own verification of this architecture. Idempotent."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    known = MODELS_CONFIG_MAP[architecture]
+    if getattr(known, "refuses_for_npu_gptoss", False):
+        return
+
+    class GptOssLimits(known):
+        refuses_for_npu_gptoss = True
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            refuse(vllm_config)
+            known.verify_and_update_config(vllm_config)
+
+    MODELS_CONFIG_MAP[architecture] = GptOssLimits

@@ -1,0 +1,258 @@
+"""gpt-oss for vLLM 0.11.0: the class that replaces vLLM's own `GptOssForCausalLM`.
+
+The blocks are our own, written on vLLM's layers, not upstream's with names rebound: upstream's blocks build attention,
+rope and experts from names of their module, and its loader moves tensors to CUDA. What is ours is what gpt-oss needs
+and stock vLLM (or vllm-ascend) drops: the attention backend with sinks and windows, the experts with biases and the
+clamped SwiGLU, the rope without rounding, a loader that accounts for every tensor. `GptOssModel` is the unit of
+torch.compile, as upstream's is; modules and parameters carry the names of the official checkpoint (q, k and v share
+one matrix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import nn
+from vllm.attention import Attention as AttentionLayer
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CacheConfig, VllmConfig
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.utils import (
+    PPMissingLayer,
+    extract_layer_index,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+    sequence_parallel_chunk,
+)
+from vllm.sequence import IntermediateTensors
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.serving import compat, limits, loading
+from npu_gptoss.serving.attention import SinkAttentionBackend
+from npu_gptoss.serving.moe import ExpertsConfig
+from npu_gptoss.serving.rotary import rotary_embedding
+
+
+class Attention(nn.Module):
+    """One layer's attention on this rank's heads."""
+
+    def __init__(self, config: GptOssConfig, cache_config: CacheConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, prefix=f"{prefix}.o_proj"
+        )
+        self.num_heads = self.qkv_proj.num_heads
+        self.first_head = get_tensor_model_parallel_rank() * self.num_heads
+        num_kv_heads = self.qkv_proj.num_kv_heads
+        self.split_sizes = [heads * config.head_dim for heads in (self.num_heads, num_kv_heads, num_kv_heads)]
+        self.rotary_emb = rotary_embedding(config)
+        # NaN until loaded: the backend refuses sinks that nobody filled
+        self.sinks = nn.Parameter(torch.full((self.num_heads,), float("nan")), requires_grad=False)
+        # The window goes to our backend as `window`, not as `per_layer_sliding_window`: see attention.py.
+        self.attn = AttentionLayer(
+            self.num_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            num_kv_heads=num_kv_heads,
+            cache_config=cache_config,
+            prefix=f"{prefix}.attn",
+            attn_backend=SinkAttentionBackend,
+            sinks=self.sinks,
+            window=config.window(extract_layer_index(prefix)),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """hidden_states [tokens, hidden] -> [tokens, hidden], summed over ranks."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = qkv.split(self.split_sizes, dim=-1)
+        query, key = self.rotary_emb(positions, query, key)
+        output, _ = self.o_proj(self.attn(query, key, value.contiguous()))
+        return output
+
+
+class MixtureOfExperts(nn.Module):
+    """The router and this rank's experts."""
+
+    def __init__(self, config: GptOssConfig, is_sequence_parallel: bool, prefix: str) -> None:
+        super().__init__()
+        self.is_sequence_parallel = is_sequence_parallel
+        self.router = nn.Linear(config.hidden_size, config.num_local_experts)
+        self.experts = FusedMoE(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            reduce_results=True,
+            renormalize=True,
+            quant_config=ExpertsConfig(config.swiglu_limit),
+            prefix=f"{prefix}.experts",
+            has_bias=True,
+            activation="swigluoai",
+            is_sequence_parallel=is_sequence_parallel,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden], summed over ranks."""
+        num_tokens = hidden_states.shape[0]
+        if self.is_sequence_parallel:
+            hidden_states = sequence_parallel_chunk(hidden_states)
+        hidden_states = self.experts(hidden_states=hidden_states, router_logits=self.router(hidden_states))
+        if self.is_sequence_parallel:
+            hidden_states = tensor_model_parallel_all_gather(hidden_states.contiguous(), 0)[:num_tokens]
+        return hidden_states
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: GptOssConfig, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, vllm_config.cache_config, f"{prefix}.self_attn")
+        self.mlp = MixtureOfExperts(config, vllm_config.parallel_config.use_sequence_parallel_moe, f"{prefix}.mlp")
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output and the residual stream that is not added to it yet (the next norm adds them)."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, positions)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+# The dynamic dimensions are named because vLLM infers them from annotations, and postponed ones are text to it.
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0},
+)
+class GptOssModel(nn.Module):
+    """Embedding, this pipeline stage's layers and the last norm."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = read_config(vllm_config)
+        stage = get_pp_group()
+        self.embed_tokens = (
+            VocabParallelEmbedding(config.vocab_size, config.hidden_size) if stage.is_first_rank else PPMissingLayer()
+        )
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: DecoderLayer(config, vllm_config, prefix),
+            prefix=f"{prefix}.layers",
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stage.is_last_rank else PPMissingLayer()
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], config.hidden_size
+        )
+
+    def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Token ids [tokens] (or embeddings) -> normed hidden states [tokens, hidden], or this stage's streams."""
+        if get_pp_group().is_first_rank:
+            hidden_states = self.get_input_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            residual = None
+        else:
+            hidden_states, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+        for layer in self.layers[self.start_layer : self.end_layer]:
+            hidden_states, residual = layer(hidden_states, positions, residual)
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class GptOssForCausalLM(nn.Module, SupportsPP):
+    """What vLLM's registry names GptOssForCausalLM once the plugin is loaded."""
+
+    # vLLM's loader: no fall-back to pickled files
+    allow_patterns_overrides: ClassVar[list[str]] = ["*.safetensors"]
+    fall_back_to_pt_during_load = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        compat.require_essential()
+        limits.refuse(vllm_config)
+        self.gpt_oss_config = read_config(vllm_config)
+        self.dtype = vllm_config.model_config.dtype
+        _check_sharding(self.gpt_oss_config)
+        self.model = GptOssModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = (
+            ParallelLMHead(
+                self.gpt_oss_config.vocab_size, self.gpt_oss_config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+            )
+            if get_pp_group().is_last_rank
+            else PPMissingLayer()
+        )
+        self.logits_processor = LogitsProcessor(self.gpt_oss_config.vocab_size)
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
+
+    def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.get_input_embeddings(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """From vLLM's stream of official tensors; raises InputError unless it fits to the last tensor."""
+        return loading.load_weights(self, weights, self.gpt_oss_config, self.dtype)
+
+
+def read_config(vllm_config: VllmConfig) -> GptOssConfig:
+    """The checkpoint's config.json as vLLM holds it (overrides included), checked field by field."""
+    return GptOssConfig.from_dict(vllm_config.model_config.hf_config.to_dict())
+
+
+def _check_sharding(config: GptOssConfig) -> None:
+    ranks = get_tensor_model_parallel_world_size()
+    kv_heads = config.num_key_value_heads
+    uneven = [
+        f"{name} {size}"
+        for name, size in (("query heads", config.num_attention_heads), ("intermediate size", config.intermediate_size))
+        if size % ranks
+    ]
+    if kv_heads % ranks and ranks % kv_heads:
+        uneven.append(f"key/value heads {kv_heads}")
+    if uneven:
+        raise InputError(f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint")

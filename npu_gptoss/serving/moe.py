@@ -1,0 +1,151 @@
+"""vLLM's mixture-of-experts layer over `npu_gptoss.moe`.
+
+vLLM's own `FusedMoE` keeps what it is good at (parallel groups, expert maps, reduction, the opaque op that hides the
+experts from torch.compile). Its weights and its arithmetic come from the method below, which is handed over through the
+layer's `quant_config`: the one seam that is asked before any weight is created, on every platform (vllm-ascend's
+subclass of the layer asks it too). So the experts are stored in the checkpoint's own layout and never turned round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+
+# Options of vLLM's layer that this model does not use, with the value that means so.
+UNUSED_OPTIONS: dict[str, Any] = {
+    "use_grouped_topk": False,
+    "topk_group": None,
+    "num_expert_group": None,
+    "custom_routing_function": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "e_score_correction_bias": None,
+    "apply_router_weight_on_input": False,
+    "enable_eplb": False,
+    "expert_load_view": None,
+    "logical_to_physical_map": None,
+    "logical_replica_count": None,
+}
+
+
+class GptOssExpertsMethod(FusedMoEMethodBase):
+    """Creates, prepares and applies the experts of one layer (of this rank)."""
+
+    def __init__(self, layer: FusedMoE, swiglu_limit: float) -> None:
+        super().__init__(layer.moe_config)
+        self.swiglu_limit = swiglu_limit
+        self.activation = layer.activation
+        if not self.moe.has_bias:
+            raise InputError("the experts of gpt-oss have biases, but the layer was built with has_bias=False")
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """The official BF16 layout (see `ExpertWeights`), filled with NaN so that what is not loaded shows."""
+        width = intermediate_size_per_partition
+        shapes = {
+            "gate_up_proj": (num_experts, hidden_size, 2 * width),
+            "gate_up_proj_bias": (num_experts, 2 * width),
+            "down_proj": (num_experts, width, hidden_size),
+            "down_proj_bias": (num_experts, hidden_size),
+        }
+        for name, shape in shapes.items():
+            empty = torch.empty(shape, dtype=params_dtype)
+            if name.endswith("bias"):
+                empty.fill_(float("nan"))
+            layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Hands the loaded weights to the selected kernel, which owns them from here on."""
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            if not torch.isfinite(getattr(layer, name)).all():
+                raise InputError(f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite")
+        expert_map = getattr(layer, "expert_map", None)
+        layer.prepared_experts = prepare_experts(
+            ExpertWeights(
+                gate_up_proj=layer.gate_up_proj.data,
+                gate_up_proj_bias=layer.gate_up_proj_bias.data,
+                down_proj=layer.down_proj.data,
+                down_proj_bias=layer.down_proj_bias.data,
+                expert_map=None if expert_map is None else expert_map.long(),
+            ),
+            activation=self.activation,
+            swiglu_limit=self.swiglu_limit,
+        )
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            delattr(layer, name)  # a second copy of the experts would be most of the device's memory
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig:
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def apply(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        activation: str = "silu",
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """x [tokens, hidden], router_logits [tokens, experts] -> this rank's part of the sum [tokens, hidden]."""
+        self._check(activation, renormalize, options)
+        topk_weights, topk_ids = route(router_logits, top_k)
+        return expert_mlp(x, layer.prepared_experts, topk_weights, topk_ids)
+
+    def _check(self, activation: str, renormalize: bool, options: dict[str, Any]) -> None:
+        """What the layer asks for at run time is what was prepared at load: nothing is dropped on the way."""
+        if activation != self.activation or not renormalize:
+            raise InputError(
+                f"the experts were prepared for activation {self.activation!r} and weights that sum to one, but are "
+                f"asked for activation {activation!r} and renormalize={renormalize}"
+            )
+        for name, value in options.items():
+            if name not in UNUSED_OPTIONS or value != UNUSED_OPTIONS[name]:
+                raise InputError(f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}")
+
+
+class ExpertsConfig(QuantizationConfig):
+    """Carries `GptOssExpertsMethod` to the layer. Not a format: the weights are BF16 (or FP32) as the model runs."""
+
+    def __init__(self, swiglu_limit: float) -> None:
+        super().__init__()
+        self.swiglu_limit = swiglu_limit
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> GptOssExpertsMethod:
+        return GptOssExpertsMethod(layer, self.swiglu_limit)
+
+    def get_name(self) -> str:
+        return "gptoss_experts"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ExpertsConfig:
+        raise NotImplementedError("made by the model for its own layers, never from a checkpoint")

@@ -1,0 +1,52 @@
+"""Names vLLM's own CPU platform on a machine where vLLM was built for no device and nothing else is there.
+
+vLLM built with `VLLM_TARGET_DEVICE=empty` (the build that vllm-ascend rides on) recognises no CPU. vLLM allows exactly
+one active out-of-tree platform, so this plugin answers only when no other one is installed, and no accelerator is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
+GROUP = "vllm.platform_plugins"
+NAME = "npu_gptoss_cpu"
+
+# Files that exist where a driver is loaded; looking at them opens no device.
+DEVICE_FILES = ("davinci*", "nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "accel*")
+DEVICE_MODULES = ("torch_npu", "libtpu", "habana_frameworks")
+
+
+def cpu_platform() -> str | None:
+    """The entry point. Never raises: vLLM would swallow the exception, and with it the reason."""
+    try:
+        return None if objections() else CPU_PLATFORM
+    except Exception:  # a broken installation of something else is no reason to end vLLM's start
+        return None
+
+
+def objections(root: Path = Path("/")) -> list[str]:
+    """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
+    reasons = []
+    build = version("vllm").partition("+")[2]
+    if "empty" not in build:
+        reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
+    devices = root / "dev"
+    present = sorted(file.name for pattern in DEVICE_FILES for file in devices.glob(pattern))
+    if present:
+        reasons.append(f"an accelerator is present: /dev/{present[0]}")
+    reasons += [f"{name} is installed" for name in DEVICE_MODULES if importlib.util.find_spec(name) is not None]
+    others = sorted(name for name in _active_plugins() if name != NAME)
+    if others:
+        reasons.append(f"another platform plugin is installed: {', '.join(others)}")
+    return reasons
+
+
+def _active_plugins() -> set[str]:
+    """Names of the platform plugins that vLLM would load: installed, and not filtered out by VLLM_PLUGINS."""
+    names = {plugin.name for plugin in entry_points(group=GROUP)}
+    chosen = os.environ.get("VLLM_PLUGINS")
+    return names if chosen is None else names & set(chosen.split(","))

@@ -1,0 +1,76 @@
+"""The MXFP4 checkpoint format of gpt-oss under a name of our own.
+
+vLLM ties two unwanted things to the name "mxfp4" (padding of the hidden size, a loader that moves every tensor to
+CUDA), and vllm-ascend claims any quantised checkpoint as "ascend". So a format of ours claims the checkpoint before
+either; the weights are expanded to the model's dtype while they load (loading.py), and nothing stays quantised.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+NAME = "gptoss_mxfp4"
+CLAIMED = "mxfp4"  # what config.json says
+RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked first
+
+
+@functools.cache
+def _config_class() -> type:
+    import torch
+    from torch import nn
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+    class GptOssMxfp4Config(QuantizationConfig):
+        """Stands for "MXFP4 on disk, the model's dtype in memory"."""
+
+        def get_name(self) -> str:
+            return NAME
+
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float32]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> GptOssMxfp4Config:
+            return cls()
+
+        @classmethod
+        def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
+            claimed = hf_quant_cfg.get("quant_method") == CLAIMED and user_quant in (None, CLAIMED, NAME)
+            return NAME if claimed else None
+
+        def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+            # Our model hands this config to none of its layers, so another model's layer is asking.
+            from npu_gptoss.errors import InputError
+
+            raise InputError(
+                f"{prefix} belongs to a model that is not gpt-oss, and npu-gptoss expands MXFP4 checkpoints of gpt-oss "
+                "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint"
+            )
+
+    return GptOssMxfp4Config
+
+
+def register() -> None:
+    """Registers the format with vLLM, ahead of every rival, and with a platform that keeps a list. Idempotent."""
+    from vllm.model_executor.layers import quantization
+    from vllm.platforms import current_platform
+
+    methods = quantization.QUANTIZATION_METHODS
+    if NAME not in methods:
+        quantization.register_quantization_config(NAME)(_config_class())
+    if methods.index(NAME) > min((methods.index(rival) for rival in RIVALS if rival in methods), default=len(methods)):
+        # vLLM asks in this order; the list itself is what vLLM's parser and config refer to
+        methods.remove(NAME)
+        methods.insert(0, NAME)
+    supported = current_platform.supported_quantization
+    if supported and NAME not in supported:
+        supported.append(NAME)

@@ -1,0 +1,42 @@
+"""The rotary embedding object of vLLM, holding the cosines and sines of `npu_gptoss.model.rope`.
+
+The object stays vLLM's (on Ascend the kernel is attached to the class by its name), only the content of its cache is
+ours: vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`. The cache is asked for in the model's
+dtype: in another one vllm-ascend converts it inside forward, which torch.compile then takes for an update of a buffer.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.rope import cos_sin_cache
+
+_OWNER = "npu_gptoss_config"
+
+
+def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
+    """vLLM's rotary object for this model in the current default dtype and device; vLLM shares it between layers."""
+    yarn = config.rope_scaling
+    rotary = get_rope(
+        config.head_dim,
+        rotary_dim=config.head_dim,
+        max_position=config.max_position_embeddings,
+        base=config.rope_theta,
+        is_neox_style=True,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+        },
+        dtype=torch.get_default_dtype(),
+    )
+    if getattr(rotary, _OWNER, None) != config:  # another layer of this model has not filled it yet
+        cache = rotary.cos_sin_cache
+        cache.copy_(cos_sin_cache(config, cache.shape[0], cache.dtype))
+        setattr(rotary, _OWNER, config)
+    return rotary
