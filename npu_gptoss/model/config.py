@@ -1,0 +1,287 @@
+"""The numbers that define one gpt-oss model, read from a checkpoint's config.json completely or refused in words.
+
+`config_fields.py` sorts the file's fields; the rules and relations here are what their values must be, and hold for
+every `GptOssConfig`, however it is built. Where a field may be absent, the value is the one that transformers takes
+then: `_OPTIONAL` and the defaults of `YarnScaling` say which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.model.config_fields import (
+    ARCHITECTURE,
+    BOOLEAN,
+    MISSING,
+    MODEL_TYPE,
+    MXFP4,
+    TOKEN,
+    ConfigError,
+    Rule,
+    above,
+    integer,
+    is_int,
+    is_number,
+    read_fields,
+    refuse,
+)
+
+__all__ = ["CONFIG_NAME", "FULL", "MXFP4", "SLIDING", "ConfigError", "GptOssConfig", "YarnScaling"]
+
+CONFIG_NAME = "config.json"
+SLIDING, FULL = "sliding_attention", "full_attention"
+_MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
+_MXFP4_REMEDY = f"An MXFP4 scale covers {_MXFP4_GROUP} values: change the size or use the BF16 layout."
+_MODULES_NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+_YARN_RULES: dict[str, Rule] = {
+    "factor": Rule("a finite number of at least 1", lambda v: is_number(v) and v >= 1),
+    "original_max_position_embeddings": integer(1),
+    "beta_fast": above(0),
+    "beta_slow": above(0),
+    "truncate": BOOLEAN,
+}
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's numbers, as in `rope_scaling` of config.json.
+
+    A file may leave out three: `beta_fast` and `beta_slow` are then the paper's 32 and 1, and `truncate` is true,
+    because that is what transformers computes for such a file. The published files say false, which is another
+    function (see rope.py).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name, rule in _YARN_RULES.items():
+            rule.check(f"rope_scaling.{name}", getattr(self, name))
+        if self.beta_fast <= self.beta_slow:
+            refuse("rope_scaling.beta_fast", f"above beta_slow ({self.beta_slow})", self.beta_fast)
+
+
+_RULES: dict[str, Rule] = {
+    "hidden_size": integer(1),
+    "intermediate_size": integer(1),
+    "num_hidden_layers": integer(1),
+    "num_attention_heads": integer(1),
+    "num_key_value_heads": integer(1),
+    "head_dim": Rule("an even integer of at least 2 (rotary halves)", lambda v: is_int(v) and v >= 2 and v % 2 == 0),
+    "num_local_experts": integer(1),
+    "num_experts_per_tok": integer(1),
+    "vocab_size": integer(1),
+    "sliding_window": integer(1),
+    "layer_types": Rule(
+        f"a list that holds only {SLIDING!r} and {FULL!r}",
+        lambda v: isinstance(v, tuple) and all(kind in (SLIDING, FULL) for kind in v),
+    ),
+    "swiglu_limit": above(0),
+    "rope_theta": above(1),
+    "rope_scaling": Rule("a YarnScaling", lambda v: isinstance(v, YarnScaling)),
+    "rms_norm_eps": above(0),
+    "max_position_embeddings": integer(1),
+    "eos_token_id": TOKEN,
+    "pad_token_id": TOKEN,
+    "other_eos_token_ids": Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v)),
+    "quantization": Rule(f"{MXFP4!r} or None", lambda v: v is None or v == MXFP4),
+    "dtype": Rule(
+        "'bfloat16' or 'float32' (or absent)",
+        lambda v: v in (None, "bfloat16", "float32"),
+        "gpt-oss was trained in bfloat16 and overflows in float16: take a bfloat16 checkpoint.",
+    ),
+}
+
+# field, what must hold between it and others, the expectation (a template over the configuration c), what to do
+_RELATIONS: tuple[tuple[str, Callable[[GptOssConfig], bool], str, str], ...] = (
+    (
+        "num_attention_heads",
+        lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
+        "a multiple of num_key_value_heads ({c.num_key_value_heads})",
+        "Each key/value head serves the same number of query heads: correct one of the two.",
+    ),
+    (
+        "num_experts_per_tok",
+        lambda c: c.num_experts_per_tok <= c.num_local_experts,
+        "at most num_local_experts ({c.num_local_experts})",
+        "A token cannot be routed to more experts than there are: correct one of the two.",
+    ),
+    (
+        "layer_types",
+        lambda c: len(c.layer_types) == c.num_hidden_layers,
+        "as long as num_hidden_layers ({c.num_hidden_layers})",
+        "List one type for each layer.",
+    ),
+    (
+        "hidden_size",
+        lambda c: c.quantization is None or c.hidden_size % _MXFP4_GROUP == 0,
+        f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint",
+        _MXFP4_REMEDY,
+    ),
+    (
+        "intermediate_size",
+        lambda c: c.quantization is None or c.intermediate_size % _MXFP4_GROUP == 0,
+        f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint",
+        _MXFP4_REMEDY,
+    ),
+    (
+        "eos_token_id",
+        lambda c: all(token < c.vocab_size for token in c.eos_token_ids),
+        "below vocab_size ({c.vocab_size})",
+        "The model could never produce it, and no answer would end: correct one of the two.",
+    ),
+    (
+        "pad_token_id",
+        lambda c: c.pad_token_id is None or c.pad_token_id < c.vocab_size,
+        "below vocab_size ({c.vocab_size})",
+        "Correct one of the two.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class GptOssConfig:
+    """One gpt-oss model's numbers, named as config.json names them.
+
+    Built by hand or by `dataclasses.replace`, it is checked as strictly as when it is read from a file.
+    `eos_token_id` and `pad_token_id` are None where the file says null or nothing: transformers leaves null fields out.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    sliding_window: int  # keys that a query sees in a sliding layer, itself included
+    layer_types: tuple[str, ...]
+    rope_theta: float
+    rope_scaling: YarnScaling
+    rms_norm_eps: float
+    max_position_embeddings: int
+    swiglu_limit: float = 7.0
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    quantization: str | None = None  # "mxfp4": the experts are stored as blocks and scales
+    dtype: str | None = None  # what the file says of the other tensors ("torch_dtype"); the tensors themselves decide
+    other_eos_token_ids: tuple[int, ...] = ()  # the rest, where the file's eos_token_id is a list
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            rule.check(name, getattr(self, name))
+        for name, holds, expected, remedy in _RELATIONS:
+            if not holds(self):
+                refuse(name, expected.format(c=self), getattr(self, name), remedy)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All the tokens that end an answer; empty when the file names none."""
+        return () if self.eos_token_id is None else (self.eos_token_id, *self.other_eos_token_ids)
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of this layer may see, itself included; None: all that came before."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GptOssConfig:
+        """Reads the content of a config.json, or what transformers' `to_dict` returns. Raises ConfigError."""
+        names = [field.name for field in fields(cls)]
+        found = read_fields(values, names)
+        for name in names:
+            if name not in found and name not in _OPTIONAL:
+                refuse(name, _RULES[name].expected, MISSING)
+        found["rope_scaling"] = YarnScaling(**_floats(found["rope_scaling"]))
+        if isinstance(found["layer_types"], list):
+            found["layer_types"] = tuple(found["layer_types"])
+        return cls(**_floats(found))
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> GptOssConfig:
+        """Reads `path`/config.json. Raises ConfigError, which names the file."""
+        directory = Path(path)
+        file = directory / CONFIG_NAME
+        if not file.is_file():
+            what = f"the directory has no {CONFIG_NAME}" if directory.is_dir() else "there is no such directory"
+            raise ConfigError(f"{directory}: expected a gpt-oss checkpoint, but {what}. Give its path or download it.")
+        try:
+            values = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_object_without_repeats)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: expected JSON in UTF-8, got {error}. Download it again.") from None
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published (transformers 4.55) style, fields and order; transformers and vLLM read it."""
+        yarn = asdict(self.rope_scaling) | {"rope_type": "yarn"}
+        quantization = {"modules_to_not_convert": list(_MODULES_NOT_CONVERTED), "quant_method": MXFP4}
+        values: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "eos_token_id": list(self.eos_token_ids) if self.other_eos_token_ids else self.eos_token_id,
+            "experts_per_token": self.num_experts_per_tok,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initial_context_length": self.rope_scaling.original_max_position_embeddings,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate_size,
+            "layer_types": list(self.layer_types),
+            "max_position_embeddings": self.max_position_embeddings,
+            "model_type": MODEL_TYPE,
+            "num_attention_heads": self.num_attention_heads,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "num_local_experts": self.num_local_experts,
+            "output_router_logits": False,
+            "pad_token_id": self.pad_token_id,
+            "quantization_config": quantization if self.quantization else None,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_scaling": {name: yarn[name] for name in sorted(yarn)},
+            "rope_theta": int(self.rope_theta) if self.rope_theta == int(self.rope_theta) else self.rope_theta,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": self.sliding_window,
+            "swiglu_limit": self.swiglu_limit,
+            "tie_word_embeddings": False,
+            "torch_dtype": self.dtype,
+            "transformers_version": "4.55.0.dev0",
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+# Absent in files that transformers writes: null token ids are left out, and up to 4.57 the limit 7 stands in its code.
+_OPTIONAL = frozenset({"eos_token_id", "pad_token_id", "swiglu_limit"})
+_FLOATS = frozenset({"rope_theta", "rms_norm_eps", "swiglu_limit", "factor", "beta_fast", "beta_slow"})
+
+
+def _floats(values: dict[str, Any]) -> dict[str, Any]:
+    """A file may write 150000 for 150000.0; what is no number is left for the rules to refuse."""
+    return {name: float(v) if name in _FLOATS and is_number(v) else v for name, v in values.items()}
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{repeated} must appear once, got it {names.count(repeated)} times. Remove all but one.")
+    return values

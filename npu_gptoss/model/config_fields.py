@@ -1,0 +1,278 @@
+"""Reads the fields of a gpt-oss config.json: each becomes a value, is checked and dropped, or is refused in words.
+
+Contract: the config.json of openai/gpt-oss-20b and -120b (written by transformers 4.55), and what the class
+`GptOssConfig` of transformers writes: up to 4.57 `rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5
+on `rope_parameters` holds both. The tables say which way a field goes:
+
+* the fields of `config.GptOssConfig` are returned as they stand; that class checks them, however it is built;
+* `_FIXED`: gpt-oss has one value only, any other would be another function;
+* `_WITHOUT_EFFECT`, `_BOOKKEEPING`: inference does not depend on it;
+* anything else is unknown, and refused: a field that nobody reads may change the function silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from npu_gptoss.errors import InputError
+
+MODEL_TYPE = "gpt_oss"
+ARCHITECTURE = "GptOssForCausalLM"
+MXFP4 = "mxfp4"
+YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+_CHECK_FILE = "Check that the file belongs to a gpt-oss checkpoint and is unchanged."
+
+
+class ConfigError(InputError):
+    """A config.json that cannot be used: names the field, what was expected, what was got and what to do."""
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing (the field is missing)"
+
+
+MISSING = _Nothing()
+
+
+def refuse(field: str, expected: str, got: object, remedy: str = _CHECK_FILE) -> NoReturn:
+    """Raises ConfigError with the four parts of the sentence."""
+    text = repr(got)
+    raise ConfigError(f"{field} must be {expected}, got {text if len(text) < 200 else text[:200] + '…'}. {remedy}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one value must be, in words and as a predicate that never raises."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+    remedy: str = _CHECK_FILE
+
+    def check(self, field: str, value: object) -> None:
+        if not self.holds(value):
+            refuse(field, self.expected, value, self.remedy)
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Finite; the bounds also keep out NaN, and integers that no float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def integer(minimum: int) -> Rule:
+    return Rule(f"an integer of at least {minimum}", lambda v: is_int(v) and v >= minimum)
+
+
+def above(minimum: float) -> Rule:
+    return Rule(f"a finite number above {minimum:g}", lambda v: is_number(v) and v > minimum)
+
+
+NUMBER = Rule("a finite number", is_number)
+BOOLEAN = Rule("true or false", lambda v: isinstance(v, bool))
+TOKEN = Rule("a token id (an integer of at least 0) or null", lambda v: v is None or (is_int(v) and v >= 0))
+TEXT = Rule("a text or null", lambda v: v is None or isinstance(v, str))
+
+# name -> (the only value that gpt-oss has, why). Absent means this value: it is the default of transformers' class.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "The experts' clamped SwiGLU is built on it; no other activation exists here."),
+    "attention_bias": (True, "All four attention projections of gpt-oss have biases."),
+    "tie_word_embeddings": (False, "gpt-oss has an lm_head of its own."),
+    "swiglu_alpha": (1.702, "The kernels compute SwiGLU with this gain."),
+    "is_encoder_decoder": (False, "gpt-oss is a decoder."),
+    "tie_encoder_decoder": (False, "gpt-oss is a decoder."),
+    "add_cross_attention": (False, "gpt-oss has no cross attention."),
+    "pruned_heads": ({}, "Pruned heads are not supported: save the model without them."),
+}
+
+# Read, and without effect on inference: training, initialisation, caching, and who wrote the file.
+_WITHOUT_EFFECT: dict[str, Rule] = {
+    "attention_dropout": NUMBER,  # training only
+    "initializer_range": NUMBER,
+    "router_aux_loss_coef": NUMBER,
+    "output_router_logits": BOOLEAN,
+    "use_cache": BOOLEAN,
+    "bos_token_id": TOKEN,  # harmony's <|start|> opens a prompt, nothing is prepended
+    "transformers_version": TEXT,
+    "_name_or_path": TEXT,
+    "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
+}
+
+# What transformers' `to_dict` adds for every model: generation defaults (a request brings its own), labels, outputs.
+_BOOKKEEPING_NAMES = """
+    bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label is_decoder label2id length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores prefix problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tokenizer_class top_k top_p torchscript typical_p use_bfloat16
+"""
+_BOOKKEEPING = frozenset(_BOOKKEEPING_NAMES.split())
+
+_REMEDIES = {
+    "auto_map": "It asks to run code from the checkpoint, which this package never does: remove the field.",
+    "text_config": "It belongs to a multimodal wrapper: use the text model alone.",
+}
+
+# second name -> name: an older (experts_per_token) and a newer (num_experts) spelling, which must agree
+_ALIASES = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+
+
+def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields of `names` that a config.json holds, unchecked, in this class's spelling.
+
+    Always there: `quantization`, `dtype`, `rope_theta`, `rope_scaling` (a dict with some of YARN_FIELDS),
+    `eos_token_id` and `other_eos_token_ids`. Raises ConfigError for every field that is not understood.
+    """
+    if not isinstance(values, Mapping):
+        refuse("the configuration", "a JSON object", values)
+    rest = dict(values)
+    _check_what_is_fixed(rest)
+    for name, rule in _WITHOUT_EFFECT.items():
+        if name in rest:
+            rule.check(name, rest.pop(name))
+    for alias, name in _ALIASES.items():
+        if alias in rest:
+            value = rest.pop(alias)
+            if rest.setdefault(name, value) != value:
+                refuse(alias, f"equal to {name} ({rest[name]!r})", value, "Both name one number: remove the wrong one.")
+    found: dict[str, Any] = {"quantization": _read_quantization(rest), "dtype": _read_dtype(rest)}
+    found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
+    found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest)
+    for name in names:
+        if name in rest and name not in found:
+            found[name] = rest.pop(name)
+    for name in sorted(map(str, rest)):
+        if name not in _BOOKKEEPING:
+            remedy = "It may change what the model computes: remove it if not, else this is another model."
+            _refuse_unknown(name, "the fields of a gpt-oss config.json", rest[name], _REMEDIES.get(name, remedy))
+    return found
+
+
+def _refuse_unknown(name: str, expected: str, value: object, remedy: str = _CHECK_FILE) -> NoReturn:
+    raise ConfigError(f"unknown field {name!r}: expected only {expected}, got {name} = {value!r}. {remedy}")
+
+
+def _check_what_is_fixed(rest: dict[str, Any]) -> None:
+    """Takes the fields that have only one value out of `rest`."""
+    model_type = rest.pop("model_type", MISSING)
+    if model_type != MODEL_TYPE:
+        remedy = "Give the directory of a gpt-oss checkpoint."
+        if model_type is MISSING and "rope_scaling_factor" in rest:
+            remedy = "This is OpenAI's original/ layout: give the directory above it."
+        refuse("model_type", repr(MODEL_TYPE), model_type, remedy)
+    architectures = rest.pop("architectures", None)
+    if architectures not in (None, [ARCHITECTURE], (ARCHITECTURE,)):
+        refuse("architectures", f"[{ARCHITECTURE!r}]", architectures, "Give a gpt-oss checkpoint for text generation.")
+    for name, (only, why) in _FIXED.items():
+        value = rest.pop(name, only)
+        if type(value) is not type(only) or value != only:
+            refuse(name, repr(only), value, why)
+
+
+def _read_quantization(rest: dict[str, Any]) -> str | None:
+    where = "quantization_config"
+    section = rest.pop(where, None)
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        refuse(where, "a JSON object or null", section)
+    section = dict(section)
+    remedy = "Use the official MXFP4 checkpoint or a BF16 one."
+    method = section.pop("quant_method", MISSING)
+    if method != MXFP4:
+        refuse(f"{where}.quant_method", repr(MXFP4), method, remedy)
+    modules = section.pop("modules_to_not_convert", None)
+    modules = [] if modules is None else modules
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, str) for module in modules):
+        refuse(f"{where}.modules_to_not_convert", "a list of module names or null", modules)
+    experts = [module for module in modules if "experts" in module]
+    if experts:
+        remedy = "If the experts are not quantized, remove quantization_config."
+        refuse(f"{where}.modules_to_not_convert", "free of experts (they are what MXFP4 holds)", experts, remedy)
+    BOOLEAN.check(f"{where}.dequantize", section.pop("dequantize", False))  # a wish to transformers' loader
+    for name in sorted(map(str, section)):
+        _refuse_unknown(f"{where}.{name}", "quant_method and modules_to_not_convert", section[name], remedy)
+    return MXFP4
+
+
+def _read_dtype(rest: dict[str, Any]) -> Any:
+    old, new = rest.pop("torch_dtype", None), rest.pop("dtype", None)
+    if old is not None and new is not None and old != new:
+        refuse("torch_dtype", f"equal to dtype ({new!r})", old, "Both name one thing: remove the wrong one.")
+    name = old if new is None else new
+    return name.removeprefix("torch.") if isinstance(name, str) else name
+
+
+def _read_eos(rest: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    value = rest.pop("eos_token_id", None)
+    if not isinstance(value, (list, tuple)):
+        return value, ()
+    if not value:
+        refuse("eos_token_id", "a token id or a list of at least one", value)
+    for token in value:
+        integer(0).check("eos_token_id", token)
+    return value[0], tuple(value[1:])
+
+
+def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """rope_theta and YaRN's numbers, from `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+    sections = {name: rest.pop(name, None) for name in ("rope_scaling", "rope_parameters")}
+    sections = {name: section for name, section in sections.items() if section is not None}
+    if not sections:
+        refuse("rope_scaling", "a JSON object with YaRN's numbers", MISSING)
+    thetas = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
+    scalings = {}
+    for where, section in sections.items():
+        if not isinstance(section, Mapping):
+            refuse(where, "a JSON object with YaRN's numbers", section)
+        section = dict(section)
+        if "rope_theta" in section:
+            thetas[f"{where}.rope_theta"] = section.pop("rope_theta")
+        scalings[where] = _read_yarn(where, section)
+    if not thetas:
+        refuse("rope_theta", "a finite number above 1", MISSING)
+    theta, scaling = _agreed(thetas), _agreed(scalings)
+    trained = scaling["original_max_position_embeddings"]
+    context = rest.pop("initial_context_length", trained)
+    if context != trained:
+        expected = f"equal to rope_scaling.original_max_position_embeddings ({trained!r})"
+        refuse("initial_context_length", expected, context, "Both name the context before YaRN: correct the wrong one.")
+    return theta, scaling
+
+
+def _agreed(found: dict[str, Any]) -> Any:
+    """The one value of fields that must not contradict each other."""
+    (first, value), *others = found.items()
+    for name, other in others:
+        if other != value:
+            refuse(name, f"equal to {first} ({value!r})", other, "Both name one thing: remove the wrong one.")
+    return value
+
+
+def _read_yarn(where: str, section: dict[str, Any]) -> dict[str, Any]:
+    old_type = section.pop("type", None)
+    rope_type = section.pop("rope_type", MISSING if old_type is None else old_type)
+    if rope_type != "yarn" or old_type not in (None, "yarn"):
+        got = rope_type if rope_type != "yarn" else old_type
+        refuse(f"{where}.rope_type", "'yarn'", got, "gpt-oss was trained with YaRN; no other scaling fits it.")
+    part = section.pop("partial_rotary_factor", 1.0)
+    if part != 1:
+        refuse(f"{where}.partial_rotary_factor", "1.0", part, "gpt-oss rotates whole heads.")
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        value = section.pop(name, None)
+        if value is not None:
+            refuse(f"{where}.{name}", "null or absent", value, "gpt-oss scales cos and sin by 0.1 ln(factor) + 1.")
+    for name in sorted(map(str, section)):
+        if name not in YARN_FIELDS:
+            _refuse_unknown(f"{where}.{name}", f"YaRN's {', '.join(YARN_FIELDS)}", section[name])
+    for name in ("factor", "original_max_position_embeddings"):
+        if name not in section:
+            refuse(f"{where}.{name}", "a number", MISSING)
+    return section

@@ -1,0 +1,191 @@
+"""MXFP4, the format of gpt-oss's experts: 32 four-bit floats (E2M1) share one power of two (E8M0).
+
+Contract: OCP Microscaling Formats (MX) Specification 1.0, and the tensors of openai/gpt-oss-20b and -120b:
+
+* `blocks` uint8 `[..., groups, 16]`: two values in a byte, **the low nibble first**;
+* `scales` uint8 `[..., groups]`: the group is multiplied by `2 ** (scale - 127)`; 255 is NaN.
+
+`expand` is a table look-up without arithmetic, so every value that bfloat16 and float32 can hold is exact on every
+device, subnormals included. `compress` is its inverse; for values that are not representable it rounds as the
+specification says (section 6.3).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from npu_gptoss.errors import InputError
+
+GROUP = 32  # values that share a scale
+_BYTES = GROUP // 2  # of one group
+_BIAS = 127  # of the scale's exponent
+_NAN_SCALE = 255
+_MAX_EXPONENT = 2  # of the largest E2M1 value: 6 = 1.5 * 2 ** 2
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; codes 8 to 15 are the same, negative
+_LARGEST_SAFE_SCALE = 252  # 6 * 2 ** (252 - 127) still fits; above it some codes overflow bfloat16 and float32
+
+# one look-up yields a byte's two values, moved as one word of their joint size
+_WORD = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+_EXPAND_CHUNK = 1 << 22  # bytes of blocks a step: 16 MiB of indices
+_COMPRESS_CHUNK = 1 << 15  # groups a step: 1 Mi values, 4 MiB each temporary
+
+# |x| above the i-th boundary has at least code i + 1. A tie goes to the even code, as the specification rounds: after
+# an even code it stays (the comparison is strict), after an odd code it rises, so that boundary lies one step lower.
+_TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_BOUNDARIES = torch.where(torch.arange(7) % 2 == 0, _TIES, torch.nextafter(_TIES, torch.zeros(())))
+
+
+class Mxfp4Error(InputError):
+    """Tensors that are not MXFP4, or weights that MXFP4 cannot hold."""
+
+
+def expand(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """MXFP4 to floats, exactly.
+
+    Args:
+        blocks: `[..., groups, 16]` uint8.
+        scales: `[..., groups]` uint8.
+        dtype: bfloat16 or float32; both hold every finite MXFP4 value below 2 ** 128.
+
+    Returns `[..., groups * 32]`, on the device of `blocks`. Peak memory is the result and a few tens of MiB.
+
+    Raises Mxfp4Error for other shapes or dtypes, for a scale of 255 (NaN) and for values that overflow `dtype`: a
+    trained checkpoint has neither, so both mean damaged data.
+    """
+    _check_pair(blocks, scales, dtype)
+    out = torch.empty(scales.numel() * GROUP, dtype=dtype, device=blocks.device)
+    _expand_into(out, blocks, scales)
+    return out.view(*blocks.shape[:-2], blocks.shape[-2] * GROUP)
+
+
+def expand_transposed(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """As `expand`, from `[experts, rows, groups, 16]` to the official BF16 layout `[experts, groups * 32, rows]`.
+
+    One expert at a time, so that the peak is the result and one expert.
+    """
+    _check_pair(blocks, scales, dtype)
+    if blocks.dim() != 4:
+        raise Mxfp4Error(f"blocks must be [experts, rows, groups, 16], got shape {list(blocks.shape)}.")
+    experts, rows, groups, _ = blocks.shape
+    out = torch.empty(experts, groups * GROUP, rows, dtype=dtype, device=blocks.device)
+    one = torch.empty(rows, groups * GROUP, dtype=dtype, device=blocks.device)
+    for expert in range(experts):
+        _expand_into(one.view(-1), blocks[expert], scales[expert])
+        out[expert].copy_(one.t())
+    return out
+
+
+def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Floats to MXFP4 along the last axis.
+
+    The shared exponent is that of the group's largest magnitude less 2, so that this value falls into [4, 8); each
+    value then goes to the nearest E2M1 value, ties to the even code, and what exceeds 6 becomes 6. Signs are kept,
+    also of zero. A group of zeros gets the scale 1. What is representable comes back unchanged:
+    `expand(*compress(expand(b, s))) == expand(b, s)`.
+
+    Args:
+        weight: `[..., K]` bfloat16, float16 or float32, K a multiple of 32.
+
+    Returns `blocks` `[..., K / 32, 16]` and `scales` `[..., K / 32]`, uint8. Raises Mxfp4Error for NaN, Inf, other
+    dtypes and other K.
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Mxfp4Error(f"weights must be bfloat16, float16 or float32 to be compressed, got {weight.dtype}.")
+    if weight.dim() == 0 or weight.shape[-1] % GROUP:
+        raise Mxfp4Error(
+            f"the last axis must be a multiple of {GROUP} (values that share a scale), got shape {list(weight.shape)}. "
+            "Transpose the weight if the axis that is summed over is another one, or pad it with zeros."
+        )
+    flat = weight.reshape(-1, GROUP)
+    blocks = torch.empty(flat.shape[0], _BYTES, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(flat.shape[0], dtype=torch.uint8, device=weight.device)
+    for start in range(0, flat.shape[0], _COMPRESS_CHUNK):
+        rows = slice(start, start + _COMPRESS_CHUNK)
+        blocks[rows], scales[rows] = _compress_groups(flat[rows].float())
+    shape = (*weight.shape[:-1], weight.shape[-1] // GROUP)
+    return blocks.view(*shape, _BYTES), scales.view(shape)
+
+
+def _expand_into(out: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Writes the values of all groups one after the other into `out`, `[groups * 32]`."""
+    groups = scales.numel()
+    words = out.view(_WORD[out.dtype])  # [groups * 16]
+    table = _table(out.dtype, blocks.device)
+    flat_blocks, flat_scales = blocks.reshape(groups, _BYTES), scales.reshape(groups, 1)
+    step = _EXPAND_CHUNK // _BYTES
+    for start in range(0, groups, step):
+        stop = min(start + step, groups)
+        index = (flat_scales[start:stop].to(torch.int32) << 8) + flat_blocks[start:stop]
+        torch.index_select(table, 0, index.view(-1), out=words[start * _BYTES : stop * _BYTES])
+    _check_range(scales, out)
+
+
+def _compress_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[groups, 32]` float32 to `[groups, 16]` and `[groups]` uint8."""
+    largest = values.abs().amax(dim=-1)
+    if not torch.isfinite(largest).all():
+        bad = int((~torch.isfinite(values)).sum())
+        raise Mxfp4Error(
+            f"weights must be finite to be compressed, got {bad} NaN or Inf; MXFP4 has neither. Repair them first."
+        )
+    exponent = torch.frexp(largest).exponent - 1 - _MAX_EXPONENT  # frexp's mantissa is in [0.5, 1)
+    exponent = torch.where(largest == 0, 0, exponent).clamp(min=-_BIAS).to(torch.int32)
+    # 2 ** -exponent from its bits: exact, where a power function need not be
+    inverse = ((_BIAS - exponent) << 23).view(torch.float32)
+    scaled = values * inverse[:, None]
+    codes = torch.bucketize(scaled.abs(), _BOUNDARIES.to(values.device), out_int32=True)
+    codes = (codes + 8 * torch.signbit(scaled)).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), (exponent + _BIAS).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[65536]` words: entry `scale * 256 + byte` holds the byte's two values, the low nibble's first."""
+    values = torch.tensor([_values(scale) for scale in range(256)], dtype=torch.float64).to(dtype)  # [256, 16]
+    byte = torch.arange(256)
+    pairs = torch.stack([values[:, byte & 0x0F], values[:, byte >> 4]], dim=-1)  # [256, 256, 2]
+    return pairs.view(_WORD[dtype]).view(-1).to(device)
+
+
+def _values(scale: int) -> list[float]:
+    """The 16 values under one scale, in double precision, which holds all of them."""
+    if scale == _NAN_SCALE:
+        return [math.nan] * 16
+    positive = [math.ldexp(value, scale - _BIAS) for value in E2M1]
+    return positive + [-value for value in positive]
+
+
+def _check_pair(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    if dtype not in _WORD:
+        raise Mxfp4Error(
+            f"MXFP4 can be expanded to bfloat16 or float32, got {dtype}, whose range is too small. Take one of the two."
+        )
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise Mxfp4Error(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}.")
+    if blocks.dim() < 2 or blocks.shape[-1] != _BYTES or blocks.shape[:-1] != scales.shape:
+        raise Mxfp4Error(
+            f"blocks must be [..., groups, {_BYTES}] and scales [..., groups], "
+            f"got {list(blocks.shape)} and {list(scales.shape)}."
+        )
+
+
+def _check_range(scales: torch.Tensor, values: torch.Tensor) -> None:
+    """Looks at the values only where a scale lets them overflow, which no trained checkpoint has."""
+    if scales.numel() == 0:
+        return
+    largest = int(scales.max())
+    if largest <= _LARGEST_SAFE_SCALE:
+        return
+    if largest == _NAN_SCALE:
+        count = int((scales == _NAN_SCALE).sum())
+        raise Mxfp4Error(
+            f"scales must be at most 254, got {count} of 255, which means NaN. The data is damaged: download it again."
+        )
+    if not torch.isfinite(values).all():
+        raise Mxfp4Error(
+            f"values must be below 2 ** 128, got a scale of {largest} with values above it. "
+            "The data is damaged: download it again."
+        )
