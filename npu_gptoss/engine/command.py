@@ -1,0 +1,207 @@
+"""Generate text with the offline engine. With --json, standard output is one JSON list and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.engine.chat import REASONING_EFFORTS, Chat
+from npu_gptoss.engine.engine import Engine
+from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
+from npu_gptoss.engine.request import Request, Result, SamplingParams
+from npu_gptoss.errors import InputError
+
+SECONDS_BETWEEN_REPORTS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="a text to continue, or with --chat a user's message")
+    source.add_argument("--prompt-ids", metavar="1,2,3", help="token ids to continue")
+    source.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="F.jsonl",
+        help='one {"prompt": …}, {"prompt_token_ids": […]} or {"messages": […]} a line',
+    )
+    parser.add_argument("--chat", action="store_true", help="texts are user messages in harmony, gpt-oss's chat format")
+    parser.add_argument("--reasoning-effort", choices=REASONING_EFFORTS, default="medium", help="of chats")
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="the date that chats show the model (default: today)")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 (default) takes all tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="of every prompt; the same seed gives the same tokens")
+    parser.add_argument("--logprobs", type=int, metavar="K", help="report each token's log-probability and the K best")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop tokens")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
+    parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
+    parser.add_argument("--max-batch-tokens", type=int, default=2048, metavar="N", help="tokens computed in one step")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
+
+
+def run(args: argparse.Namespace) -> int:
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        logprobs=args.logprobs,
+        ignore_eos=args.ignore_eos,
+    )
+    entries = _entries(args)
+    with _standard_output_kept_clean():
+        chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None
+        start = time.perf_counter()
+        engine = Engine(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            max_batch_tokens=args.max_batch_tokens,
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            progress=True,
+        )
+        _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
+        prompts, each = [], []
+        for entry in entries:
+            prompts.append(_prompt_ids(engine, chat, entry, args))
+            # a chat ends where harmony says so, also when the checkpoint lists fewer stop tokens
+            stops = chat.stop_token_ids if chat and entry.form == "messages" and not args.ignore_eos else ()
+            each.append(replace(params, stop_token_ids=stops))
+        results = engine.generate(prompts, each, on_step=_Progress())
+    if args.json:
+        rows = [
+            _row(result, chat if e.form == "messages" else None) for e, result in zip(entries, results, strict=True)
+        ]
+        print(json.dumps(rows, ensure_ascii=False, allow_nan=False))
+    else:
+        for entry, result in zip(entries, results, strict=True):
+            _print_text(entry, result, chat if entry.form == "messages" else None, alone=len(entries) == 1)
+    return 0
+
+
+def _entries(args: argparse.Namespace) -> list[PromptEntry]:
+    if args.prompts_file is not None:
+        entries = read_prompts_file(args.prompts_file)
+    elif args.prompt is not None:
+        entries = [PromptEntry("--prompt", "prompt", args.prompt, {})]
+    else:
+        try:
+            ids = [int(part) for part in args.prompt_ids.split(",")] if args.prompt_ids.strip() else []
+        except ValueError:
+            raise InputError(
+                f"--prompt-ids must be whole numbers with commas between, got {args.prompt_ids!r}"
+            ) from None
+        entries = [PromptEntry("--prompt-ids", "prompt_token_ids", ids, {})]
+    if not args.chat:
+        return entries
+    chats = []
+    for entry in entries:
+        if entry.form == "prompt_token_ids":
+            raise InputError(f"{entry.label}: --chat turns texts into messages, but these are token ids already")
+        if entry.form == "prompt" and not entry.value:
+            raise InputError(f"{entry.label}: the message is empty")
+        messages = entry.value if entry.form == "messages" else [{"role": "user", "content": entry.value}]
+        chats.append(replace(entry, form="messages", value=messages))
+    return chats
+
+
+def _prompt_ids(engine: Engine, chat: Chat | None, entry: PromptEntry, args: argparse.Namespace) -> list[int]:
+    """The entry as checked token ids; an error names where the entry stands."""
+    try:
+        if entry.form == "messages":
+            assert chat is not None
+            options = {"reasoning_effort": args.reasoning_effort, **entry.options}
+            ids = engine.encode(chat.render(entry.value, date=args.date, **options))
+        else:
+            ids = engine.encode(entry.value)
+        engine.check_length(ids)
+    except InputError as error:
+        raise InputError(f"{entry.label}: {error}") from None
+    return ids
+
+
+def _row(result: Result, chat: Chat | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "logprobs": None,
+    }
+    if result.logprobs is not None:
+        row["logprobs"] = [
+            {
+                "token_id": entry.token_id,
+                "logprob": entry.logprob,
+                "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top],
+            }
+            for entry in result.logprobs
+        ]
+    if chat is not None:
+        reply = chat.parse(result.token_ids)
+        row["messages"] = [{"channel": t.channel, "recipient": t.recipient, "content": t.text} for t in reply.turns]
+        row["format_error"] = reply.error
+    return row
+
+
+def _print_text(entry: PromptEntry, result: Result, chat: Chat | None, *, alone: bool) -> None:
+    if not alone:
+        print(f"== {entry.label} ({result.finish_reason}, {len(result.token_ids)} tokens)")
+    if chat is None:
+        print(result.text if result.text is not None else ",".join(map(str, result.token_ids)))
+    else:
+        reply = chat.parse(result.token_ids)
+        for turn in reply.turns:
+            print(f"[{turn.channel or 'no channel'}{f' to {turn.recipient}' if turn.recipient else ''}] {turn.text}")
+        if reply.error:
+            print(f"[not harmony from here: {reply.error}] {result.text}")
+    for logprob in result.logprobs or ():
+        print(f"  {logprob.token_id}: {logprob.logprob:.4f}  {'  '.join(f'{t}: {p:.4f}' for t, p in logprob.top)}")
+
+
+class _Progress:
+    """A line on standard error now and then, and one at the end."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+
+    def __call__(self, requests: Sequence[Request]) -> None:
+        now = time.perf_counter()
+        done = sum(request.finish_reason is not None for request in requests)
+        if done < len(requests) and now - self._last < SECONDS_BETWEEN_REPORTS:
+            return
+        self._last = now
+        tokens = sum(request.num_generated for request in requests)
+        _say(f"{done} of {len(requests)} prompts done, {tokens} tokens, {tokens / (now - self._start):.1f} tokens/s")
+
+
+def _say(text: str) -> None:
+    print(f"npu-gptoss generate: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _standard_output_kept_clean() -> Iterator[None]:
+    """Sends what libraries print, from Python or from C, to standard error: standard output is for the answer."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

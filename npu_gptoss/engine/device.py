@@ -1,0 +1,73 @@
+"""From the names `--device` and `--dtype` to what torch wants, with refusals in words."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import current_platform, platform_override
+from npu_gptoss.kernels.platform import DEVICE_TYPES
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.transformer import check_dtype
+
+AUTO = "auto"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """`auto` is the platform's device if torch can use it, else the CPU; `cuda:1` names one of several."""
+    if name == AUTO:
+        wanted = current_platform().device_type
+        return torch.device(wanted if _why_unusable(wanted) is None else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in DEVICE_TYPES.values():
+        raise InputError(f"there is no device {str(name)!r}: expected auto, {', '.join(sorted(DEVICE_TYPES.values()))}")
+    reason = _why_unusable(device.type)
+    if reason:
+        raise InputError(f"the device {str(name)!r} cannot be used here: {reason}")
+    if device.type != "cpu" and (device.index or 0) >= (count := torch.get_device_module(device.type).device_count()):
+        raise InputError(f"there is no device {str(name)!r}: torch sees {count} of that type, numbered from 0")
+    return device
+
+
+def _why_unusable(device_type: str) -> str | None:
+    if device_type == "cpu":
+        return None
+    if device_type == "npu":
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            return f"torch_npu cannot be imported ({error})"
+    if not torch.get_device_module(device_type).is_available():
+        return f"torch {torch.__version__} finds no such hardware or was built without it"
+    return None
+
+
+def resolve_dtype(name: str | torch.dtype, config: GptOssConfig) -> torch.dtype:
+    """`auto` is what the checkpoint says, bfloat16 when it says nothing."""
+    if isinstance(name, str):
+        if name == AUTO:
+            name = config.dtype or "bfloat16"
+        if name not in _DTYPES:
+            raise InputError(f"there is no dtype {name!r} for gpt-oss: expected auto, float32 or bfloat16")
+        name = _DTYPES[name]
+    check_dtype(name)
+    return name
+
+
+@contextmanager
+def kernels_for(device: torch.device) -> Iterator[None]:
+    """Selects kernels for the device in use: on a GPU server, `--device cpu` must not get the GPU's kernels."""
+    if current_platform().device_type == device.type:
+        yield
+        return
+    kind = next(kind for kind, device_type in DEVICE_TYPES.items() if device_type == device.type)
+    with platform_override(kind):
+        yield

@@ -1,0 +1,255 @@
+"""The loop: requests in, steps of the model, results out.
+
+engine = Engine("gpt-oss-20b", device="cuda")
+results = engine.generate(["Hello", [9906, 11]], SamplingParams(max_tokens=64))
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from npu_gptoss.engine.batch import pack
+from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
+from npu_gptoss.engine.kv_cache import BlockAllocator, allocate_kv_caches, default_num_blocks
+from npu_gptoss.engine.request import Request, Result, SamplingParams
+from npu_gptoss.engine.sampling import choose, report, uniform
+from npu_gptoss.engine.scheduler import Chunk, Scheduler
+from npu_gptoss.engine.text import TextCodec
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.transformer import GptOss
+
+Prompt = str | Sequence[int]
+
+# harmony's <|return|>, <|call|> and <|endoftext|>: what ends an answer when generation_config.json does not say
+HARMONY_STOP_TOKENS = (200002, 200012, 199999)
+# Rows whose logits are held at once when a whole prompt's are wanted: 256 rows of 201 088 float32 are 200 MB.
+LOGITS_ROWS = 256
+
+
+class NonFiniteLogits(InputError):
+    """The model computed NaN or infinity; sampling from that would be silent garbage."""
+
+
+class Engine:
+    """A model on one device with its cache. Not thread-safe; `generate` returns when all its requests are done."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        max_batch_tokens: int = 2048,
+        max_batch_size: int = 256,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        """max_batch_tokens: rows of one step; a longer prompt is computed in chunks. max_batch_size: requests under way at once.
+
+        num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
+        progress: show the loading on standard error.
+        """
+        directory = Path(model_dir)
+        config = GptOssConfig.from_directory(directory)
+        self.device = resolve_device(device)
+        dtype = resolve_dtype(dtype, config)
+        self.config = config
+        self.text = TextCodec(directory)
+        self.stop_token_ids = _stop_token_ids(directory, config)
+        self.block_size = block_size
+        with kernels_for(self.device):
+            self.model = GptOss.load(directory, self.device, dtype, progress=progress)
+        if num_blocks is None:
+            num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)
+        allocator = BlockAllocator(num_blocks, block_size)
+        self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
+        self.kv_caches = allocate_kv_caches(config, num_blocks, block_size, dtype, self.device)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a request, prompt and generated. The last generated token needs no place in the cache."""
+        return min(self.config.max_position_embeddings, self.scheduler.allocator.capacity + 1)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: Callable[[Sequence[Request]], None] | None = None,
+    ) -> list[Result]:
+        """One result a prompt, in order. A prompt is text or token ids; `params` is for all, or one for each.
+
+        All prompts are checked before any is computed. on_step sees the requests after every step.
+        """
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list of prompts, got one text: put it into a list")
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts need as many SamplingParams, or one for all; got {len(each)}")
+        requests = []
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(self._request(self.encode(prompt), one))
+            except InputError as error:
+                raise InputError(f"prompt {number} (the first is 0): {error}") from None
+        self._run(requests, on_step)
+        return [self._result(request) for request in requests]
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The logits after every token of a prompt, [tokens, vocab] float32; through the cache and in chunks like any prompt."""
+        return self.batch_logits([token_ids])[0]
+
+    def batch_logits(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """`logits` of several prompts, computed together."""
+        requests = [self._request(self.encode(prompt), SamplingParams(max_tokens=1)) for prompt in prompts]
+        for request in requests:
+            request.prompt_logits = []
+        self._run(requests, None)
+        return [torch.cat(request.prompt_logits) for request in requests]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Text or token ids to token ids, each checked against the vocabulary."""
+        if isinstance(prompt, str):
+            return self.text.encode(prompt)
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InputError(f"a prompt is text or a list of token ids, got {prompt!r:.80}") from None
+        wrong = next((i for i in ids if not 0 <= i < self.config.vocab_size), None)
+        if wrong is not None:
+            raise InputError(f"token id {wrong} is not in the vocabulary: expected 0 to {self.config.vocab_size - 1}")
+        return ids
+
+    def check_length(self, token_ids: Sequence[int]) -> None:
+        """Refuses a prompt that is empty or leaves no room for one generated token."""
+        if not token_ids:
+            raise InputError("the prompt is empty; the model needs at least one token to continue")
+        if len(token_ids) >= self.max_length:
+            positions, capacity = self.config.max_position_embeddings, self.scheduler.allocator.capacity
+            limit = (
+                f"the cache holds {capacity} (more blocks make it larger)"
+                if capacity < positions
+                else f"the model's context is {positions} with at least one token to generate"
+            )
+            raise InputError(f"the prompt has {len(token_ids)} tokens, but {limit}")
+
+    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+        self.check_length(token_ids)
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self.config.vocab_size:
+                raise InputError(f"{name} is {count}, but the vocabulary has {self.config.vocab_size} tokens")
+        own = frozenset() if params.ignore_eos else self.stop_token_ids
+        return Request(
+            prompt_length=len(token_ids),
+            token_ids=list(token_ids),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            stop_token_ids=own | frozenset(params.stop_token_ids),
+            max_length=self.max_length,
+        )
+
+    def _run(self, requests: Sequence[Request], on_step: Callable[[Sequence[Request]], None] | None) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                with kernels_for(self.device):
+                    self._step()
+                if on_step is not None:
+                    on_step(requests)
+        finally:  # an error or Ctrl-C leaves no request behind to turn up in the next call
+            for request in requests:
+                self.scheduler.cancel(request)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        chunks = self.scheduler.schedule()
+        assert chunks, "every request fits the empty cache, so the oldest one always advances"
+        batch = pack(chunks, self.block_size, self.device)
+        hidden = self.model.forward(batch.input_ids, batch.positions, self.kv_caches, batch.metadata)
+        for chunk, first_row in zip(chunks, batch.first_rows, strict=True):
+            if chunk.request.wants_prompt_rows:
+                self._report_prompt(chunk, hidden[first_row : first_row + chunk.end - chunk.start])
+            chunk.request.num_computed = chunk.end
+        last_rows = {c: row + c.end - c.start - 1 for c, row in zip(chunks, batch.first_rows, strict=True) if c.samples}
+        if last_rows:
+            self._sample([chunk.request for chunk in last_rows], hidden[list(last_rows.values())])
+
+    def _sample(self, requests: Sequence[Request], hidden: torch.Tensor) -> None:
+        """The next token of each request from its last row; hidden [requests, hidden]."""
+        logits = self._finite_logits(hidden)
+        params = [request.params for request in requests]
+        draws = [uniform(request.seed, request.num_generated) for request in requests]
+        chosen = choose(logits, params, draws)
+        wanting = [row for row, p in enumerate(params) if p.logprobs is not None]
+        if wanting:
+            counts = [params[row].logprobs or 0 for row in wanting]
+            for row, entry in zip(wanting, report(logits[wanting], chosen[wanting], counts), strict=True):
+                requests[row].logprobs.append(entry)
+        for request, token_id in zip(requests, chosen.tolist(), strict=True):
+            request.append(token_id)
+            if request.finish_reason is not None:
+                self.scheduler.finish(request)
+
+    def _report_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
+        """Logits or log-probabilities of the prompt rows of a chunk that were not reported before; hidden [chunk rows, hidden]."""
+        request = chunk.request
+        for start in range(
+            max(chunk.start, request.prompt_rows_reported), min(chunk.end, request.prompt_length), LOGITS_ROWS
+        ):
+            end = min(start + LOGITS_ROWS, chunk.end, request.prompt_length)
+            logits = self._finite_logits(hidden[start - chunk.start : end - chunk.start])
+            if request.prompt_logits is not None:
+                request.prompt_logits.append(logits)
+            following = request.token_ids[start + 1 : min(end + 1, request.prompt_length)]
+            if request.params.prompt_logprobs is not None and following:
+                chosen = torch.tensor(following, device=logits.device)
+                counts = [request.params.prompt_logprobs] * len(following)
+                request.prompt_logprobs += report(logits[: len(following)], chosen, counts)
+            request.prompt_rows_reported = end
+
+    def _finite_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.model.logits(hidden)
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFiniteLogits(
+                f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged or a "
+                "kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
+            )
+        return logits
+
+    def _result(self, request: Request) -> Result:
+        generated = tuple(request.token_ids[request.prompt_length :])
+        stopped = request.finish_reason == "stop"
+        prompt_logprobs = None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
+        return Result(
+            prompt_token_ids=tuple(request.token_ids[: request.prompt_length]),
+            token_ids=generated,
+            text=self.text.decode(generated[:-1] if stopped else generated) if self.text.available else None,
+            finish_reason=request.finish_reason or "",
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _stop_token_ids(directory: Path, config: GptOssConfig) -> frozenset[int]:
+    """What ends an answer: eos_token_id of generation_config.json (an id or a list) and of config.json."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return frozenset((*config.eos_token_ids, *HARMONY_STOP_TOKENS))
+    try:
+        values = json.loads(path.read_bytes())
+        listed = values.get("eos_token_id") or []
+        ids = [operator.index(token) for token in (listed if isinstance(listed, list) else [listed])]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{path} cannot be used ({error}): expected a JSON object whose eos_token_id is an id or a list"
+        ) from None
+    return frozenset((*config.eos_token_ids, *ids))
