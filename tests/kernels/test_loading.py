@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from npu_gptoss.kernels import ANY, Platform, accepts, loading, register_kernel, select_kernel, signature
+from npu_gptoss.kernels.registry import registry
+
+
+def entry_point(load, name="fast"):
+    return SimpleNamespace(
+        name=name, value="their_package:register", dist=SimpleNamespace(name="their-package"), load=load
+    )
+
+
+def register(name="theirs", priority=16):
+    register_kernel(
+        "toy",
+        "add",
+        name=name,
+        solution="theirs",
+        signatures=(accepts(x="float32"),),
+        traits={"size": ANY},
+        priority=priority,
+    )(lambda x: name)
+
+
+def test_a_plugin_function_is_called_and_its_kernel_wins_by_its_band(operation):
+    register_kernel(
+        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=15
+    )(len)
+    loading.load_plugin(entry_point(lambda: register))
+    found = select_kernel(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu"))
+    assert (found.name, found.kernel.origin) == ("theirs", "their-package:fast")
+
+
+def test_a_failing_plugin_is_a_warning_that_names_it_and_leaves_nothing_behind(operation, caplog):
+    def breaks_half_way():
+        register()
+        raise RuntimeError("no such library")
+
+    with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
+        loading.load_plugin(entry_point(lambda: breaks_half_way))
+    assert registry.kernels_of(operation) == []
+    for part in ("their-package:fast", "their_package:register", "RuntimeError: no such library"):
+        assert part in caplog.text
+
+
+def test_a_plugin_cannot_take_the_name_of_a_kernel_of_ours(operation, caplog):
+    register_kernel(
+        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=4
+    )(len)
+    with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
+        loading.load_plugin(entry_point(lambda: lambda: register(name="toy.add.ours")))
+    assert registry.kernels["toy.add.ours"].function is len
+    assert "is taken by npu_gptoss" in caplog.text
+
+
+@pytest.mark.parametrize(("switch", "loaded"), [("1", False), ("0", True)])
+def test_the_switch_keeps_third_party_kernels_out(operation, monkeypatch, switch, loaded):
+    monkeypatch.setattr(loading, "_plugins_loaded", False)
+    monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
+    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", switch)
+    loading.load_plugins()
+    assert bool(registry.kernels_of(operation)) is loaded
+
+
+def test_plugins_are_loaded_once(operation, monkeypatch):
+    loads = []
+    monkeypatch.setattr(loading, "_plugins_loaded", False)
+    monkeypatch.setattr(loading, "entry_points", lambda group: loads.append(group) or [])
+    loading.load_plugins()
+    loading.load_plugins()
+    assert loads == ["npu_gptoss.kernels"]

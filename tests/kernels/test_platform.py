@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import platform
+from npu_gptoss.kernels.platform import Capability, Platform, current_platform, detect, platform_override
+
+
+def machine(root: Path, *device_files: str) -> Path:
+    (root / "dev").mkdir()
+    for name in device_files:
+        (root / "dev" / name).touch()
+    return root
+
+
+@pytest.fixture(autouse=True)
+def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "torch_npu", "kind"),
+    [
+        ((), False, "cpu"),
+        (("nvidia0", "nvidiactl"), False, "cuda"),
+        (("nvidiactl",), False, "cpu"),  # the driver's control file without a card
+        (("davinci0", "davinci_manager"), True, "ascend"),
+        (("davinci_manager",), True, "cpu"),
+        (("davinci0",), False, "cpu"),  # a card that torch cannot reach
+        ((), True, "cpu"),  # torch_npu on a laptop
+    ],
+)
+def test_platform_is_told_from_files_and_modules(tmp_path, monkeypatch, files, torch_npu, kind):
+    monkeypatch.setattr(platform, "_installed", lambda name: name == "torch_npu" and torch_npu)
+    assert detect(machine(tmp_path, *files)).kind == kind
+
+
+def test_environment_variable_decides_over_device_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "ascend")
+    assert detect(machine(tmp_path, "nvidia0")).kind == "ascend"
+
+
+def test_unknown_platform_name_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "tpu")
+    with pytest.raises(InputError, match="ascend, cuda, cpu"):
+        detect()
+
+
+def test_override_ends_with_its_block():
+    before = current_platform()
+    with platform_override("ascend", frozenset({"torch_npu"})) as there:
+        assert current_platform() is there
+        assert there.device_type == "npu"
+    assert current_platform() == before
+
+
+def test_capability_gives_every_reason_at_once():
+    needs = Capability.of("ascend", features=("torch_npu",))
+    assert needs.reasons_against(Platform("ascend", frozenset({"torch_npu"}))) == []
+    assert needs.reasons_against(Platform("cpu")) == [
+        "runs on ascend; this is cpu",
+        "needs torch_npu, which is not installed",
+    ]
+
+
+def test_detection_opens_no_device():
+    """A CUDA or NPU context in the API server breaks the workers forked from it."""
+    code = (
+        "import torch\n"
+        "def opened(*a, **k): raise SystemExit('a device was opened')\n"
+        "torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = opened\n"
+        "from npu_gptoss.kernels import current_platform, load_kernels\n"
+        "current_platform(); load_kernels()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import torch
+
+from npu_gptoss.kernels import ANY, accepts, register_kernel, select_kernel, signature
+
+
+def test_a_profile_shows_kernel_name_and_shapes(operation):
+    register_kernel(
+        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=4
+    )(lambda x, scale: x * scale)
+    run = select_kernel(operation, signature(x="float32"), {"size": 1})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(x=torch.ones(3, 4), scale=2.0)
+    assert "toy.add.ours x=[3, 4]" in {event.key for event in profile.key_averages()}
+
+
+def test_no_range_is_opened_without_a_profiler(operation, monkeypatch):
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", lambda name: 1 / 0)
+    register_kernel(
+        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=4
+    )(lambda x: x)
+    assert select_kernel(operation, signature(x="float32"), {"size": 1})(x=7) == 7

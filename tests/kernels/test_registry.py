@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+
+from npu_gptoss.kernels.registry import ANY, Priority, RegistrationError, register_kernel, registering_as, registry
+from npu_gptoss.kernels.signature import accepts
+
+GOOD = {
+    "solution": "small_ops",
+    "signatures": (accepts(x="float32"),),
+    "traits": {"size": ANY},
+    "priority": Priority.PORTABLE,
+}
+
+
+def add_one(x):
+    """Adds one.
+
+    And says more below.
+    """
+    return x + 1
+
+
+def test_decorated_function_is_returned_unchanged_and_found(operation):
+    assert register_kernel("toy", "add", **GOOD)(add_one) is add_one
+    (spec,) = registry.kernels_of(operation)
+    assert (spec.name, spec.origin, spec.summary) == ("toy.add.small_ops", "npu_gptoss", "Adds one.")
+
+
+def test_same_name_is_refused_and_names_who_has_it(operation):
+    register_kernel("toy", "add", **GOOD)(add_one)
+    with (
+        registering_as("other:plugin"),
+        pytest.raises(RegistrationError, match=r"taken by npu_gptoss .*other:plugin must"),
+    ):
+        register_kernel("toy", "add", **GOOD)(lambda x: x)
+    assert registry.kernels["toy.add.small_ops"].function is add_one
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"traits": {}}, r"traits must be stated for \['size'\], got \[\]"),
+        ({"traits": {"size": ANY, "sinks": ANY}}, "traits must be stated"),
+        ({"traits": {"size": 64}}, "must be a frozenset of values or ANY, got 64"),
+        ({"signatures": ()}, "takes no signature"),
+        ({"signatures": (accepts(y="float32"),)}, r"must name the roles \['x'\]"),
+        ({"priority": -1}, "priority -1 is not within 0..19"),
+        ({"priority": 20}, "priority 20 is not within 0..19"),
+        ({"priority": 16}, "reserved for plugins"),
+    ],
+)
+def test_a_kernel_that_leaves_something_unsaid_is_refused(operation, change, why):
+    with pytest.raises(RegistrationError, match=why):
+        register_kernel("toy", "add", **{**GOOD, **change})
+    assert registry.kernels_of(operation) == []
+
+
+def test_unknown_operation_lists_the_known_ones(operation):
+    with pytest.raises(RegistrationError, match=r"no operation toy\.sub; defined are: .*toy\.add"):
+        register_kernel("toy", "sub", **GOOD)
+
+
+def test_plugin_band_is_open_to_plugins_only(operation):
+    with registering_as("package:entry"):
+        register_kernel("toy", "add", **{**GOOD, "priority": 16})(add_one)
+    assert registry.kernels_of(operation)[0].origin == "package:entry"
+
+
+def test_equal_priorities_do_not_depend_on_registration_order(operation):
+    for name in ("b", "a"):
+        register_kernel("toy", "add", **{**GOOD, "solution": name})(lambda x: x)
+    assert [k.solution for k in registry.kernels_of(operation)] == ["a", "b"]
+
+
+def test_every_built_in_kernel_stays_below_the_plugin_band():
+    from npu_gptoss.kernels import load_kernels
+
+    load_kernels()
+    assert registry.kernels
+    for kernel in registry.kernels.values():
+        assert kernel.priority < Priority.PLUGIN
+        assert (kernel.priority == Priority.REFERENCE) == (kernel.solution == "reference")
+        assert kernel.summary, f"{kernel.name} has no docstring"
+
+
+def test_every_operation_has_a_reference():
+    from npu_gptoss.kernels import load_kernels
+
+    load_kernels()
+    for operation in registry.operations.values():
+        assert registry.kernels_of(operation)[-1].solution == "reference", operation.name

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from npu_gptoss.kernels import (
+    ANY,
+    Capability,
+    Platform,
+    accepts,
+    explain,
+    kernel_override,
+    register_kernel,
+    select_kernel,
+    signature,
+)
+from npu_gptoss.kernels.selection import KernelError
+
+CALL = signature(x="bfloat16")
+
+
+def kernel(solution, *, priority=4, x=("float32", "bfloat16"), size=ANY, capability=Capability()):  # noqa: B008
+    register_kernel(
+        "toy",
+        "add",
+        solution=solution,
+        signatures=(accepts(x=x),),
+        traits={"size": size},
+        priority=priority,
+        capability=capability,
+    )(lambda x: solution)
+
+
+def select(operation, size=64, call=CALL, kind="cpu", **more):
+    return select_kernel(operation, call, {"size": size}, platform=Platform(kind), **more)
+
+
+def test_highest_priority_that_can_run_is_selected(operation):
+    kernel("slow")
+    kernel("fast", priority=8, size=frozenset({128}))
+    kernel("npu", priority=12, capability=Capability.of("ascend"))
+    assert select(operation)(x=0) == "slow"
+    assert select(operation, size=128)(x=0) == "fast"
+    assert select(operation, kind="ascend")(x=0) == "npu"
+
+
+def test_refusal_lists_every_kernel_with_every_reason(operation):
+    kernel("fast", priority=8, x="float32", size=frozenset({128}), capability=Capability.of("cuda"))
+    with pytest.raises(KernelError) as error:
+        select(operation)
+    text = str(error.value)
+    for part in ("runs on cuda; this is cpu", "needs float32 x, got bfloat16", "handles size 128, got 64"):
+        assert part in text
+
+
+def test_a_kernel_registered_later_is_not_hidden_by_the_cache(operation):
+    kernel("slow")
+    assert select(operation).name == "toy.add.slow"
+    kernel("fast", priority=8)
+    assert select(operation).name == "toy.add.fast"
+
+
+def test_argument_beats_context_beats_environment(operation, monkeypatch):
+    for name in ("a", "b", "c", "d"):
+        kernel(name, priority=ord(name) - ord("a") + 4)
+    assert select(operation).kernel.solution == "d"
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "a")
+    assert select(operation).kernel.solution == "a"
+    with kernel_override(toy_add="toy.add.b"):
+        assert select(operation).kernel.solution == "b"
+        with kernel_override(toy_add="c"):
+            assert select(operation).kernel.solution == "c"
+            assert select(operation, override="d").kernel.solution == "d"
+        assert select(operation).kernel.solution == "b"
+    assert select(operation).kernel.solution == "a"
+
+
+def test_an_override_that_cannot_run_raises_all_its_reasons_instead_of_falling_back(operation):
+    kernel("slow")
+    kernel("npu", x="float32", size=frozenset({128}), capability=Capability.of("ascend"))
+    with pytest.raises(KernelError) as error:
+        select(operation, override="npu")
+    for part in ("runs on ascend; this is cpu", "needs float32 x, got bfloat16", "handles size 128, got 64"):
+        assert part in str(error.value)
+
+
+def test_an_override_that_names_nothing_lists_the_names(operation, monkeypatch):
+    kernel("slow")
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "slwo")
+    with pytest.raises(KernelError, match=r"'slwo' of toy\.add names no kernel; there are toy\.add\.slow"):
+        select(operation)
+
+
+def test_context_override_of_an_unknown_operation_is_refused(operation):
+    with pytest.raises(KernelError, match="no operation 'toy_sub'"), kernel_override(toy_sub="slow"):
+        pass
+
+
+def test_a_call_that_leaves_a_trait_unsaid_is_refused(operation):
+    kernel("slow")
+    with pytest.raises(KernelError, match="missing or not known: size"):
+        select_kernel(operation, CALL, {})
+    with pytest.raises(KernelError, match="missing or not known: sinks"):
+        select_kernel(operation, CALL, {"size": 1, "sinks": True})
+
+
+def test_automatic_choice_logs_one_line_once(operation, caplog):
+    kernel("slow")
+    with caplog.at_level(logging.INFO, logger="npu_gptoss"):
+        for _ in range(3):
+            select(operation, size=77)
+    assert [r.getMessage() for r in caplog.records] == ["toy.add runs toy.add.slow for x bfloat16"]
+
+
+def test_falling_to_the_reference_is_a_warning_with_reasons(operation, caplog):
+    kernel("reference", priority=0)
+    kernel("fast", priority=8, capability=Capability.of("cuda"))
+    with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
+        select(operation)
+    assert "runs on cuda; this is cpu" in caplog.text
+
+
+def test_explain_tells_selected_possible_and_refused(operation):
+    kernel("reference", priority=0)
+    kernel("slow")
+    kernel("npu", priority=12, capability=Capability.of("ascend"))
+    lines = explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines()
+    assert lines == [
+        "toy.add on cpu for x bfloat16; size=64",
+        "  toy.add.npu (priority 12): no: runs on ascend; this is cpu",
+        "  toy.add.slow (priority 4): selected",
+        "  toy.add.reference (priority 0): could run",
+    ]
