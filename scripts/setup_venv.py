@@ -32,13 +32,13 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DROPPED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "__PYVENV_LAUNCHER__")
 
 INSPECT = """
-import json, sys, pip
+import json, pip
 from importlib import metadata
 found = {}
 for d in metadata.distributions():
     if d.read_text("RECORD") is not None:
         found[d.metadata["Name"].lower().replace("_", "-").replace(".", "-")] = d.version
-print(json.dumps({"prefix": sys.prefix, "version": list(sys.version_info[:2]), "packages": found}))
+print(json.dumps(found))
 """
 
 
@@ -63,15 +63,17 @@ class Environment:
 
     def inspect(self) -> str | None:
         """Reads the packages; returns why the environment cannot be used, or None."""
+        location = self.state / "location"
         if not self.python.exists():
             return "it has no bin/python"
+        if not location.exists():
+            return "its creation was interrupted"
+        if location.read_text() != str(self.path):
+            return f"it was made as {location.read_text()} and moved, so the first lines of its commands are wrong"
         run = subprocess.run([str(self.python), "-c", INSPECT], env=clean_environment(), capture_output=True, text=True)
         if run.returncode:
             return "its Python does not start or has no pip: " + (run.stderr.strip().splitlines() or ["no output"])[-1]
-        found = json.loads(run.stdout)
-        if Path(found["prefix"]) != self.path:
-            return f"it was made for {found['prefix']} and moved"
-        self.packages = found["packages"]
+        self.packages = json.loads(run.stdout)
         return None
 
     def lacking(self, pins: dict[str, str]) -> list[str]:
@@ -197,6 +199,7 @@ def make_environment(env: Environment, run: Runner, python: str) -> str:
             f"{free:.1f} GB are free in {env.path.parent}, the environment needs about {FREE_GB_NEEDED:.0f}"
         )
     run.must([python, "-m", "venv", str(env.path)])
+    (env.state / "location").write_text(str(env.path))
     return subprocess.run([str(env.python), "-V"], capture_output=True, text=True).stdout.strip()
 
 

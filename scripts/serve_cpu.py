@@ -1,0 +1,243 @@
+"""Serve a gpt-oss checkpoint on the CPU with stock `vllm serve`: what `make serve` runs once `.venv` is set up.
+
+Without a checkpoint it serves the trained tiny one, made on first use. It sets the few environment variables and flags
+that a CPU wants (each can be overridden), starts the server in its own process group, waits for `/health`, prints the
+URL and a request that works, and on Ctrl-C stops everything it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / ".checkpoints" / "gpt-oss-tiny"
+TINY_NAME = "gpt-oss-tiny"
+TINY_QUESTION = "What is 3 + 4?"
+OWN_QUESTION = "What does an attention sink do? One sentence."
+LOG = ROOT / "serve.log"
+PATIENCE = 15  # seconds between asking the server to stop and killing it
+
+
+class ServeError(InputError):
+    """What keeps the server from starting, in words."""
+
+
+def tiny_checkpoint(directory: Path = TINY) -> Path:
+    """The trained tiny checkpoint; written anew when it is missing, incomplete, or what it is made from has changed."""
+    package = ROOT / "npu_gptoss"
+    sources = sorted([*package.glob("assets/*"), *package.glob("model/*.py")])
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
+    stamp = directory / ".made-from"
+    if stamp.is_file() and stamp.read_text() == digest:
+        return directory
+    print(f"checkpoint: the trained tiny gpt-oss is written to {directory} …", flush=True)
+    command = [sys.executable, "-m", "npu_gptoss.cli", "tiny", str(directory), "--trained"]
+    if subprocess.run(command, check=False).returncode:
+        raise ServeError("the tiny checkpoint could not be written; the reason is above.")
+    stamp.write_text(digest)
+    return directory
+
+
+def own_checkpoint(name: str) -> Path:
+    """The user's checkpoint directory; raises ServeError when there is nothing that vLLM could load."""
+    directory = Path(name).expanduser().resolve()
+    if not directory.is_dir():
+        raise ServeError(
+            f"MODEL={name} is not a directory. "
+            "Expected a downloaded checkpoint: config.json, tokenizer.json and *.safetensors."
+        )
+    missing = [pattern for pattern in ("config.json", "*.safetensors") if not list(directory.glob(pattern))]
+    if missing:
+        raise ServeError(f"MODEL={name} holds no {' and no '.join(missing)}: it is not a complete gpt-oss checkpoint.")
+    return directory
+
+
+def ensure_vocabulary(model: Path) -> Path:
+    """The folder with the harmony vocabulary; rebuilt from the checkpoint's tokenizer when it is nowhere yet."""
+    found = find_vocabulary(model)
+    if found is None:
+        print("vocabulary: rebuilt from the checkpoint's tokenizer.json …", flush=True)
+        found = build_vocabulary(model).parent
+    return found
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ServeError unless the server could listen there."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ServeError(
+                f"the server cannot listen on {host} port {port}: {error.strerror}. "
+                f"Choose another: make serve PORT={port + 1}"
+            ) from None
+
+
+def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`base` plus what serving on a CPU wants; what the user has set stays."""
+    tiny = model == TINY
+    wanted = {
+        # The tiny model gains nothing from a second thread, and several busy OpenMP processes starve each other.
+        "OMP_NUM_THREADS": "1" if tiny else str(len(os.sched_getaffinity(0))),
+        "VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "4",  # GiB
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        BASE_VARIABLE: str(vocabulary),
+    }
+    return {**wanted, **base}
+
+
+def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
+    """The stock command. `extra` comes last, so that a user's flag overrides ours."""
+    return [
+        str(Path(sys.executable).parent / "vllm"),
+        *("serve", str(model), "--served-model-name", name, "--host", host, "--port", str(port)),
+        *("--max-model-len", "8192", "--enable-auto-tool-choice", "--tool-call-parser", "openai"),
+        *extra,
+    ]
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts the server in a process group of its own, with its output in `log`."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def stop(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
+    """Asks the server to stop; after `patience` seconds kills what is left of its group. Doing it twice is fine."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def tail(log: Path, lines: int) -> list[str]:
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-lines:]
+
+
+def wait_until_ready(
+    process: subprocess.Popen[bytes],
+    url: str,
+    log: Path,
+    timeout: float | None = None,
+    progress: Callable[[float], None] = lambda seconds: None,
+) -> float:
+    """Polls `url`/health until it answers; returns the seconds it took.
+
+    Raises ServeError with the end of the log when the server ends before that or `timeout` seconds pass.
+    """
+    begin = time.monotonic()
+    while True:
+        seconds = time.monotonic() - begin
+        if process.poll() is not None:
+            problem = f"ended with exit code {process.returncode} before it was ready"
+        elif timeout is not None and seconds > timeout:
+            problem = f"was not ready after {timeout:.0f} s"
+        else:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    return seconds
+            except (urllib.error.URLError, OSError):
+                progress(seconds)
+                time.sleep(0.5)
+                continue
+        end = "\n".join("    " + line for line in tail(log, 25))
+        raise ServeError(f"vllm serve {problem}. The end of its log, {log}:\n{end}")
+
+
+def show_progress(log: Path) -> Callable[[float], None]:
+    """A line every 15 seconds, on a terminal a counter."""
+    shown = 0.0
+
+    def show(seconds: float) -> None:
+        nonlocal shown
+        if sys.stdout.isatty():
+            print(f"\rvllm serve: starting … {seconds:.0f} s", end="", flush=True)
+        elif seconds - shown >= 15:
+            shown = seconds
+            print(f"  … {seconds:.0f} s: {(tail(log, 1) or ['no output yet'])[-1][:100]}", flush=True)
+
+    return show
+
+
+def example_request(url: str, name: str, question: str) -> str:
+    body = {"model": name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
+    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(options: argparse.Namespace) -> int:
+    check_port(options.host, options.port)
+    model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
+    name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
+    environment = cpu_environment(model, ensure_vocabulary(model))
+    command = serve_command(model, name, options.host, options.port, options.vllm)
+    url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    print(f"vllm serve: starting, its output goes to {LOG}\n  {shlex.join(command)}", flush=True)
+    process = start(command, environment, LOG)
+    try:
+        seconds = wait_until_ready(process, url, LOG, progress=show_progress(LOG))
+        print(f"\nready after {seconds:.0f} s: {name} at {url}/v1 (any OpenAI client). Try, in another terminal:\n")
+        print(f"  {example_request(url, name, question)}\n")
+        print("Ctrl-C stops the server.", flush=True)
+        code = process.wait()
+        raise ServeError(f"vllm serve ended with exit code {code}; its log is {LOG}")
+    except KeyboardInterrupt:
+        print("\nstopping …", flush=True)
+        return 0
+    finally:
+        stop(process)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="", help="directory of a checkpoint; without it the trained tiny one")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("vllm", nargs="*", metavar="-- FLAG", help="further flags for `vllm serve`")
+    try:
+        return run(parser.parse_args(arguments))
+    except InputError as error:
+        print(f"\nmake serve: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

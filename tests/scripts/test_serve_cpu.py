@@ -1,0 +1,110 @@
+"""What `make serve` says when it cannot serve, and that nothing survives it. The real server is in tests/serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts import serve_cpu
+from scripts.serve_cpu import ServeError
+
+
+def test_a_taken_port_gives_a_sentence_and_a_way_out(capsys: pytest.CaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert serve_cpu.main(["--port", str(port)]) == 2
+    assert f"make serve PORT={port + 1}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "is not a directory"),
+        ((), r"no config\.json and no \*\.safetensors"),
+        (("config.json",), "not a complete"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
+    tmp_path: Path, files: tuple[str, ...] | None, words: str
+) -> None:
+    model = tmp_path / "model"
+    if files is not None:
+        model.mkdir()
+        for name in files:
+            (model / name).write_text("{}")
+    with pytest.raises(ServeError, match=words):
+        serve_cpu.own_checkpoint(str(model))
+
+
+def test_what_the_user_sets_wins(tmp_path: Path) -> None:
+    environment = serve_cpu.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    command = serve_cpu.serve_command(tmp_path, "name", "127.0.0.1", 8000, ["--max-model-len", "99"])
+    assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
+
+
+def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = serve_cpu.start([sys.executable, "-c", "print('first'); raise SystemExit('no memory')"], os.environ, log)
+    with pytest.raises(ServeError, match=r"exit code 1 before it was ready(.|\n)*no memory"):
+        serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=20)
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, log)
+    try:
+        with pytest.raises(ServeError, match="not ready after 1 s"):
+            serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=1)
+    finally:
+        serve_cpu.stop(process)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = serve_cpu.start([sys.executable, "-c", STUBBORN], os.environ, log)
+    while not log.read_text().strip():
+        time.sleep(0.05)
+    child = int(log.read_text())
+    assert _is_running(child)
+    serve_cpu.stop(process, patience=0.5)
+    serve_cpu.stop(process)
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while _is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(child)
+
+
+def test_the_printed_request_survives_the_shell() -> None:
+    words = shlex.split(serve_cpu.example_request("http://h:1", "it's", 'say "hi"'))
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's"
+    assert body["messages"][0]["content"] == 'say "hi"'

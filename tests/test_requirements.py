@@ -1,0 +1,79 @@
+"""The files in requirements/: they agree with each other, with pyproject.toml, and with what vLLM asks for."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+from scripts.setup_venv import read_pins
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = read_pins(ROOT / "requirements" / "cpu.txt")
+TOOLS = read_pins(ROOT / "requirements" / "dev.txt")
+LOOSE = [
+    Requirement(line)
+    for text in (ROOT / "requirements" / "cpu.in").read_text().splitlines()
+    if (line := text.split("#")[0].strip())
+]
+# required by a package of the lock, and left out of it with the reason given there
+LEFT_OUT = {"triton"}
+NOT_IN_LOCK = {"torch", "vllm", "npu-gptoss"}  # installed by steps of their own
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_lock_is_allowed_by_the_loose_requirements() -> None:
+    wrong = [str(r) for r in LOOSE if not r.specifier.contains(LOCK.get(canonical(r.name), "0"), prereleases=True)]
+    assert wrong == []
+
+
+def test_the_tools_are_those_of_pyproject() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted = [
+        Requirement(item) for item in re.findall(r'"([^"]+)"', re.search(r"^dev = \[(.*?)\]$", text, re.M | re.S)[1])
+    ]
+    assert {r.name for r in wanted} >= {"pytest", "ruff", "codespell"}
+    assert [str(r) for r in wanted if not r.specifier.contains(TOOLS.get(canonical(r.name), "0"))] == []
+
+
+def test_every_version_is_exact_and_listed_once() -> None:
+    for name in ("cpu.txt", "dev.txt"):
+        lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), name
+        assert len({canonical(line.split("==")[0]) for line in lines}) == len(lines), name
+
+
+@pytest.mark.serving
+def test_nothing_that_vllm_asks_for_is_missing_from_the_lock() -> None:
+    """The set-up installs the lock without a resolver, so an incomplete lock would fail only when it is imported."""
+    if find_spec("vllm") is None:  # importing it would take seconds
+        pytest.skip("vLLM is not installed")
+    missing, seen, todo = [], set(), [("vllm", ""), ("npu-gptoss", ""), ("torch", "")]
+    while todo:
+        name, extra = todo.pop()
+        for text in metadata.requires(name) or []:
+            requirement = Requirement(text)
+            environment = {**default_environment(), "extra": extra}
+            wanted = canonical(requirement.name)
+            if requirement.marker and not requirement.marker.evaluate(environment):
+                continue
+            if wanted in LEFT_OUT or (name == "torch" and wanted.startswith(("nvidia-", "cuda-"))):
+                continue
+            if wanted not in LOCK and wanted not in NOT_IN_LOCK:
+                missing.append(f"{wanted}, asked for by {name}")
+                continue
+            if wanted in LOCK and not requirement.specifier.contains(LOCK[wanted], prereleases=True):
+                missing.append(f"{text}, asked for by {name}, is not {LOCK[wanted]}")
+            for next_extra in ("", *requirement.extras):
+                if (wanted, next_extra) not in seen:
+                    seen.add((wanted, next_extra))
+                    todo.append((wanted, next_extra))
+    assert missing == []
