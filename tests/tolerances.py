@@ -14,14 +14,17 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 
 
 def assert_close(
-    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0
+    got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, *, scale: float = 1.0, atol: float = 0.0
 ) -> None:
-    """Compares in fp32. `dtype` picks the tolerance (default: that of `got`); `scale` widens it, for a written reason."""
-    atol, rtol = TOLERANCES[dtype or got.dtype]
+    """Compares in fp32. `dtype` picks the tolerance (default: that of `got`).
+
+    scale widens both terms, atol raises the absolute one: each only for a reason written at the call.
+    """
+    absolute, rtol = TOLERANCES[dtype or got.dtype]
     got, want = got.float(), want.float()
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     assert torch.isfinite(got).all(), f"{int((~torch.isfinite(got)).sum())} of {got.numel()} values are not finite"
-    excess = (got - want).abs() - scale * (atol + rtol * want.abs())
+    excess = (got - want).abs() - scale * (max(absolute, atol) + rtol * want.abs())
     if (excess > 0).any():
         worst = excess.flatten().topk(min(5, excess.numel())).indices
         where = [tuple(int(i) for i in torch.unravel_index(w, got.shape)) for w in worst]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class AttentionMetadata:
 
     @property
     def max_query_len(self) -> int:
-        return max((b - a for a, b in zip(self.query_start_loc, self.query_start_loc[1:], strict=False)), default=0)
+        return max((b - a for a, b in pairwise(self.query_start_loc)), default=0)
 
     @property
     def max_seq_len(self) -> int:

@@ -1,0 +1,152 @@
+"""Every registered attention kernel that runs here, against the definition; and that the check notices mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from npu_gptoss.attention import small_ops, write_kv_cache
+from npu_gptoss.kernels import current_platform, load_kernels
+from npu_gptoss.kernels.registry import registry
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, STEPS, WINDOW, check, make_step
+from tests.tolerances import assert_close
+
+load_kernels()
+HERE = [
+    k.name
+    for k in registry.kernels.values()
+    if (k.family, k.mode) == ("attention", "paged")
+    and k.solution != "reference"
+    and not k.capability.reasons_against(current_platform())
+]
+
+
+def test_there_is_a_kernel_to_test():
+    assert "attention.paged.small_ops" in HERE
+
+
+@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, WINDOW, 1, 17])
+@pytest.mark.parametrize("name", STEPS)
+def test_kernel_equals_definition(kernel, dtype, sliding_window, name):
+    step = make_step(STEPS[name], dtype, padding=3)
+    check(lambda s, w: s.run(sliding_window=w, kernel=kernel), step, sliding_window)
+
+
+@pytest.mark.parametrize("kernel", [*HERE, "reference"])
+def test_window_keeps_128_keys_not_129(kernel):
+    """A key planted 127 back is seen and one 128 back is not, in prefill, chunk and decode."""
+    for rows in (300, 64, 1):
+        for back, seen in ((127, True), (128, False)):
+            step = make_step([(rows, 300)])
+            step.query[:] = 0  # all visible keys weigh the same, only the planted value counts
+            step.value_cache[:] = 0
+            position = 299 - back
+            block = step.metadata.block_table[0, position // BLOCK_SIZE]
+            step.value_cache[block, position % BLOCK_SIZE] = 1000.0
+            last = step.run(sliding_window=WINDOW, kernel=kernel)[-1]
+            assert bool((last > 1).all()) is seen, f"{rows} rows, planted {back} back"
+            assert bool((step.run(kernel=kernel)[-1] > 1).all()), "full attention sees it in any case"
+
+
+@pytest.mark.parametrize("kernel", [*HERE, "reference"])
+def test_padded_rows_with_nan_come_out_zero(kernel):
+    step = make_step(STEPS["mixed, one without rows"], padding=5)
+    out = torch.full_like(step.query, float("nan"))
+    assert step.run(kernel=kernel, out=out) is out
+    assert torch.isfinite(out).all()
+    assert (out[-5:] == 0).all()
+
+
+MUTATIONS = {
+    "sink dropped": lambda step, window: step.run(sliding_window=window, sinks=torch.full((HEADS,), -1e4)),
+    "sink counted twice": lambda step, window: step.run(sliding_window=window, sinks=step.sinks + math.log(2)),
+    "sink of head 0 for all": lambda step, window: step.run(sliding_window=window, sinks=step.sinks[:1].expand(HEADS)),
+    "sinks in reverse order": lambda step, window: step.run(sliding_window=window, sinks=step.sinks.flip(0)),
+    "window 127": lambda step, window: step.run(sliding_window=window and window - 1),
+    "window 129": lambda step, window: step.run(sliding_window=window and window + 1),
+    "no window": lambda step, window: step.run(sliding_window=None),
+    "scale forgotten": lambda step, window: step.run(sliding_window=window, scale=1.0),
+    "block table of the next request": lambda step, window: dataclasses.replace(
+        step, metadata=dataclasses.replace(step.metadata, block_table=step.metadata.block_table.roll(1, 0), plans={})
+    ).run(sliding_window=window),
+    "keys one too short": lambda step, window: dataclasses.replace(
+        step,
+        metadata=dataclasses.replace(
+            step.metadata,
+            seq_lens=tuple(max(n - 1, r) for n, r in zip(step.metadata.seq_lens, rows(step), strict=True)),
+            plans={},
+        ),
+    ).run(sliding_window=window),
+    "tail not zeroed": lambda step, window: torch.where(
+        torch.arange(len(step.query))[:, None, None] < step.metadata.num_tokens,
+        step.run(sliding_window=window),
+        step.query,
+    ),
+}
+
+
+def rows(step):
+    start = step.metadata.query_start_loc
+    return [b - a for a, b in pairwise(start)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_check_bites(mutation, dtype):
+    step = make_step(STEPS["chunks that cross the window"] + STEPS["decode at the window's edge"], dtype, padding=2)
+    check(lambda s, w: s.run(sliding_window=w), step, WINDOW)
+    with pytest.raises(AssertionError):
+        check(MUTATIONS[mutation], step, WINDOW)
+
+
+def test_long_prompts_are_cut_into_pieces_of_bounded_size(monkeypatch):
+    monkeypatch.setattr(small_ops, "ROWS", 16)
+    monkeypatch.setattr(small_ops, "SCORES", 16 * 200)
+    step = make_step([(300, 300), (1, 700), (1, 20), (40, 333)])
+    for sliding_window in (None, WINDOW):
+        check(lambda s, w: s.run(sliding_window=w), step, sliding_window)
+        step.metadata.plans.clear()
+    step.run(sliding_window=WINDOW)
+    (plan,) = step.metadata.plans.values()
+    assert all(batch.hidden.shape[1] <= 16 for batch in plan)
+    assert all(batch.hidden.shape[2] <= WINDOW - 1 + 16 for batch in plan), "a window layer reads its window only"
+    assert all(batch.pieces == 1 or batch.hidden.numel() <= 16 * 200 for batch in plan)
+
+
+def test_index_tensors_are_built_once_per_step_and_window():
+    step = make_step(STEPS["one token"])
+    step.run()
+    (first,) = step.metadata.plans.values()
+    step.run()
+    assert next(iter(step.metadata.plans.values())) is first
+    step.run(sliding_window=WINDOW)
+    assert len(step.metadata.plans) == 2
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_keys_and_values_land_in_their_slots_and_nowhere_else(kernel, dtype):
+    step = make_step([(3, 20), (1, 33)], dtype)
+    before = step.key_cache.clone(), step.value_cache.clone()
+    key, value = (torch.randn(6, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+    write_kv_cache(key, value, step.key_cache, step.value_cache, step.metadata, kernel=kernel)
+    slots = step.metadata.slot_mapping
+    for new, cache, old in ((key, step.key_cache, before[0]), (value, step.value_cache, before[1])):
+        flat, untouched = cache.view(-1, KV_HEADS, HEAD_DIM), torch.ones(cache.shape[0] * BLOCK_SIZE, dtype=torch.bool)
+        assert torch.equal(flat[slots], new[:4])
+        untouched[slots] = False
+        assert_close(flat[untouched].nan_to_num(), old.view_as(flat)[untouched].nan_to_num())
+
+
+def test_a_padding_slot_for_a_real_row_is_refused_instead_of_wrapping_round():
+    step = make_step([(2, 2)])
+    step.metadata.slot_mapping[1] = -1
+    key = torch.zeros(2, KV_HEADS, HEAD_DIM)
+    with pytest.raises(ValueError, match="negative slot"):
+        write_kv_cache(key, key, step.key_cache, step.value_cache, step.metadata)

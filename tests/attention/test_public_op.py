@@ -1,0 +1,72 @@
+"""Calls that cannot be right are refused in words, before any kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npu_gptoss.attention import AttentionMetadata, paged_attention
+from npu_gptoss.errors import InputError
+from tests.attention.cases import HEAD_DIM, HEADS, SCALE, make_step
+
+
+@pytest.mark.parametrize(
+    ("sinks", "says"),
+    [
+        (None, "got none"),
+        (torch.zeros(1), r"each of the 8 local query heads, got \[1\]"),
+        (torch.zeros(HEADS, 1), "got"),
+    ],
+)
+def test_missing_or_misshapen_sinks_are_refused(sinks, says):
+    with pytest.raises(InputError, match=says):
+        make_step([(1, 5)]).run(sinks=sinks)
+
+
+def test_float16_is_refused_with_the_dtypes_that_work():
+    step = make_step([(1, 5)], torch.float16)
+    with pytest.raises(InputError, match="needs bfloat16 or float32 query, got float16"):
+        step.run()
+
+
+def test_a_window_of_zero_is_refused():
+    with pytest.raises(InputError, match="at least the query's own key, got 0"):
+        make_step([(1, 5)]).run(sliding_window=0)
+
+
+def test_heads_that_cannot_share_keys_are_refused():
+    step = make_step([(1, 5)])
+    with pytest.raises(InputError, match="7 query heads cannot share 2 key heads"):
+        paged_attention(step.query[:, :7], step.key_cache, step.value_cache, step.metadata, step.sinks[:7], scale=SCALE)
+
+
+def test_too_few_rows_and_wrong_shapes_are_refused():
+    step = make_step([(3, 5)])
+    for change, says in (
+        ({"query": step.query[:2]}, "query has 2 rows for 3 tokens"),
+        ({"query": step.query.flatten(1)}, r"query must be \[tokens, heads, head_dim\]"),
+        ({"key_cache": step.key_cache[..., :32]}, "key_cache must be"),
+        ({"value_cache": step.value_cache.flatten(0, 1)}, "value_cache must be"),
+    ):
+        arguments = {"query": step.query, "key_cache": step.key_cache, "value_cache": step.value_cache, **change}
+        with pytest.raises(InputError, match=says):
+            paged_attention(*arguments.values(), step.metadata, step.sinks, scale=SCALE)
+    with pytest.raises(InputError, match="out must have the shape of query"):
+        step.run(out=torch.empty(2, HEADS, HEAD_DIM))
+
+
+@pytest.mark.parametrize(
+    ("start", "lengths", "says"),
+    [
+        ((), (), "must start at 0"),
+        ((1, 2), (3,), "must start at 0"),
+        ((0, 1), (3, 4), "one entry more than seq_lens"),
+        ((0, 4), (3,), "request 0 has 4 query rows and 3 keys"),
+        ((0, 2, 1), (3, 3), "request 1 has -1 query rows"),
+        ((0, 1, 2, 3), (1, 1, 1), "block_table has 2 rows for 3 requests"),
+        ((0, 3), (9,), "slot_mapping has 2 entries for 3 rows"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(start, lengths, says):
+    with pytest.raises(InputError, match=says):
+        AttentionMetadata(start, lengths, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))

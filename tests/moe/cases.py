@@ -1,0 +1,61 @@
+"""Random experts and routings, and the check that every kernel must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from tests.tolerances import assert_close
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
+
+
+@dataclass
+class Layer:
+    hidden_states: torch.Tensor
+    logits: torch.Tensor
+    weights: ExpertWeights
+
+    def run(self, kernel: str | None = None, weights: ExpertWeights | None = None, **options: object) -> torch.Tensor:
+        topk_weights, topk_ids = options.pop("routing", None) or route(self.logits, TOP_K)
+        prepared = prepare_experts(weights or self.weights, kernel=kernel, **options)
+        return expert_mlp(self.hidden_states, prepared, topk_weights, topk_ids)
+
+
+def make_layer(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0, one_expert: bool = False) -> Layer:
+    """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(dtype)
+
+    logits = normal(tokens, EXPERTS)
+    if one_expert:  # every token wants the same four experts, the other four get nothing
+        logits[:, :TOP_K] += 50
+    weights = ExpertWeights(
+        normal(EXPERTS, HIDDEN, 2 * INTERMEDIATE, std=4 * HIDDEN**-0.5),
+        normal(EXPERTS, 2 * INTERMEDIATE, std=4),
+        normal(EXPERTS, INTERMEDIATE, HIDDEN, std=INTERMEDIATE**-0.5),
+        normal(EXPERTS, HIDDEN),
+    )
+    return Layer(normal(tokens, HIDDEN), logits, weights)
+
+
+def local_share(weights: ExpertWeights, first: int, last: int) -> ExpertWeights:
+    """The experts [first, last) as one rank of an expert-parallel group holds them."""
+    expert_map = torch.full((EXPERTS,), -1)
+    expert_map[first:last] = torch.arange(last - first)
+    tensors = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights) if f.name != "expert_map"}
+    return ExpertWeights(**{name: tensor[first:last] for name, tensor in tensors.items()}, expert_map=expert_map)
+
+
+def check(run: Callable[[Layer], torch.Tensor], layer: Layer, weights: ExpertWeights | None = None) -> None:
+    """Raises AssertionError when `run(layer)` is not what the reference computes from the same inputs."""
+    want = layer.run("reference", weights)
+    # bf16 rounds the activation and both products before four experts cancel in the sum: an ulp of the largest result.
+    largest = want.float().abs().max().item() if want.numel() else 0.0
+    assert_close(run(layer), want, atol=largest / 256 if want.dtype == torch.bfloat16 else 0.0)

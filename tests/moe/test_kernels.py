@@ -1,0 +1,214 @@
+"""Every registered MoE kernel that runs here, against the definition; and that the check notices mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import current_platform, load_kernels
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route, small_ops
+from npu_gptoss.moe.activation import activation_name, swigluoai
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from tests.tolerances import assert_close
+
+load_kernels()
+
+
+def kernels_here(mode: str) -> list[str]:
+    return [
+        k.name
+        for k in registry.kernels.values()
+        if (k.family, k.mode) == ("moe", mode)
+        and k.solution != "reference"
+        and not k.capability.reasons_against(current_platform())
+    ]
+
+
+def test_there_are_kernels_to_test():
+    assert "moe.experts.small_ops" in kernels_here("experts")
+    assert "moe.route.small_ops" in kernels_here("route")
+
+
+@pytest.mark.parametrize("kernel", kernels_here("experts"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17, 300])
+@pytest.mark.parametrize("one_expert", [False, True], ids=["spread", "same experts"])
+def test_kernel_equals_definition(kernel, dtype, tokens, one_expert):
+    check(lambda layer: layer.run(kernel), make_layer(tokens, dtype, one_expert=one_expert))
+
+
+@pytest.mark.parametrize("kernel", kernels_here("experts"))
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (2, 5), (7, 8)])
+def test_shares_of_expert_parallel_ranks_equal_definition(kernel, first, last):
+    layer = make_layer(33)
+    share = local_share(layer.weights, first, last)
+    check(lambda at: at.run(kernel, share), layer, share)
+
+
+@pytest.mark.parametrize("kernel", [*kernels_here("experts"), "reference"])
+def test_shares_of_all_ranks_add_up_to_the_whole(kernel):
+    layer = make_layer(33)
+    total = sum(layer.run(kernel, local_share(layer.weights, i, i + 2)) for i in range(0, EXPERTS, 2))
+    assert_close(total, layer.run(kernel), scale=4)  # four partial sums instead of one
+
+
+def test_rows_of_foreign_experts_that_hold_nan_do_not_reach_the_sum(monkeypatch):
+    """What is never computed is whatever memory held, and 0 * NaN is NaN."""
+    original = small_ops.grouped_matmul
+
+    def poisoned(rows, weight, counts):
+        out = original(rows, weight, counts)
+        out[int(counts.sum()) :] = float("nan")
+        return out
+
+    monkeypatch.setattr(small_ops, "grouped_matmul", poisoned)
+    layer = make_layer(33)
+    share = local_share(layer.weights, 2, 5)
+    check(lambda at: at.run("small_ops", share), layer, share)
+
+
+def test_loop_over_experts_equals_the_grouped_product(monkeypatch):
+    layer = make_layer(40)
+    grouped = layer.run("small_ops")
+    monkeypatch.setattr(small_ops, "_grouped_mm", None)
+    assert_close(layer.run("small_ops"), grouped)
+    check(lambda at: at.run("small_ops"), layer)
+
+
+def test_definition_equals_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    layer = make_layer(21)
+    config = transformers.GptOssConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    theirs = GptOssMLP(config).float().eval()
+    with torch.no_grad():
+        theirs.router.weight.copy_(torch.randn(EXPERTS, HIDDEN) * 0.1)
+        theirs.router.bias.copy_(torch.randn(EXPERTS))
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            getattr(theirs.experts, name).copy_(getattr(layer.weights, name))
+        want = theirs(layer.hidden_states[None])[0][0]
+        layer.logits = F.linear(layer.hidden_states, theirs.router.weight, theirs.router.bias)
+    assert_close(layer.run("reference"), want, scale=4)  # sums of 96 products of magnitude ten
+
+
+def changed(**changes):
+    return lambda layer: layer.run(
+        weights=dataclasses.replace(layer.weights, **{k: f(layer.weights) for k, f in changes.items()})
+    )
+
+
+def swap_gate_and_up(columns: torch.Tensor) -> torch.Tensor:
+    return columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def halves(columns: torch.Tensor) -> torch.Tensor:
+    """Interleaved columns read as if gate and up were the two halves."""
+    return columns.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def all_experts_softmax(layer):
+    weights, ids = torch.softmax(layer.logits.float(), -1).topk(TOP_K)
+    return layer.run(routing=(weights, ids))
+
+
+MUTATIONS = {
+    "gate_up bias dropped": changed(gate_up_proj_bias=lambda w: w.gate_up_proj_bias * 0),
+    "gate_up bias twice": changed(gate_up_proj_bias=lambda w: w.gate_up_proj_bias * 2),
+    "down bias dropped": changed(down_proj_bias=lambda w: w.down_proj_bias * 0),
+    "down bias twice": changed(down_proj_bias=lambda w: w.down_proj_bias * 2),
+    "bias of the next expert": changed(down_proj_bias=lambda w: w.down_proj_bias.roll(1, 0)),
+    "gate and up swapped": changed(
+        gate_up_proj=lambda w: swap_gate_and_up(w.gate_up_proj),
+        gate_up_proj_bias=lambda w: swap_gate_and_up(w.gate_up_proj_bias),
+    ),
+    "interleaved read as halves": changed(
+        gate_up_proj=lambda w: halves(w.gate_up_proj), gate_up_proj_bias=lambda w: halves(w.gate_up_proj_bias)
+    ),
+    "clamp forgotten": lambda layer: layer.run(swiglu_limit=1e9),
+    "routing weights not renormalised": all_experts_softmax,
+    "all weights equal": lambda layer: layer.run(
+        routing=(torch.full((len(layer.logits), TOP_K), 0.25), route(layer.logits, TOP_K)[1])
+    ),
+    "only the first expert": lambda layer: layer.run(routing=tuple(t[:, :1] for t in route(layer.logits, TOP_K))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_check_bites(mutation, dtype):
+    layer = make_layer(40, dtype)
+    check(lambda at: at.run(), layer)
+    with pytest.raises(AssertionError):
+        check(MUTATIONS[mutation], layer)
+
+
+@pytest.mark.parametrize("kernel", [*kernels_here("route"), "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routing_is_a_softmax_over_the_chosen_logits(kernel, dtype):
+    logits = torch.randn(50, EXPERTS).to(dtype)
+    weights, ids = route(logits, TOP_K, kernel=kernel)
+    values, want_ids = logits.float().sort(descending=True, stable=True)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert_close(weights.sum(-1), torch.ones(50))
+    # bf16 logits may tie: then either expert is right, and only the logits' values can be compared
+    assert torch.equal(logits.float().gather(1, ids), values[:, :TOP_K])
+    if dtype == torch.float32:
+        assert torch.equal(ids, want_ids[:, :TOP_K])
+    whole = torch.softmax(logits.float(), -1).gather(1, ids)
+    assert_close(weights, whole / whole.sum(-1, keepdim=True))
+    assert (whole.sum(-1) < 0.99).any(), "so that the comparison can tell renormalised weights from others"
+
+
+class TheirActivation(enum.Enum):
+    SWIGLUOAI = "swigluoai"
+    SILU = "silu"
+
+
+def test_both_spellings_of_the_activation_are_known():
+    """vLLM changed the string to an enum; upstream's comparison stopped matching and garbled three releases."""
+    assert activation_name("swigluoai") == activation_name(TheirActivation.SWIGLUOAI) == "swigluoai"
+
+
+@pytest.mark.parametrize("activation", ["silu", "SwigluOAI", "", None, TheirActivation.SILU, 7])
+def test_an_unknown_activation_is_an_error_not_a_guess(activation):
+    with pytest.raises(InputError, match="gpt-oss has the activation 'swigluoai'"):
+        prepare_experts(make_layer(1).weights, activation=activation)
+
+
+def test_activation_clamps_gate_on_one_side_and_up_on_both():
+    gate, up = torch.tensor([9.0, -9.0, 1.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 9.0, -9.0, 0.5])
+    got = swigluoai(torch.stack([gate, up], -1).flatten())
+    sigmoid = torch.sigmoid(1.702 * torch.tensor([7.0, -9.0, 1.0, 1.0, 1.0]))
+    assert_close(got, torch.tensor([7.0, -9.0, 8.0, -6.0, 1.5]) * sigmoid)
+
+
+def test_misshapen_weights_and_calls_are_refused_in_words():
+    weights = make_layer(1).weights
+    with pytest.raises(InputError, match=r"down_proj must be \[8, 96, 64\], got \[8, 64, 96\]"):
+        dataclasses.replace(weights, down_proj=weights.down_proj.transpose(1, 2))
+    with pytest.raises(InputError, match=r"gate_up_proj_bias must be .* got none"):
+        dataclasses.replace(weights, gate_up_proj_bias=None)
+    with pytest.raises(InputError, match="gate_up_proj must be"):
+        ExpertWeights(torch.zeros(2, 4, 3), *(torch.zeros(1),) * 3)
+    prepared = prepare_experts(weights)
+    routing = route(torch.randn(3, EXPERTS), TOP_K)
+    with pytest.raises(InputError, match=r"hidden_states must be \[tokens, 64\], got \[3, 32\]"):
+        expert_mlp(torch.zeros(3, 32), prepared, *routing)
+    with pytest.raises(InputError, match=r"must both be \[2, k\]"):
+        expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
+    with pytest.raises(InputError, match="at least 9 experts"):
+        route(torch.zeros(2, EXPERTS), 9)
+
+
+def test_float16_experts_are_refused_with_the_dtypes_that_work():
+    with pytest.raises(InputError, match="needs bfloat16 or float32 hidden, got float16"):
+        prepare_experts(make_layer(1, torch.float16).weights)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss import envs
+from npu_gptoss.errors import InputError
+
+PACKAGE = Path(envs.__file__).parent
+
+
+def test_every_variable_that_the_code_names_stands_in_the_table():
+    for path in PACKAGE.rglob("*.py"):
+        for name in re.findall(r"NPU_GPTOSS_[A-Z0-9_]+", path.read_text()):
+            assert name in envs.VARIABLES or name.startswith(envs.KERNEL_OVERRIDE_PREFIX), f"{path}: {name}"
+
+
+def test_every_variable_of_the_table_is_read_somewhere():
+    text = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "envs.py")
+    for name in envs.VARIABLES:
+        assert f'"{name}"' in text, f"{name} is in the table, but nothing reads it"
+
+
+def test_unset_and_empty_give_the_default(monkeypatch):
+    monkeypatch.delenv("NPU_GPTOSS_DISABLE_PLUGINS", raising=False)
+    assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is False
+    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "")
+    assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is False
+
+
+def test_a_value_that_does_not_parse_is_an_error_in_words(monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "maybe")
+    with pytest.raises(InputError, match="NPU_GPTOSS_DISABLE_PLUGINS='maybe' cannot be used: expected one of 1, true"):
+        envs.get("NPU_GPTOSS_DISABLE_PLUGINS")
+
+
+def test_names_are_split_at_commas(monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_SKIP_PATCHES", " a, b ,,")
+    assert envs.get("NPU_GPTOSS_SKIP_PATCHES") == ("a", "b")

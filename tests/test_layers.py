@@ -1,0 +1,73 @@
+"""Dependencies point downwards only, and importing the package is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "npu_gptoss"
+
+# What each part may import of the others. `kernels` is the bottom; nothing imports serving or emulator.
+BASE = {"errors", "envs", ""}
+ALLOWED: dict[str, set[str]] = {
+    "kernels": BASE,
+    "attention": BASE | {"kernels"},
+    "moe": BASE | {"kernels"},
+    "graphs": BASE | {"kernels"},
+    "model": BASE | {"kernels", "attention", "moe"},
+    "engine": BASE | {"kernels", "attention", "moe", "graphs", "model"},
+    "serving": BASE | {"kernels", "attention", "moe", "graphs", "model"},
+    "verify": BASE | {"kernels", "attention", "moe", "graphs", "model", "engine"},
+    "bench": BASE | {"kernels", "attention", "moe", "graphs", "model", "engine"},
+    "emulator": BASE,
+    "errors": set(),
+    "envs": {"errors"},
+    "cli": BASE,
+    "plugin": BASE | {"serving"},
+    "doctor": BASE,
+}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Everything that a file imports, inside functions too: `from a import b` gives a and a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively; here imports name the whole path"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of npu_gptoss among them; "" stands for the package itself."""
+    parts = {p.stem for p in PACKAGE.iterdir()} | {""}
+    return {(name + ".").split(".")[1] for name in imported_names(path) if name.split(".")[0] == "npu_gptoss"} & parts
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_imports_what_stands_above_it(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if part == "__init__":
+        assert imported_parts(path) == set()
+        return
+    assert part in ALLOWED, f"say in this test what {part} may import"
+    forbidden = imported_parts(path) - ALLOWED[part] - {part}
+    assert not forbidden, f"{path.relative_to(PACKAGE)} imports {sorted(forbidden)}"
+
+
+def test_foreign_serving_code_is_imported_by_serving_only():
+    for path in PACKAGE.rglob("*.py"):
+        roots = {name.split(".")[0] for name in imported_names(path)}
+        if path.relative_to(PACKAGE).parts[0] not in ("serving", "emulator", "plugin.py"):
+            assert not roots & {"vllm", "vllm_ascend", "transformers"}, path
+
+
+def test_importing_the_package_and_its_plugin_imports_neither_torch_nor_vllm():
+    code = "import sys, npu_gptoss.plugin, npu_gptoss.cli; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
