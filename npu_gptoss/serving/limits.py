@@ -1,7 +1,7 @@
 """What this port of gpt-oss does not do, said before anything is loaded.
 
 vLLM asks a model's config class to verify the whole configuration when it is put together, in the process that the user
-started. Ours adds refusals to vLLM's own class for gpt-oss; `refuse` is called once more when the model is built.
+started. Ours adds refusals to vLLM's own class for gpt-oss; `checked_config` is called once more by the model.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,31 +64,40 @@ def objections(config: VllmConfig, device_type: str) -> list[str]:
     return [sentence for wrong, sentence in table if wrong]
 
 
-def refuse(config: VllmConfig) -> None:
-    """Raises InputError with every objection at once, and logs it: vLLM wraps the exception in its own."""
+def checked_config(config: VllmConfig) -> GptOssConfig:
+    """The checkpoint's config.json as vLLM holds it, overrides included, once nothing speaks against serving it.
+
+    Raises InputError with every objection at once, and logs the sentence, because vLLM wraps the exception in its own.
+    """
     from vllm.platforms import current_platform
 
     found = objections(config, current_platform.device_type)
-    if found:
-        sentence = "npu-gptoss cannot serve gpt-oss with " + "; nor with ".join(found) + "."
+    checked = None
+    try:
+        checked = GptOssConfig.from_dict(config.model_config.hf_config.to_dict())
+    except InputError as error:
+        found.append(f"config.json of {config.model_config.model}: {str(error).rstrip('.')}")
+    if checked is None or found:
+        sentence = "npu-gptoss cannot serve this. " + " ".join(f"{objection}." for objection in found)
         logger.error("%s", sentence)
         raise InputError(sentence)
+    return checked
 
 
 def register(architecture: str) -> None:
-    """Puts `refuse` before vLLM's own verification of this architecture. Idempotent."""
+    """Puts our verification before vLLM's own of this architecture. Idempotent."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     known = MODELS_CONFIG_MAP[architecture]
-    if getattr(known, "refuses_for_npu_gptoss", False):
+    if getattr(known, "limits_of_npu_gptoss", False):
         return
 
     class GptOssLimits(known):
-        refuses_for_npu_gptoss = True
+        limits_of_npu_gptoss = True
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
-            refuse(vllm_config)
+            checked_config(vllm_config)
             known.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = GptOssLimits

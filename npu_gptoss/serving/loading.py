@@ -7,16 +7,16 @@ Silent garbage from a swallowed tensor is this model's typical failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import expand_stream, expected_tensors
+from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import check_layout, check_names, check_tensor, expected_tensors
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -33,33 +33,49 @@ class Placement:
 
 
 def load_weights(
-    model: GptOssForCausalLM, weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, dtype: torch.dtype
+    model: GptOssForCausalLM,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    config: GptOssConfig,
+    *,
+    dtype: torch.dtype,
+    where: str,
 ) -> set[str]:
     """Fills `model` from official names, BF16 or MXFP4 (expanded to `dtype` on the way). Returns the filled parameters.
 
-    Raises InputError naming the tensor that is missing, unknown, repeated or of another shape than `config` says.
+    where: names the checkpoint in errors. Raises CheckpointError naming the tensor that is missing, unknown, repeated,
+    or of another shape or dtype than `config` says.
     """
-    expected = expected_tensors(replace(config, quantization=None))
     placements = _placements(model)
-    seen: set[str] = set()
-    for name, tensor in expand_stream(weights, dtype):
-        if name not in expected:
-            raise InputError(f"the checkpoint holds {name}, which no part of gpt-oss uses; is it another model's?")
-        if name in seen:
-            raise InputError(f"the checkpoint holds {name} twice; its shards overlap")
-        if tuple(tensor.shape) != tuple(expected[name].shape):
-            shape = list(expected[name].shape)
-            raise InputError(f"{name} should be {shape} by config.json, but is {list(tensor.shape)}")
-        seen.add(name)
+    filled: set[str] = set()
+    for name, tensor in expand_stream(_accounted(weights, config, where), dtype):
         if name in placements:  # else it lives on another pipeline stage
             placements[name].place(tensor)
-    missing = [name for name in expected if name not in seen]
-    if missing:
-        raise InputError(
-            f"the checkpoint lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]}; "
-            "download it again, and check that model.safetensors.index.json lists every file"
-        )
+            filled.add(name)
+    unfilled = sorted(placements[name].parameter for name in placements.keys() - filled)
+    if unfilled:  # the checkpoint was complete, so a name of ours is not an official one
+        raise RuntimeError(f"no tensor of gpt-oss fills {', '.join(unfilled)}")
     return {placement.parameter for placement in placements.values()}
+
+
+def _accounted(
+    weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes the tensors on, each checked against what config.json promises, and at the end that they were all there."""
+    expected = expected_tensors(config)
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise CheckpointError(
+                f"{where}: {name} should come once, got it twice. The shards overlap: load them again."
+            )
+        seen.add(name)
+        if name not in expected:
+            check_layout([name], config, where)
+            check_names([*expected, name], expected, where)
+        check_tensor(name, tuple(tensor.shape), tensor.dtype, expected[name], where)
+        yield name, tensor
+        del tensor  # or it would stay in memory while the next one is read
+    check_names(seen, expected, where)
 
 
 def _placements(model: GptOssForCausalLM) -> dict[str, Placement]:

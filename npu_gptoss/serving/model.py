@@ -155,7 +155,7 @@ class GptOssModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = read_config(vllm_config)
+        config = limits.checked_config(vllm_config)
         stage = get_pp_group()
         self.embed_tokens = (
             VocabParallelEmbedding(config.vocab_size, config.hidden_size) if stage.is_first_rank else PPMissingLayer()
@@ -204,9 +204,9 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         compat.require_essential()
-        limits.refuse(vllm_config)
-        self.gpt_oss_config = read_config(vllm_config)
+        self.gpt_oss_config = limits.checked_config(vllm_config)
         self.dtype = vllm_config.model_config.dtype
+        self.checkpoint = vllm_config.model_config.model
         _check_sharding(self.gpt_oss_config)
         self.model = GptOssModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = (
@@ -235,13 +235,8 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """From vLLM's stream of official tensors; raises InputError unless it fits to the last tensor."""
-        return loading.load_weights(self, weights, self.gpt_oss_config, self.dtype)
-
-
-def read_config(vllm_config: VllmConfig) -> GptOssConfig:
-    """The checkpoint's config.json as vLLM holds it (overrides included), checked field by field."""
-    return GptOssConfig.from_dict(vllm_config.model_config.hf_config.to_dict())
+        """From vLLM's stream of official tensors; raises CheckpointError unless it fits to the last tensor."""
+        return loading.load_weights(self, weights, self.gpt_oss_config, dtype=self.dtype, where=self.checkpoint)
 
 
 def _check_sharding(config: GptOssConfig) -> None:
