@@ -4,8 +4,8 @@ Maths: YaRN (Peng et al., 2309.00071, "NTK by parts"), as in openai/gpt-oss `tor
 `_compute_yarn_parameters`, which this file equals bit for bit. A frequency whose wave fits the original context often
 (`beta_fast` turns) is kept, one that fits rarely (`beta_slow` turns) is divided by `factor`, and between the two a ramp
 over the *index of the dimension* blends them. The published checkpoints say `truncate: false`: the ends of the ramp
-(about 8.1 and 17.4 of 32) stay fractional. Rounded to 8 and 18 they shift nine frequencies, the slowest of them by three
-quarters: a systematic error that no short answer betrays.
+(about 8.1 and 17.4 of 32) stay fractional. Rounded to 8 and 18 they shift nine frequencies, the slowest of them by
+three quarters: a systematic error that no short answer betrays.
 """
 
 from __future__ import annotations

@@ -1,0 +1,257 @@
+"""gpt-oss checkpoints as a stream of tensors: read, MXFP4 expanded, written.
+
+Every tensor is accounted for before the first is read (`layout.py` says which there are, `safetensors_reader.py` where
+they lie): missing, unexpected, repeated, of another shape or dtype than config.json says, in a truncated file, or in a
+layout that contradicts config.json. Then one tensor after the other is read and expanded, so that loading needs little
+more memory than its result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
+from npu_gptoss.model.layout import (
+    FLOATS,
+    PACKED,
+    TensorSpec,
+    check_layout,
+    check_names,
+    check_tensor,
+    common_float,
+    dtype_name,
+    expected_tensors,
+)
+from npu_gptoss.model.safetensors_reader import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    CheckpointError,
+    StoredTensor,
+    find_tensors,
+    read_tensor,
+    weight_files,
+)
+from npu_gptoss.moe.mxfp4 import Mxfp4Error, expand_transposed
+
+__all__ = [
+    "CheckpointError",
+    "TensorSpec",
+    "check_checkpoint",
+    "expand_stream",
+    "expected_tensors",
+    "iterate_tensors",
+    "write_checkpoint",
+]
+
+MAX_SHARD_BYTES = 5_000_000_000  # the hub's habit
+
+
+def check_checkpoint(directory: str | os.PathLike[str], config: GptOssConfig) -> dict[str, StoredTensor]:
+    """Accounts for every tensor of a directory from the files' headers; reads no tensor.
+
+    Returns where each lies, in the order of `expected_tensors`. Raises CheckpointError.
+    """
+    directory = Path(directory)
+    found, expected = find_tensors(directory), expected_tensors(config)
+    check_layout(found, config, directory)
+    check_names(found, expected, directory)
+    for name, spec in expected.items():
+        stored = found[name]
+        check_tensor(name, stored.shape, stored.dtype or stored.dtype_name, spec, stored.file)
+    common_float({name: found[name].dtype for name in expected}, directory)
+    return {name: found[name] for name in expected}
+
+
+def iterate_tensors(
+    directory: str | os.PathLike[str],
+    config: GptOssConfig,
+    *,
+    dtype: torch.dtype,
+    progress: bool | Literal["always"] = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Checks the whole checkpoint at once, then returns the stream of its tensors in the BF16 layout, in `dtype`.
+
+    Args:
+        directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        config: what config.json says.
+        dtype: bfloat16 or float32; MXFP4 is exact in both.
+        progress: a bar on stderr where that is a terminal; False: none; "always": also where it is not.
+
+    Yields name and tensor in the order of `expected_tensors`, on the CPU and owned by the caller. Besides what the
+    caller keeps, memory holds one stored tensor and its expansion. Raises CheckpointError.
+    """
+    _check_target(dtype)
+    return _read_all(check_checkpoint(directory, config), dtype, progress)
+
+
+def expand_stream(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Merges the `…_blocks` and `…_scales` of each expert matrix into one tensor of the BF16 layout, in `dtype`.
+
+    The halves may come in any order and far apart (over shards); each waits for the other. Everything else passes
+    through untouched. Raises CheckpointError for a half that comes twice or alone, and for halves that do not fit.
+    """
+    _check_target(dtype)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights:
+        match = PACKED.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            del tensor  # or it would stay in memory while the next one is read
+            continue
+        matrix, half = match["name"], match["half"]
+        halves = waiting.setdefault(matrix, {})
+        if half in halves:
+            raise CheckpointError(f"{name} should come once, got it twice. The shards overlap: download them again.")
+        halves[half] = tensor
+        del halves, tensor
+        if len(waiting[matrix]) == 2:
+            yield matrix, _expand_pair(matrix, waiting.pop(matrix), dtype)
+    for matrix, halves in waiting.items():
+        half, other = ("blocks", "scales") if "blocks" in halves else ("scales", "blocks")
+        raise CheckpointError(
+            f"{matrix}_{half} should come with {matrix}_{other}, got it alone. "
+            "The checkpoint is incomplete: download it again."
+        )
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    config: GptOssConfig,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Writes weights and config.json in the official layout: all of it, or nothing.
+
+    Args:
+        directory: made if needed. It may hold other files (a tokenizer), but weights only with `overwrite`.
+        config: decides the layout (`quantization`) with everything else; `torch_dtype` is what the tensors have.
+        tensors: those of `expected_tensors(config)`, from a mapping or one by one; at most a shard is held in memory.
+        max_shard_bytes: above it, shards of at most this size (or of one tensor) and an index are written.
+
+    Files are written under other names and renamed at the end, config.json last. Raises CheckpointError for tensors
+    that are not those of the config.
+    """
+    directory = Path(directory)
+    expected = expected_tensors(config)
+    old = weight_files(directory)
+    if old and not overwrite:
+        raise CheckpointError(
+            f"{directory}: expected a directory without weights, got {old[0].name}. Choose another, or delete them."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
+        items = tensors.items() if isinstance(tensors, Mapping) else tensors
+        shards, dtypes = _write_shards(Path(scratch), items, expected, max_shard_bytes)
+        check_names(dtypes, expected, directory)
+        dtype = dtype_name(common_float(dtypes, directory))
+        if config.dtype not in (None, dtype):
+            raise CheckpointError(
+                f"{directory}: config.dtype is {config.dtype}, got tensors in {dtype}. Make them agree."
+            )
+        files = dict.fromkeys(shards, SINGLE_NAME)
+        if len(shards) > 1:
+            files = {f: f"model-{i:05}-of-{len(shards):05}.safetensors" for i, f in enumerate(shards, 1)}
+            size = sum(size for held in shards.values() for size in held.values())
+            weight_map = {name: files[file] for file, held in shards.items() for name in held}
+            index = Path(scratch) / INDEX_NAME
+            _write_json(index, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+            files[index] = INDEX_NAME
+        settings = Path(scratch) / CONFIG_NAME
+        _write_json(settings, replace(config, dtype=dtype).to_dict())
+        files[settings] = CONFIG_NAME
+        for file in shards:  # safetensors makes files that nobody else can read: a server may be another user
+            file.chmod(settings.stat().st_mode)
+        for file, name in files.items():
+            file.replace(directory / name)
+        for file in old:
+            if file.name not in files.values():
+                file.unlink()
+
+
+def _read_all(
+    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    hidden = False if progress == "always" else None if progress else True  # None: tqdm asks if stderr is a terminal
+    total = sum(tensor.size for tensor in stored.values())
+    with tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=hidden) as bar:
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in stored.items():
+                yield name, _read_one(tensor, dtype)
+                bar.update(tensor.size)
+
+        yield from expand_stream(read(), dtype)
+
+
+def _read_one(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    tensor = read_tensor(stored)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _expand_pair(name: str, halves: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return expand_transposed(halves["blocks"], halves["scales"], dtype)
+    except Mxfp4Error as error:
+        raise CheckpointError(f"{name}: {error}") from None
+
+
+def _check_target(dtype: torch.dtype) -> None:
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"weights can be loaded as bfloat16 or float32, got {dtype_name(dtype)}. gpt-oss overflows float16: "
+            "use bfloat16, or float32 on a CPU."
+        )
+
+
+def _write_shards(
+    scratch: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    expected: Mapping[str, TensorSpec],
+    max_shard_bytes: int,
+) -> tuple[dict[Path, dict[str, int]], dict[str, torch.dtype]]:
+    """Files under temporary names, each with its tensors' sizes; and the dtype of every tensor."""
+    shards: dict[Path, dict[str, int]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    pending: dict[str, torch.Tensor] = {}
+    sizes: dict[str, int] = {}
+
+    def flush() -> None:
+        file = scratch / f"{len(shards)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        shards[file] = dict(sizes)
+        pending.clear()
+        sizes.clear()
+
+    for name, tensor in tensors:
+        if name in dtypes:
+            raise CheckpointError(f"{name} should be written once, got it twice. Remove one.")
+        if name not in expected:
+            raise CheckpointError(f"{name} is no tensor of gpt-oss by this config, got it to write. Remove it.")
+        check_tensor(name, tuple(tensor.shape), tensor.dtype, expected[name], "tensors to write")
+        size = tensor.numel() * tensor.element_size()
+        if pending and sum(sizes.values()) + size > max_shard_bytes:
+            flush()
+        # memory of its own: the format refuses tensors that share theirs
+        pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        sizes[name], dtypes[name] = size, tensor.dtype
+    if pending:
+        flush()
+    return shards, dtypes
+
+
+def _write_json(file: Path, values: dict[str, object]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,135 @@
+"""Which tensors a gpt-oss checkpoint consists of, and whether given ones are these.
+
+Contract: the tensors of openai/gpt-oss-20b and -120b in their two layouts. In the MXFP4 layout each expert matrix is a
+pair `…_blocks` `[experts, rows, groups, 16]` and `…_scales` `[experts, rows, groups]`, rows being the output axis. In
+the BF16 layout (what transformers calls dequantized) it is one tensor `[experts, in, out]`: the expansion with its last
+two axes swapped. All other tensors are the same in both: bfloat16, or float32 throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.safetensors_reader import CheckpointError, listed
+from npu_gptoss.moe.mxfp4 import GROUP
+
+FLOATS = (torch.bfloat16, torch.float32)
+BYTES = (torch.uint8,)
+PACKED = re.compile(r"(?P<name>.*\.mlp\.experts\.(?:gate_up|down)_proj)_(?P<half>blocks|scales)")
+_PLAIN = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be; `dtypes` are alternatives."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+
+def expected_tensors(config: GptOssConfig) -> dict[str, TensorSpec]:
+    """The official name of every tensor, in the order in which the model uses them; MXFP4 layout if the config says so.
+
+    The floating-point ones have one dtype in common, bfloat16 or float32.
+    """
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    specs = {"model.embed_tokens.weight": TensorSpec((config.vocab_size, hidden))}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        specs[prefix + "input_layernorm.weight"] = TensorSpec((hidden,))
+        for name, rows, columns in (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query)):
+            specs[f"{prefix}self_attn.{name}_proj.weight"] = TensorSpec((rows, columns))
+            specs[f"{prefix}self_attn.{name}_proj.bias"] = TensorSpec((rows,))
+        specs[prefix + "self_attn.sinks"] = TensorSpec((config.num_attention_heads,))
+        specs[prefix + "post_attention_layernorm.weight"] = TensorSpec((hidden,))
+        specs[prefix + "mlp.router.weight"] = TensorSpec((experts, hidden))
+        specs[prefix + "mlp.router.bias"] = TensorSpec((experts,))
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            stem = f"{prefix}mlp.experts.{name}"
+            if config.quantization:
+                groups = columns // GROUP
+                specs[stem + "_blocks"] = TensorSpec((experts, rows, groups, GROUP // 2), BYTES)
+                specs[stem + "_scales"] = TensorSpec((experts, rows, groups), BYTES)
+            else:
+                specs[stem] = TensorSpec((experts, columns, rows))
+            specs[stem + "_bias"] = TensorSpec((experts, rows))
+    specs["model.norm.weight"] = TensorSpec((hidden,))
+    specs["lm_head.weight"] = TensorSpec((config.vocab_size, hidden))
+    return specs
+
+
+def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> None:
+    """Says in one sentence that config.json and the experts' tensors disagree, instead of listing every tensor."""
+    names = list(names)
+    packed = next((name for name in names if PACKED.fullmatch(name)), None)
+    plain = next((name for name in names if _PLAIN.fullmatch(name)), None)
+    remedy = "Take the config.json that belongs to these files."
+    if packed and plain:
+        raise CheckpointError(
+            f"{where}: expected experts in one layout, got {packed} (MXFP4) and {plain} (BF16). "
+            "The files are of two checkpoints: download one of them again."
+        )
+    if config.quantization and plain:
+        raise CheckpointError(
+            f"{where}: config.json says that the experts are MXFP4, got {plain}, the BF16 layout. {remedy} "
+            "It has no quantization_config."
+        )
+    if packed and not config.quantization:
+        raise CheckpointError(
+            f"{where}: config.json has no quantization_config, so the experts should be in the BF16 layout, "
+            f"got {packed} (MXFP4). {remedy}"
+        )
+
+
+def check_names(found: Collection[str], expected: Collection[str], where: object) -> None:
+    """All the names, and no other."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    faults = []
+    if missing:
+        faults.append(f"{len(missing)} missing ({listed(missing)})")
+    if unexpected:
+        faults.append(f"{len(unexpected)} unexpected ({listed(unexpected)})")
+    if faults:
+        raise CheckpointError(
+            f"{where}: expected the {len(expected)} tensors of gpt-oss by config.json, got {' and '.join(faults)}. "
+            "Check that config.json belongs to these weights and that the download is complete."
+        )
+
+
+def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, spec: TensorSpec, where: object) -> None:
+    """Shape and dtype; `dtype` is the file's word for it where torch has none."""
+    if shape != spec.shape:
+        raise CheckpointError(
+            f"{where}: {name} should have shape {list(spec.shape)} by config.json, got {list(shape)}. "
+            "Check that config.json belongs to these weights."
+        )
+    if dtype not in spec.dtypes:
+        remedy = "Take the official MXFP4 checkpoint or a BF16 one."
+        if dtype == torch.float16:
+            remedy = "float16 has cut off what exceeds its range. " + remedy
+        allowed = " or ".join(map(dtype_name, spec.dtypes))
+        raise CheckpointError(f"{where}: {name} should have dtype {allowed}, got {dtype_name(dtype)}. {remedy}")
+
+
+def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) -> torch.dtype:
+    """The one dtype of the floating-point tensors; raises where there are two."""
+    floats = {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}
+    (first, common), *others = floats.items()
+    for name, dtype in others:
+        if dtype != common:
+            raise CheckpointError(
+                f"{where}: all tensors but MXFP4's should have one dtype, got {first} in {dtype_name(common)} "
+                f"and {name} in {dtype_name(dtype)}. Convert them to one of the two."
+            )
+    return common
+
+
+def dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

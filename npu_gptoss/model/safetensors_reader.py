@@ -1,0 +1,257 @@
+"""Finds and reads the safetensors files of a checkpoint directory, headers first.
+
+Contract: the safetensors format (8 bytes of header length, a JSON header, then the tensors' bytes without gaps) and the
+sharding of the Hugging Face hub (`model.safetensors`, or shards named by `model.safetensors.index.json`).
+
+Everything that can be wrong with the files' structure is found from headers and file sizes, before a byte of any tensor
+is read, and each finding names the file. Nothing is memory-mapped: a tensor is read into memory of its own, so that the
+process holds what it asked for and no more, and a file that shrinks meanwhile is an error, not a crash. Pickles (.bin,
+.pt, .pth) are never opened: loading one runs whatever code it carries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss.errors import InputError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_PATTERN = "model-*-of-*.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MAX_HEADER = 100_000_000  # the format's own limit
+_AGAIN = "The download is incomplete or damaged: download the file again."
+_LFS_POINTER = b"version https://git-lfs"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+class CheckpointError(InputError):
+    """A checkpoint that cannot be used: names the tensor or file, what was expected, what was got and what to do."""
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies. `dtype` is None where the file's name for it (`dtype_name`) has no torch equivalent."""
+
+    name: str
+    file: Path
+    dtype_name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    size: int  # bytes
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory, from the headers of its files. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: expected a checkpoint's directory, but there is none. Check the path.")
+    index = directory / INDEX_NAME
+    if index.is_file():
+        return _read_shards(directory, _read_index(index))
+    single = directory / SINGLE_NAME
+    if single.is_file():
+        return read_header(single)
+    raise CheckpointError(f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """What a checkpoint's weights consist of, in this directory: index, shards and single file."""
+    named = [directory / INDEX_NAME, directory / SINGLE_NAME]
+    return [file for file in named if file.is_file()] + sorted(directory.glob(SHARD_PATTERN))
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file in the order of their bytes, checked against the file's size. Raises CheckpointError."""
+    try:
+        total = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            if _LFS_POINTER.startswith(start) and (start + stream.read(100)).startswith(_LFS_POINTER):
+                raise CheckpointError(f"{file}: expected weights, got a Git LFS pointer to them. Run `git lfs pull`.")
+            length = int.from_bytes(start, "little")
+            if length > _MAX_HEADER:
+                raise CheckpointError(f"{file}: expected a safetensors file, got something else. {_AGAIN}")
+            if total < 8 + length:
+                raise CheckpointError(f"{file}: the file is truncated within its header ({total} bytes). {_AGAIN}")
+            stream.seek(8)
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable file, but {error.strerror}. Check the path.") from None
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+        if not isinstance(header, dict):
+            raise ValueError("the header is no JSON object")
+        header.pop("__metadata__", None)
+        tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a safetensors header, but {error}. {_AGAIN}") from None
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.size))
+    position = 8 + length
+    for tensor in tensors:
+        end = tensor.offset + tensor.size
+        if tensor.offset != position:
+            raise CheckpointError(
+                f"{file}: {tensor.name} should start at byte {position}, where the one before it ends, "
+                f"but starts at {tensor.offset}. {_AGAIN}"
+            )
+        if end > total:
+            raise CheckpointError(
+                f"{file}: the file is truncated: {tensor.name} ends at byte {end}, the file has {total}. {_AGAIN}"
+            )
+        position = end
+    if position != total:
+        raise CheckpointError(f"{file}: expected {position} bytes by its header, got {total}. {_AGAIN}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """The tensor, in memory of its own on the CPU. Raises CheckpointError when the file has become shorter."""
+    assert stored.dtype is not None, f"{stored.name}: a dtype without torch equivalent is refused before reading"
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    done = 0
+    try:
+        with stored.file.open("rb", buffering=0) as stream:
+            stream.seek(stored.offset)
+            while done < stored.size:
+                count = stream.readinto(buffer[done:])
+                if not count:
+                    raise CheckpointError(
+                        f"{stored.file}: {stored.name} should have {stored.size} bytes, got {done}. "
+                        "The file has been truncated since it was opened: read it again when nobody writes to it."
+                    )
+                done += count
+    except OSError as error:
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} could not be read ({error.strerror}). Check the disk, then try again."
+        ) from None
+    return tensor
+
+
+def _parse_entry(file: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
+    """One tensor's line of the header. Raises ValueError, in words."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name} has no dtype, shape and data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise ValueError(f"the shape {shape!r} and data_offsets {offsets!r} of {name} make no sense")
+    dtype_name, size = str(entry["dtype"]), offsets[1] - offsets[0]
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is not None and math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"{name} of shape {shape} and dtype {dtype_name} cannot have {size} bytes")
+    return StoredTensor(name, file, dtype_name, dtype, tuple(shape), data_start + offsets[0], size)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return values
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """The index's `weight_map`: the shard's file name for each tensor."""
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected JSON, but {error}. Download it again.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected a readable file, but {error.strerror}. Check the path.") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: expected a `weight_map` of tensor names to files, got none. Download it again.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{file}: {name} should lie in a safetensors file of this directory, got {shard!r}. "
+                "Only safetensors beside the index are read: convert the checkpoint, or correct the index."
+            )
+    return weight_map
+
+
+def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
+    """All shards of an index, which must agree with it in both directions."""
+    index = directory / INDEX_NAME
+    shards = sorted(set(weight_map.values()))
+    absent = [shard for shard in shards if not (directory / shard).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index}: expected {len(shards)} shards, but {listed(absent)} {'is' if len(absent) == 1 else 'are'} not "
+            "there. Download what is missing."
+        )
+    stray = sorted(file.name for file in weight_files(directory) if file.name not in (*shards, INDEX_NAME))
+    if stray:
+        raise CheckpointError(
+            f"{index}: expected only the shards that it names, got {listed(stray)} too, left from another checkpoint. "
+            "Delete what does not belong here."
+        )
+    found: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name, tensor in read_header(directory / shard).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{name} should be in one shard, got it in {found[name].file.name} and in {shard}. "
+                    "The shards are not of one checkpoint: download them again."
+                )
+            found[name] = tensor
+    for name, shard in weight_map.items():
+        where = found[name].file.name if name in found else "no shard"
+        if where != shard:
+            raise CheckpointError(
+                f"{index}: expected {name} in {shard}, got it in {where}. "
+                "Index and shards are not of one checkpoint: download them again."
+            )
+    unlisted = [name for name in found if name not in weight_map]
+    if unlisted:
+        raise CheckpointError(
+            f"{index}: expected every tensor of the shards to be listed, got {listed(unlisted)} in "
+            f"{found[unlisted[0]].file.name} unlisted. Index and shards are not of one checkpoint: download them again."
+        )
+    return found
+
+
+def _what_else(directory: Path) -> str:
+    """What a directory without the expected files holds instead, and what to do about it."""
+    loose = sorted(file.name for file in directory.glob("*.safetensors"))
+    if loose:
+        return f"{listed(loose)} without an index. The download is incomplete: get {INDEX_NAME} too."
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
+    if pickles:
+        return (
+            f"{listed(pickles)}, a pickle. Pickles can run code and are never loaded: convert the checkpoint to "
+            "safetensors where you trust it, or download the safetensors files."
+        )
+    return "neither. Give the directory that holds the weights, or download them."
