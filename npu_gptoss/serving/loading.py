@@ -60,14 +60,12 @@ def load_weights(
 def _accounted(
     weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes the tensors on, each checked against what config.json promises, and at the end that they were all there."""
+    """Passes the tensors on, each checked against what config.json promises; at the end, all must have come."""
     expected = expected_tensors(config)
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
-            raise CheckpointError(
-                f"{where}: {name} should come once, got it twice. The shards overlap: load them again."
-            )
+            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.")
         seen.add(name)
         if name not in expected:
             check_layout([name], config, where)
