@@ -30,7 +30,7 @@ class ChatError(InputError):
 
 @dataclass(frozen=True)
 class Turn:
-    """A message that the model wrote: channel is analysis, commentary or final; recipient a tool, as `functions.name`."""
+    """A message that the model wrote. channel: analysis, commentary or final; recipient: as `functions.name`."""
 
     channel: str | None
     recipient: str | None
@@ -60,7 +60,7 @@ class Chat:
         reasoning_effort: str = "medium",
         date: str | None = None,
     ) -> list[int]:
-        """Token ids up to and including `<|start|>assistant`. tools as in OpenAI's API; date YYYY-MM-DD, default today."""
+        """Token ids up to and with `<|start|>assistant`. tools as in OpenAI's API; date YYYY-MM-DD, default today."""
         if reasoning_effort not in REASONING_EFFORTS:
             raise ChatError(f"reasoning_effort must be {', '.join(REASONING_EFFORTS)}, got {reasoning_effort!r}")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -111,8 +111,8 @@ def _load_encoding(model_dir: Path) -> harmony.HarmonyEncoding:
         return _encoding()
     except Exception as error:  # the binding raises bare exceptions, a missing vocabulary among them
         raise ChatError(
-            f"openai-harmony cannot load its vocabulary ({error}): run `npu-gptoss vocabulary {model_dir}`, which rebuilds it "
-            "from the checkpoint without a network"
+            f"openai-harmony cannot load its vocabulary ({error}): run `npu-gptoss vocabulary {model_dir}`, which "
+            "rebuilds it from the checkpoint without a network"
         ) from error
 
 

@@ -52,8 +52,9 @@ class Engine:
         num_blocks: int | None = None,
         progress: bool = False,
     ) -> None:
-        """max_batch_tokens: rows of one step; a longer prompt is computed in chunks. max_batch_size: requests under way at once.
+        """max_batch_tokens: rows of one step; a longer prompt is computed in chunks.
 
+        max_batch_size: requests under way at once; the others wait.
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         progress: show the loading on standard error.
         """
@@ -104,7 +105,7 @@ class Engine:
         return [self._result(request) for request in requests]
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """The logits after every token of a prompt, [tokens, vocab] float32; through the cache and in chunks like any prompt."""
+        """The logits after every token of a prompt, [tokens, vocab] float32; computed in chunks like any prompt."""
         return self.batch_logits([token_ids])[0]
 
     def batch_logits(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -200,7 +201,7 @@ class Engine:
                 self.scheduler.finish(request)
 
     def _report_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
-        """Logits or log-probabilities of the prompt rows of a chunk that were not reported before; hidden [chunk rows, hidden]."""
+        """Logits or log-probabilities of a chunk's prompt rows but those already reported; hidden [rows, hidden]."""
         request = chunk.request
         for start in range(
             max(chunk.start, request.prompt_rows_reported), min(chunk.end, request.prompt_length), LOGITS_ROWS
@@ -220,8 +221,8 @@ class Engine:
         logits = self.model.logits(hidden)
         if not bool(torch.isfinite(logits).all()):
             raise NonFiniteLogits(
-                f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged or a "
-                "kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
+                f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged "
+                "or a kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
             )
         return logits
 

@@ -39,7 +39,7 @@ class BlockAllocator:
         return self.num_blocks * self.block_size
 
     def grow(self, block_ids: list[int], num_tokens: int) -> bool:
-        """Extends `block_ids` until it holds `num_tokens`; when there are too few free blocks, changes nothing: False."""
+        """Extends `block_ids` until it holds `num_tokens`. With too few free blocks it changes nothing: False."""
         wanted = math.ceil(num_tokens / self.block_size) - len(block_ids)
         if wanted > self.num_free:
             return False

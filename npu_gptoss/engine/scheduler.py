@@ -59,7 +59,7 @@ class Scheduler:
                 break  # it was the youngest itself and waits again
             budget -= self._take(request, budget, chunks)
             index += 1
-        # nothing is admitted into the blocks that a preemption has just freed: they are the older requests' to grow into
+        # nothing is admitted into blocks that a preemption has just freed: they are the older requests' to grow into
         while budget and preemptions == self.num_preemptions and self._admit():
             budget -= self._take(self.running[-1], budget, chunks)
         return chunks

@@ -33,8 +33,8 @@ class TextCodec:
         if self._tokenizer is None:
             if not self.available:
                 raise InputError(
-                    f"{self._path} is missing, so text cannot be turned into tokens: get it from the original checkpoint, "
-                    "or give token ids"
+                    f"{self._path} is missing, so text cannot be turned into tokens: get it from the original "
+                    "checkpoint, or give token ids"
                 )
             try:
                 self._tokenizer = Tokenizer.from_file(str(self._path))

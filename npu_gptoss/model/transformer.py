@@ -77,7 +77,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden [tokens, hidden] in any dtype, weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; inside fp32."""
+    """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; computed in fp32."""
     wide = hidden.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(hidden.dtype)
@@ -178,7 +178,7 @@ class GptOss:
         kv_caches: Sequence[KVCache],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """One step over the packed tokens of all requests: writes their keys and values, returns the normed last hidden states.
+        """One step over the packed tokens of all requests: writes their keys and values, returns normed hidden states.
 
         input_ids, positions [rows] int64 on the model's device, rows >= metadata.num_tokens (the rest is padding and
         influences nothing); kv_caches one pair a layer. Returns [rows, hidden] in the model's dtype.

@@ -1,0 +1,46 @@
+"""A tiny random checkpoint, an fp32 engine over it and transformers' model as the oracle; a tokenizer for short texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GptOssForCausalLM
+
+from npu_gptoss.engine import Engine
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle
+
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")  # ids 0 to 4 of the tests' tokenizer
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(directory: Path) -> Engine:
+    return Engine(directory, dtype="float32", num_blocks=200)
+
+
+@pytest.fixture(scope="session")
+def oracle(directory: Path) -> GptOssForCausalLM:
+    return load_oracle(directory)
+
+
+@pytest.fixture(scope="session")
+def worded_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A still smaller checkpoint with a tokenizer of whole words; every id but WORDS is written wN, 511 is special."""
+    path = tmp_path_factory.mktemp("worded")
+    config = write_random_checkpoint(path, layers=2)
+    names = {word: i for i, word in enumerate(WORDS)}
+    vocabulary = {**names, **{f"w{i}": i for i in range(len(WORDS), config.vocab_size - 1)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w100"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|stop|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path

@@ -1,0 +1,404 @@
+"""The offline engine against transformers, whatever the batch, the chunks and the room in the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GptOssForCausalLM
+
+from npu_gptoss.engine import Engine, Result, SamplingParams
+from npu_gptoss.engine.engine import HARMONY_STOP_TOKENS, NonFiniteLogits
+from npu_gptoss.engine.request import Request
+from npu_gptoss.errors import InputError
+from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
+from tests.engine.conftest import WORDS
+from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
+
+TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 130, 255, 300, 700)
+GREEDY = 64
+
+Model = GptOssForCausalLM
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS, 512)
+
+
+@pytest.fixture(scope="module")
+def expected_logits(oracle: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
+    return [oracle_logits(oracle, prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(oracle: Model, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    return [oracle_greedy(oracle, prompt, GREEDY) for prompt in prompts]
+
+
+def worst(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    return max(float((g - w).abs().max()) for g, w in zip(got, want, strict=True))
+
+
+def tokens(results: Sequence[Result]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+def is_idle(engine: Engine) -> bool:
+    scheduler = engine.scheduler
+    return (
+        not scheduler.waiting
+        and not scheduler.running
+        and scheduler.allocator.num_free == scheduler.allocator.num_blocks
+    )
+
+
+# Parity
+
+
+def test_logits_of_a_mixed_batch_equal_transformers(
+    engine: Engine, prompts: list[list[int]], expected_logits: list[torch.Tensor]
+) -> None:
+    assert worst(engine.batch_logits(prompts), expected_logits) < TOLERANCE
+    assert is_idle(engine)
+
+
+def test_logits_of_each_prompt_alone_equal_transformers(
+    engine: Engine, prompts: list[list[int]], expected_logits: list[torch.Tensor]
+) -> None:
+    assert worst([engine.logits(prompt) for prompt in prompts], expected_logits) < TOLERANCE
+
+
+@pytest.mark.parametrize(("max_batch_tokens", "block_size"), [(100, 16), (127, 7), (33, 128)])
+def test_chunks_that_cross_the_window_equal_transformers(
+    directory: Path,
+    prompts: list[list[int]],
+    expected_logits: list[torch.Tensor],
+    max_batch_tokens: int,
+    block_size: int,
+) -> None:
+    engine = Engine(
+        directory,
+        dtype="float32",
+        num_blocks=3000 // block_size,
+        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+    )
+    assert worst(engine.batch_logits(prompts), expected_logits) < TOLERANCE
+
+
+def test_greedy_tokens_equal_transformers_in_a_batch(
+    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
+) -> None:
+    results = engine.generate(prompts, SamplingParams(max_tokens=GREEDY))
+    assert tokens(results) == expected_tokens
+    assert {result.finish_reason for result in results} == {"length"}
+    assert len(set(expected_tokens[-1])) > 10  # no loop over a few tokens, which any model would agree on
+
+
+def test_greedy_tokens_equal_transformers_one_by_one(
+    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
+) -> None:
+    alone = [engine.generate([prompt], SamplingParams(max_tokens=GREEDY))[0] for prompt in prompts]
+    assert tokens(alone) == expected_tokens
+
+
+def test_bf16_leaves_transformers_bf16_only_for_a_token_that_fp32_finds_as_good(
+    directory: Path, oracle: Model, prompts: list[list[int]]
+) -> None:
+    """Both round. Where they part, ours must be (nearly) the best token of the fp32 model too.
+
+    Seen here: near-ties, and places where rounding flips a router's choice (margin 0.002), then transformers' choice
+    as often as ours.
+    """
+    rounded, count = load_oracle(directory, torch.bfloat16), 32
+    chosen = prompts[:9]
+    want = [oracle_greedy(rounded, prompt, count) for prompt in chosen]
+    got = tokens(Engine(directory, dtype="bfloat16", num_blocks=200).generate(chosen, SamplingParams(max_tokens=count)))
+    agreeing, regrets = 0, []
+    for prompt, ours, theirs in zip(chosen, got, want, strict=True):
+        same = next((i for i in range(count) if ours[i] != theirs[i]), count)
+        agreeing += same
+        if same < count:
+            logits = oracle_logits(oracle, [*prompt, *ours[:same]])[-1]
+            regrets.append(float(logits.max() - logits[ours[same]]))
+    print(f"bf16: {agreeing} of {count * len(chosen)} greedy tokens before the first difference, {regrets=}")
+    assert agreeing > count  # far more than chance, which is 0
+    assert max(regrets, default=0.0) < 0.1
+
+
+def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None:
+    logits = []
+    for mxfp4 in (True, False):
+        write_random_checkpoint(tmp_path / str(mxfp4), layers=2, mxfp4=mxfp4)
+        logits.append(Engine(tmp_path / str(mxfp4), num_blocks=20).logits(random_prompts([150], 512)[0]))
+    assert torch.equal(*logits)
+
+
+# A full cache
+
+
+def test_a_full_cache_delays_requests_but_loses_nothing(
+    directory: Path, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
+) -> None:
+    """48 blocks of 16 hold the longest request (764 tokens) and nothing beside it."""
+    engine = Engine(directory, dtype="float32", num_blocks=48, max_batch_tokens=300)
+    assert tokens(engine.generate(prompts, SamplingParams(max_tokens=GREEDY))) == expected_tokens
+    assert is_idle(engine)
+
+
+def test_preempted_requests_continue_with_the_same_tokens(directory: Path, engine: Engine) -> None:
+    """Ten requests of 3 blocks that grow to 9 each share 30 blocks: the younger ones give way again and again."""
+    prompts = random_prompts([40] * 10, 512, seed=2)
+    cramped = Engine(directory, dtype="float32", num_blocks=30)
+    params = [
+        SamplingParams(max_tokens=100, temperature=t, seed=5, logprobs=2, prompt_logprobs=1) for t in (0.0, 1.0)
+    ] * 5
+    got, want = cramped.generate(prompts, params), engine.generate(prompts, params)
+    assert cramped.scheduler.num_preemptions > 5
+    assert engine.scheduler.num_preemptions == 0
+    assert tokens(got) == tokens(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert len(ours.prompt_logprobs) == 40
+        assert [p.token_id for p in ours.prompt_logprobs[1:]] == list(ours.prompt_token_ids[1:])
+        near = [
+            a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)
+        ]
+        assert all(near)
+        assert len(near) == 100
+    assert is_idle(cramped)
+
+
+def test_a_prompt_larger_than_the_cache_is_refused_before_anything_runs(directory: Path) -> None:
+    engine = Engine(directory, dtype="float32", num_blocks=4)
+    with pytest.raises(InputError, match=r"prompt 1 .*: the prompt has 65 tokens, but the cache holds 64"):
+        engine.generate([[1], [1] * 65])
+    assert is_idle(engine)
+    result = engine.generate([[1] * 64], SamplingParams(max_tokens=5))[0]  # its one token needs no place in the cache
+    assert (len(result.token_ids), result.finish_reason) == (1, "length")
+
+
+def test_generation_ends_where_the_context_ends(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1, max_positions=20)
+    engine = Engine(tmp_path, dtype="float32", num_blocks=10)
+    result = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=100))[0]
+    assert (len(result.token_ids), result.finish_reason) == (17, "length")
+    with pytest.raises(InputError, match="the prompt has 20 tokens, but the model's context is 20"):
+        engine.generate([[1] * 20])
+
+
+# Sampling
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:
+    prompts = random_prompts([5, 130, 40, 9], 512, seed=3)
+    params = SamplingParams(max_tokens=40, temperature=1.0, top_p=0.95, top_k=50, seed=11)
+    together = tokens(engine.generate(prompts, params))
+    assert together == [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert together == tokens(engine.generate(prompts[::-1], params))[::-1]
+
+
+def test_other_seeds_and_no_seed_give_other_tokens(engine: Engine) -> None:
+    def sample(seed: int | None) -> tuple[int, ...]:
+        return engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=1.0, seed=seed))[0].token_ids
+
+    assert len({sample(1), sample(2), sample(None), sample(None)}) == 4
+    assert sample(1) == sample(1)
+
+
+def test_sampled_tokens_follow_the_distribution_of_transformers(engine: Engine, oracle: Model) -> None:
+    """2000 first tokens at temperature 0.7 against transformers' probabilities: chi-square over the likely tokens."""
+    prompt, count = [7, 8, 9], 2000
+    probabilities = (oracle_logits(oracle, prompt)[-1] / 0.7).softmax(-1)
+    params = [SamplingParams(max_tokens=1, temperature=0.7, seed=seed) for seed in range(count)]
+    drawn = torch.tensor([t for (t,) in tokens(engine.generate([prompt] * count, params))])
+    likely = probabilities.topk(20)
+    observed = torch.stack([(drawn == i).sum() for i in likely.indices]).float()
+    rest = torch.tensor([count - observed.sum()])
+    expected = torch.cat([likely.values, 1 - likely.values.sum(0, keepdim=True)]) * count
+    assert expected.min() > 5
+    statistic = ((torch.cat([observed, rest]) - expected) ** 2 / expected).sum()
+    assert statistic < 45.3  # 99.9 % quantile of chi-square with 20 degrees of freedom; the seeds are fixed
+
+
+# Ends
+
+
+def test_a_stop_token_ends_the_answer_and_ignore_eos_goes_past_it(directory: Path, engine: Engine) -> None:
+    free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30))[0]
+    stop = next(token for i, token in enumerate(free.token_ids) if i >= 5 and token not in free.token_ids[:i])
+    upto = free.token_ids[: free.token_ids.index(stop) + 1]
+    stopped = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=30, stop_token_ids=(stop,)))[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (upto, "stop")
+    engine_with_eos = Engine(directory, dtype="float32", num_blocks=20)
+    engine_with_eos.stop_token_ids = frozenset({stop})
+    assert engine_with_eos.generate([[1, 2, 3]], SamplingParams(max_tokens=30))[0].token_ids == upto
+    ignoring = engine_with_eos.generate([[1, 2, 3]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "expected"),
+    [
+        ('{"eos_token_id": [3, 4]}', {3, 4, 9}),
+        ('{"eos_token_id": 3}', {3, 9}),
+        ("{}", {9}),
+        (None, {9, *HARMONY_STOP_TOKENS}),
+    ],
+)
+def test_stop_tokens_come_from_both_configurations(
+    tmp_path: Path, generation_config: str | None, expected: set[int]
+) -> None:
+    write_random_checkpoint(tmp_path, layers=1, eos_token_id=9)
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(generation_config)
+    assert Engine(tmp_path, num_blocks=1).stop_token_ids == expected
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"eos_token_id": "x"}', "{", "\xff"])
+def test_an_unreadable_generation_config_is_an_error(tmp_path: Path, text: str) -> None:
+    write_random_checkpoint(tmp_path, layers=1)
+    (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=r"generation_config\.json cannot be used"):
+        Engine(tmp_path, num_blocks=1)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_transformers(engine: Engine, oracle: Model) -> None:
+    prompt = random_prompts([140], 512, seed=4)[0]
+    params = SamplingParams(max_tokens=8, temperature=1.0, top_k=40, seed=1, logprobs=3, prompt_logprobs=2)
+    result = engine.generate([prompt], params)[0]
+    expected = oracle_logits(oracle, [*prompt, *result.token_ids]).log_softmax(-1)
+    assert result.prompt_logprobs[0] is None
+    entries = [*result.prompt_logprobs[1:], *result.logprobs]
+    assert [entry.token_id for entry in entries] == [*prompt[1:], *result.token_ids]
+    for position, entry in enumerate(entries):
+        count = 2 if position < len(prompt) - 1 else 3
+        best = expected[position].topk(count)
+        assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=TOLERANCE)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+
+
+def test_logprobs_come_only_where_they_were_asked_for(engine: Engine) -> None:
+    params = [SamplingParams(max_tokens=2, logprobs=k) for k in (None, 0, 2)]
+    nothing, own, two = engine.generate([[1, 2]] * 3, params)
+    assert nothing.logprobs is None
+    assert nothing.prompt_logprobs is None
+    assert [len(entry.top) for entry in own.logprobs] == [0, 0]
+    assert [len(entry.top) for entry in two.logprobs] == [2, 2]
+    assert [entry.logprob for entry in own.logprobs] == [entry.top[0][1] for entry in two.logprobs]
+
+
+# Text
+
+
+def test_text_goes_in_and_comes_out_without_special_tokens(worded_directory: Path) -> None:
+    engine = Engine(worded_directory, dtype="float32", num_blocks=20)
+    result = engine.generate([f"{WORDS[2]} {WORDS[0]}<|stop|>"], SamplingParams(max_tokens=4))[0]
+    assert result.prompt_token_ids == (2, 0, 511)
+    assert result.text == engine.text.decode(result.token_ids)
+    assert len(result.text.split()) == 4
+    last = SamplingParams(max_tokens=4, stop_token_ids=(result.token_ids[3],))
+    stopped = engine.generate([[2, 0, 511]], last)[0]
+    assert stopped.token_ids == result.token_ids
+    assert stopped.text == engine.text.decode(result.token_ids[:3])  # the stop token is no text
+    assert engine.text.decode([1, 511, 2]) == f"{WORDS[1]} {WORDS[2]}"
+
+
+def test_without_a_tokenizer_ids_work_and_text_is_refused(engine: Engine) -> None:
+    assert engine.generate([[1]], SamplingParams(max_tokens=1))[0].text is None
+    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
+        engine.generate(["alpha"])
+
+
+def test_a_damaged_tokenizer_is_an_error_in_words(worded_directory: Path, tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1)
+    (tmp_path / "tokenizer.json").write_text((worded_directory / "tokenizer.json").read_text()[:500])
+    with pytest.raises(InputError, match="cannot be read as a tokenizer"):
+        Engine(tmp_path, num_blocks=1).generate(["alpha"])
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 512], "token id 512 is not in the vocabulary: expected 0 to 511"),
+        ([-1], "token id -1 is not in the vocabulary"),
+        ([1.5], "a prompt is text or a list of token ids"),
+        (7, "a prompt is text or a list of token ids"),
+        ([1] * 4000, "the prompt has 4000 tokens, but the cache holds 3200"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused_by_number(engine: Engine, prompt: object, message: str) -> None:
+    with pytest.raises(InputError, match=rf"prompt 1 \(the first is 0\): {message}"):
+        engine.generate([[1], prompt], SamplingParams(max_tokens=1))
+    assert is_idle(engine)
+
+
+def test_one_text_instead_of_a_list_is_not_taken_for_a_list_of_letters(engine: Engine) -> None:
+    with pytest.raises(InputError, match="put it into a list"):
+        engine.generate("alpha")
+
+
+def test_params_must_match_the_prompts(engine: Engine) -> None:
+    assert engine.generate([]) == []
+    with pytest.raises(InputError, match="2 prompts need as many SamplingParams, or one for all; got 1"):
+        engine.generate([[1], [2]], [SamplingParams()])
+    with pytest.raises(InputError, match="logprobs is 513, but the vocabulary has 512"):
+        engine.generate([[1]], SamplingParams(logprobs=513))
+
+
+@pytest.mark.parametrize("settings", [{"num_blocks": 0}, {"block_size": 0, "num_blocks": 1}, {"max_batch_tokens": 0}])
+def test_a_cache_or_step_of_nothing_is_refused(directory: Path, settings: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="at least one"):
+        Engine(directory, **{"num_blocks": 1, **settings})
+
+
+# Failures on the way
+
+
+def test_nan_weights_are_an_error_instead_of_garbage_and_leave_the_engine_empty(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1)
+    engine = Engine(tmp_path, num_blocks=20)
+    engine.model.norm[3] = math.nan
+    with pytest.raises(NonFiniteLogits, match="NaN or infinity"):
+        engine.generate([[1, 2], [3]], SamplingParams(max_tokens=3, temperature=1.0))
+    assert is_idle(engine)
+
+
+def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
+    def interrupt(requests: Sequence[Request]) -> None:
+        if requests[0].num_generated == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=10), on_step=interrupt)
+    assert is_idle(engine)
+    before = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
+    assert before == engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
+
+
+def test_the_dtype_follows_the_checkpoint(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        write_random_checkpoint(tmp_path / dtype, layers=1, dtype=dtype)
+        assert str(Engine(tmp_path / dtype, num_blocks=1).model.dtype) == f"torch.{dtype}"
+
+
+def test_random_checkpoints_differ_by_seed_only() -> None:
+    """The helper under all of these tests."""
+    config = random_config(layers=1)
+    first, again, other = (random_tensors(config, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert json.dumps(config.to_dict())

@@ -1,0 +1,269 @@
+"""The plain transformer against transformers' GptOssForCausalLM, and proof that the comparison notices mistakes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.errors import InputError
+from npu_gptoss.model import transformer
+from npu_gptoss.model.checkpoint import iterate_tensors
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.transformer import LAYER_TENSORS, SHARED_TENSORS, GptOss
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle, oracle_logits, random_prompts
+
+TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
+CAUGHT = 10 * TOLERANCE  # what a mistake must exceed, so that it is caught with room to spare
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(directory: Path) -> GptOssConfig:
+    return GptOssConfig.from_directory(directory)
+
+
+@pytest.fixture(scope="module")
+def tensors(directory: Path, config: GptOssConfig) -> Tensors:
+    return dict(iterate_tensors(directory, config, dtype=torch.float32, progress=False))
+
+
+@pytest.fixture(scope="module")
+def prompt(config: GptOssConfig) -> list[int]:
+    return random_prompts([300], config.vocab_size)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path, prompt: list[int]) -> torch.Tensor:
+    return oracle_logits(load_oracle(directory), prompt)
+
+
+def build(config: GptOssConfig, tensors: Tensors) -> GptOss:
+    return GptOss.from_tensors(config, tensors.items(), "cpu", torch.float32)
+
+
+def prompt_logits(model: GptOss, token_ids: list[int], padding: list[int] = (), block_size: int = 16) -> torch.Tensor:
+    """One request in one step; `padding` are token ids of rows behind the real ones. Returns all rows."""
+    config, tokens = model.config, len(token_ids)
+    blocks = -(-tokens // block_size)
+    shape = (blocks, block_size, config.num_key_value_heads, config.head_dim)
+    caches = [(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)) for _ in model.layers]
+    metadata = AttentionMetadata(
+        query_start_loc=(0, tokens),
+        seq_lens=(tokens,),
+        block_table=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(tokens),
+    )
+    ids = torch.tensor([*token_ids, *padding])
+    positions = torch.cat([torch.arange(tokens), torch.zeros(len(padding), dtype=torch.int64)])
+    return model.logits(model.forward(ids, positions, caches, metadata))
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.dtype == torch.float32
+    assert torch.isfinite(got).all()
+    return float((got - want).abs().max())
+
+
+def test_logits_equal_transformers_in_fp32(
+    config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
+) -> None:
+    assert expected.std() > 1  # the tolerance is absolute, so the logits must not be tiny
+    assert error(prompt_logits(build(config, tensors), prompt), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 4, "kv_heads": 4, "head_dim": 32}, {"experts": 4, "experts_per_token": 1}])
+def test_other_head_and_expert_counts_equal_transformers(tmp_path: Path, sizes: dict[str, int]) -> None:
+    config = write_random_checkpoint(tmp_path, seed=5, layers=2, window=20, truncate=True, **sizes)
+    prompt = random_prompts([70], config.vocab_size)[0]
+    model = GptOss.load(tmp_path, dtype=torch.float32, progress=False)
+    assert error(prompt_logits(model, prompt), oracle_logits(load_oracle(tmp_path), prompt)) < TOLERANCE
+
+
+# Mistakes, made in the weights or in the configuration: (name, change of one tensor, names it applies to)
+
+
+def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor * factor
+
+
+TENSOR_MISTAKES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sink dropped": ("self_attn.sinks", lambda sinks: torch.full_like(sinks, -1e30)),
+    "sink counted twice": ("self_attn.sinks", lambda sinks: sinks + torch.log(torch.tensor(2.0))),
+    "sink of head 0 for all heads": ("self_attn.sinks", lambda sinks: sinks[:1].expand_as(sinks).clone()),
+    "gate and up swapped": ("mlp.experts.gate_up_proj", lambda w: w.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)),
+    "gate and up halved instead of interleaved": (
+        "mlp.experts.gate_up_proj",
+        lambda w: torch.cat([w[..., ::2], w[..., 1::2]], dim=-1),
+    ),
+    **{
+        f"{bias} {word}": (bias, scaled(factor))
+        for bias in sorted(name for name in LAYER_TENSORS if name.endswith("bias"))
+        for word, factor in (("dropped", 0.0), ("added twice", 2.0))
+    },
+}
+
+
+@pytest.mark.parametrize("mistake", TENSOR_MISTAKES)
+def test_parity_notices_mistaken_weights(
+    mistake: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
+) -> None:
+    suffix, change = TENSOR_MISTAKES[mistake]
+    changed = {n: change(t) if n.endswith(suffix) else t for n, t in tensors.items()}
+    assert error(prompt_logits(build(config, changed), prompt), expected) > CAUGHT
+
+
+@pytest.mark.parametrize("suffix", sorted(LAYER_TENSORS | SHARED_TENSORS))
+def test_every_tensor_reaches_the_logits(
+    suffix: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
+) -> None:
+    changed = {n: t.flip(0) if n.endswith(suffix) else t for n, t in tensors.items()}
+    assert error(prompt_logits(build(config, changed), prompt), expected) > CAUGHT
+
+
+CONFIG_MISTAKES: dict[str, Callable[[GptOssConfig], GptOssConfig]] = {
+    "window 127": lambda c: replace(c, sliding_window=127),
+    "window 129": lambda c: replace(c, sliding_window=129),
+    "no window": lambda c: replace(c, layer_types=("full_attention",) * c.num_hidden_layers),
+    "window on the odd layers": lambda c: replace(c, layer_types=c.layer_types[::-1]),
+    "YaRN truncated": lambda c: replace(c, rope_scaling=replace(c.rope_scaling, truncate=True)),
+    "swiglu limit 1": lambda c: replace(c, swiglu_limit=1.0),
+    "one expert fewer": lambda c: replace(c, num_experts_per_tok=c.num_experts_per_tok - 1),
+}
+
+
+@pytest.mark.parametrize("mistake", CONFIG_MISTAKES)
+def test_parity_notices_mistaken_configuration(
+    mistake: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
+) -> None:
+    model = build(CONFIG_MISTAKES[mistake](config), tensors)
+    assert error(prompt_logits(model, prompt), expected) > CAUGHT
+
+
+def test_parity_notices_router_weights_that_are_not_renormalised(
+    monkeypatch: pytest.MonkeyPatch, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
+) -> None:
+    def softmax_first(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = router_logits.float().softmax(-1).topk(top_k, dim=-1)
+        return weights, ids
+
+    monkeypatch.setattr(transformer, "route", softmax_first)
+    assert error(prompt_logits(build(config, tensors), prompt), expected) > CAUGHT
+
+
+def test_padded_rows_holding_nan_leave_the_real_rows_alone(
+    config: GptOssConfig, tensors: Tensors, prompt: list[int]
+) -> None:
+    poisoned_id = next(i for i in range(config.vocab_size) if i not in prompt)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    embedding[poisoned_id] = float("nan")
+    model = build(config, {**tensors, "model.embed_tokens.weight": embedding})
+    logits = prompt_logits(model, prompt, padding=[poisoned_id] * 5)
+    assert logits[len(prompt) :].isnan().all()  # the padding did hold NaN all the way
+    clean = prompt_logits(build(config, tensors), prompt)
+    assert error(logits[: len(prompt)], clean) < TOLERANCE
+
+
+def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None:
+    prompt = random_prompts([150], 512)[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = []
+        for mxfp4 in (True, False):
+            path = tmp_path / f"{dtype}-{mxfp4}"
+            write_random_checkpoint(path, seed=3, layers=2, mxfp4=mxfp4)
+            logits.append(prompt_logits(GptOss.load(path, dtype=dtype, progress=False), prompt))
+        assert torch.equal(*logits)
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers_bf16(
+    directory: Path, prompt: list[int], expected: torch.Tensor
+) -> None:
+    ours = prompt_logits(GptOss.load(directory, dtype=torch.bfloat16, progress=False), prompt)
+    theirs = oracle_logits(load_oracle(directory, torch.bfloat16), prompt)
+    our_error, their_error = (float((logits - expected).abs().mean()) for logits in (ours, theirs))
+    assert 0 < our_error < 1.2 * their_error
+
+
+# Loading
+
+
+def test_float16_is_refused_in_words(directory: Path) -> None:
+    with pytest.raises(InputError, match=r"float16 cannot hold .* use bfloat16"):
+        GptOss.load(directory, dtype=torch.float16)
+
+
+def test_float64_is_refused(directory: Path) -> None:
+    with pytest.raises(InputError, match="float32 or bfloat16, got float64"):
+        GptOss.load(directory, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.2.self_attn.sinks", "model.layers.0.mlp.router.bias"]
+)
+def test_a_parameter_that_nothing_filled_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
+    with pytest.raises(InputError, match=rf"did not fill 1 parameters: {name}"):
+        build(config, {n: t for n, t in tensors.items() if n != name})
+
+
+def test_a_whole_missing_layer_is_an_error(config: GptOssConfig, tensors: Tensors) -> None:
+    with pytest.raises(InputError, match=rf"did not fill {len(LAYER_TENSORS)} parameters: model.layers.3"):
+        build(config, {n: t for n, t in tensors.items() if not n.startswith("model.layers.3.")})
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias"])
+def test_a_parameter_filled_twice_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
+    stream = [*tensors.items(), (name, tensors[name])]
+    with pytest.raises(InputError, match=rf"{name} came twice"):
+        GptOss.from_tensors(config, stream, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.4.self_attn.sinks", "model.layers.0.self_attn.q_norm.weight", "model.layers.x.sinks", "other"],
+)
+def test_a_tensor_that_nothing_reads_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
+    with pytest.raises(InputError, match=name):
+        build(config, {**tensors, name: torch.zeros(1)})
+
+
+def test_loading_holds_the_tensors_of_one_layer_only(config: GptOssConfig, tensors: Tensors) -> None:
+    """What a layer does not keep as it is (here the projections, which are fused) must be gone when the next begins."""
+    alive: dict[int, weakref.ref[torch.Tensor]] = {}
+    most = 0
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name in tensors:
+            tensor = tensors[name].clone()
+            if name.endswith("q_proj.weight"):
+                alive[len(alive)] = weakref.ref(tensor)
+                most = max(most, sum(reference() is not None for reference in alive.values()))
+            yield name, tensor
+            del tensor
+
+    GptOss.from_tensors(config, stream(), "cpu", torch.float32)
+    assert len(alive) == config.num_hidden_layers
+    assert most == 1
+
+
+def test_layers_that_arrive_interleaved_are_put_together(
+    config: GptOssConfig, tensors: Tensors, prompt: list[int]
+) -> None:
+    backwards = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
+    assert list(backwards) != list(tensors)
+    got = prompt_logits(build(config, backwards), prompt)
+    assert torch.equal(got, prompt_logits(build(config, tensors), prompt))
