@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -345,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", action="store_true", help="also install what checks and tests need")
     parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
     options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     folder = os.open(ROOT, os.O_RDONLY)
     try:
         try:
