@@ -24,28 +24,36 @@ from npu_gptoss.serving.compat.patch import Mismatch, Patch, when_imported
 
 __all__ = ["PATCHES", "Patch", "PatchError", "PatchStatus", "apply", "require_essential", "status"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --log-config apply
 
 
 class PatchError(InputError):
     """gpt-oss cannot be served rightly because a patch could not be put in."""
 
 
+_HARMONY = "vllm.entrypoints.harmony_utils"
+_CONTEXT = "vllm.entrypoints.context"
+_ENGINE = "vllm.entrypoints.openai.serving_engine"
+_CHAT = "vllm.entrypoints.openai.serving_chat"
+_RESPONSES = "vllm.entrypoints.openai.serving_responses"
+_REASONING = "vllm.reasoning.gptoss_reasoning_parser"
+_TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="model-wide-window",
-        reason="vLLM refuses any model with a sliding window on CPU, and gives a model whose layers all slide one window "
-        "for every layer; gpt-oss's window is a matter of the layer, and its attention gets it from our model.",
+        reason="vLLM refuses any model with a sliding window on CPU, and gives a model whose layers all slide one "
+        "window for all; gpt-oss's window is a matter of the layer, and its attention gets it from our model.",
         module="vllm.config.model",
         touches=("vllm.config.model:ModelConfig.get_sliding_window",),
         installer="window:install",
-        upstream="none found",
+        upstream="vllm issue 23934 (open); no repair found",
         essential=True,
     ),
     Patch(
         name="cpu-native-ops",
-        reason="A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls operators "
-        "that are not there, binds threads with them, and compiles with a dynamo that it does not know.",
+        reason="A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls "
+        "operators that are not there, binds threads with them, and compiles with a dynamo that it does not know.",
         module="vllm.platforms.cpu",
         touches=("vllm.platforms.cpu:CpuPlatform.check_and_update_config",),
         installer="cpu:install_native_ops",
@@ -53,15 +61,143 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="cpu-grammar-bitmask",
-        reason="xgrammar's CPU kernel takes float32 logits only, so that the first structured output in bfloat16 ends the "
-        "engine.",
+        reason="xgrammar's CPU kernel takes float32 logits only, so that the first structured output in bfloat16 ends "
+        "the engine.",
         module="vllm.v1.structured_output.utils",
         touches=(
             "vllm.v1.structured_output.utils:apply_grammar_bitmask",
             "vllm.v1.worker.gpu_model_runner:apply_grammar_bitmask",
         ),
         installer="structured_output:install_bitmask",
+        upstream="vllm PR 32384",
+    ),
+    Patch(
+        name="reasoning-end",
+        reason="vLLM takes an earlier answer in the conversation for the end of the reasoning and binds the first "
+        "token of a structured output, and it does not know the header `final <|constrain|>json`.",
+        module=_REASONING,
+        touches=(f"{_REASONING}:GptOssReasoningParser.is_reasoning_end",),
+        installer="structured_output:install_reasoning_end",
+        upstream="vllm PR 34454",
+    ),
+    Patch(
+        name="harmony-vocabulary",
+        reason="openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without "
+        "network does not start.",
+        module=_ENGINE,
+        touches=(f"{_ENGINE}:OpenAIServing.__init__", f"{_HARMONY}:get_encoding", f"{_CONTEXT}:get_encoding"),
+        installer="vocabulary:install",
+        upstream="vllm issues 22525 and 57099",
+    ),
+    Patch(
+        name="harmony-parser",
+        reason="openai-harmony's parser raises at tokens after the end of a turn (ignore_eos, so every load test) and "
+        "at headers that the model spells badly, which fails the request with all its text.",
+        module=_HARMONY,
+        touches=tuple(f"{module}:get_streamable_parser_for_assistant" for module in (_HARMONY, _CONTEXT, _CHAT)),
+        installer="reading:install_parser",
+        upstream="vllm issues 23567 and 50690 (open)",
+    ),
+    Patch(
+        name="harmony-channels",
+        reason="vLLM tells reasoning from answer by counting messages: an answer without reasoning, or one that is cut "
+        "off, becomes reasoning, and /v1/responses fails at a preamble.",
+        module=_HARMONY,
+        touches=(
+            f"{_HARMONY}:parse_chat_output",
+            f"{_CHAT}:parse_chat_output",
+            f"{_REASONING}:parse_chat_output",
+            f"{_HARMONY}:parse_output_message",
+            f"{_RESPONSES}:parse_output_message",
+            f"{_HARMONY}:parse_remaining_state",
+            f"{_RESPONSES}:parse_remaining_state",
+        ),
+        installer="reading:install_channels",
+        upstream="vllm issues 23694 and 24837",
+    ),
+    Patch(
+        name="chat-prompt",
+        reason="vLLM renders a system message as a second system turn beside an empty developer turn, loses the name "
+        "of a tool result's function, and leaves out the channel of earlier answers: no prompts that the model knows.",
+        module=_CHAT,
+        touches=(f"{_CHAT}:OpenAIServingChat._make_request_with_harmony",),
+        installer="prompt:install_chat",
+        upstream="vllm PRs 28729 and 44330",
+    ),
+    Patch(
+        name="responses-prompt",
+        reason="vLLM drops the instructions of /v1/responses unless there are tools, and refuses the output of a "
+        "function call that the client sends back.",
+        module=_RESPONSES,
+        touches=(
+            f"{_RESPONSES}:parse_response_input",
+            f"{_RESPONSES}:OpenAIServingResponses._construct_input_messages_with_harmony",
+        ),
+        installer="prompt:install_responses",
+        upstream="vllm PR 44330",
+    ),
+    Patch(
+        name="chat-stream-tokens",
+        reason="A streamed chat drops text when the engine hands over several tokens at once, as under load.",
+        module=_CHAT,
+        touches=(f"{_CHAT}:OpenAIServingChat.__init__",),
+        installer="streaming:install_chat",
+        upstream="vllm issue 28635, PRs 26291 and 30437",
+    ),
+    Patch(
+        name="chat-stream-channels",
+        reason="A streamed chat drops preambles and calls on the analysis channel, and breaks when max_tokens cuts a "
+        "call off.",
+        module=_CHAT,
+        touches=(
+            f"{_CHAT}:get_streamable_parser_for_assistant",
+            f"{_CHAT}:OpenAIServingChat._should_check_for_unstreamed_tool_arg_tokens",
+        ),
+        installer="streaming:install_chat_channels",
+        upstream="vllm issues 24837 and 37937",
+    ),
+    Patch(
+        name="tool-answers",
+        reason="With a tool parser a chat loses an answer that is cut off, and a call that tool_choice made the model "
+        "write comes as content.",
+        module=_TOOLS,
+        touches=(f"{_TOOLS}:OpenAIToolParser.extract_tool_calls",),
+        installer="tools:install_parser",
+        upstream="vllm issue 22337",
+    ),
+    Patch(
+        name="tools-without-flags",
+        reason="Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has their arguments "
+        "as content.",
+        module=_CHAT,
+        touches=(f"{_CHAT}:OpenAIServingChat.__init__",),
+        installer="tools:install_default_parser",
+        upstream="vllm issue 22578",
+    ),
+    Patch(
+        name="responses-stream-tokens",
+        reason="A streamed response drops text when the engine hands over several tokens at once, as under load.",
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses.__init__",),
+        installer="streaming:install_responses",
+        upstream="vllm PR 30437",
+    ),
+    Patch(
+        name="responses-stream-end",
+        reason="A streamed response that max_tokens cut off counts as completed; an output without tokens breaks it.",
+        module=_CONTEXT,
+        touches=(f"{_CONTEXT}:StreamingHarmonyContext.append_output",),
+        installer="streaming:install_context",
         upstream="none found",
+    ),
+    Patch(
+        name="responses-stream-indices",
+        reason="The events of a streamed response number items and their parts so that OpenAI's client fails at the "
+        "second item.",
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses._process_harmony_streaming_events",),
+        installer="streaming:install_indices",
+        upstream="vllm issue 45742, PR 45745 (open)",
     ),
 )
 
@@ -142,7 +278,7 @@ def status() -> tuple[PatchStatus, ...]:
 
 
 def require_essential() -> None:
-    """Raise PatchError when a patch is missing without which gpt-oss would be wrong in silence (at model construction)."""
+    """At the model's construction: raise PatchError when a patch is left out without which it would be wrong in silence."""
     apply()
     missing = [entry for entry in status() if entry.patch.essential and entry.state == "skipped"]
     if missing:

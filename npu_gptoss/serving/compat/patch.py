@@ -46,7 +46,8 @@ def expect_parameters(function: Any, *names: str) -> None:
     missing = [name for name in names if name not in found]
     if missing:
         raise Mismatch(
-            f"{function.__module__}.{function.__qualname__} was expected to take {', '.join(missing)}, it takes ({', '.join(found)})"
+            f"{function.__module__}.{function.__qualname__} was expected to take {', '.join(missing)}, "
+            f"it takes ({', '.join(found)})"
         )
 
 

@@ -1,13 +1,19 @@
-"""Structured output on CPU in bfloat16.
+"""Structured output: bfloat16 logits on CPU, and where in a conversation the answer begins.
 
 vLLM applies a grammar's bit mask to the logits with xgrammar, whose CPU kernel (0.1.25) takes float32 only and raises
 for anything else, in the engine's process. The mask only sets logits to minus infinity, so that a float32 copy and
 back changes no other value.
+
+The grammar binds only the answer, not the reasoning. 0.11.0 looks for `<|start|>assistant<|channel|>final<|message|>`
+anywhere in the conversation: once earlier answers are rendered with their channel (as the format wants), it finds one of
+them and binds the first token of the turn, so that the model cannot even write its header. And it does not recognise
+the header that the model writes for JSON, `final <|constrain|>json`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -27,9 +33,41 @@ def install_bitmask(module: ModuleType) -> None:
     @functools.wraps(original)
     def apply_grammar_bitmask(scheduler_output, input_batch, logits: torch.Tensor, device: torch.device) -> None:
         if logits.device.type != "cpu" or logits.dtype == torch_.float32:
-            return original(scheduler_output, input_batch, logits, device)
+            original(scheduler_output, input_batch, logits, device)
+            return
         wide = logits.float()
         original(scheduler_output, input_batch, wide, device)
         logits.copy_(wide)
 
     replace(module, "apply_grammar_bitmask", apply_grammar_bitmask, copies=("vllm.v1.worker.gpu_model_runner",))
+
+
+def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
+    """Whether the last message begun in these tokens is an answer of which the header is complete.
+
+    `header` holds the five tokens of `<|start|>assistant<|channel|>final<|message|>`.
+    """
+    start, assistant, channel, final, message = header
+    header_end = None
+    for i in range(len(token_ids) - 1, -1, -1):
+        if token_ids[i] == message:
+            header_end = i
+        elif token_ids[i] == start:
+            if header_end is None or token_ids[i + 1] != assistant:
+                return False
+            spelled = list(token_ids[i + 1 : header_end])
+            return (channel, final) in zip(spelled, spelled[1:], strict=False)
+    return False
+
+
+def install_reasoning_end(module: ModuleType) -> None:
+    parser = module.GptOssReasoningParser
+    original = parser.is_reasoning_end
+    expect_parameters(original, "self", "input_ids")
+    expect_source(original, "end_token_ids = self.reasoning_end_token_ids")
+    expect_source(parser.__init__, 'self.model_tokenizer.encode("<|start|>assistant<|channel|>final<|message|>")')
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        return answer_has_begun(input_ids, self.reasoning_end_token_ids)
+
+    replace(parser, "is_reasoning_end", is_reasoning_end)
