@@ -278,7 +278,7 @@ def status() -> tuple[PatchStatus, ...]:
 
 
 def require_essential() -> None:
-    """At the model's construction: raise PatchError when a patch is left out without which it would be wrong in silence."""
+    """At the model's construction: PatchError when a patch is left out without which it would be wrong in silence."""
     apply()
     missing = [entry for entry in status() if entry.patch.essential and entry.state == "skipped"]
     if missing:

@@ -23,13 +23,8 @@ from npu_gptoss.serving.compat.reading import TOOL_PREFIX, text_of
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-}
+# type of a content part -> its field that holds the text
+TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
 
 
 def as_text(content: Any) -> str:
@@ -117,8 +112,8 @@ def chat_message(message: Any, functions: dict[str, str]) -> list[Message]:
         name = functions.get(call_id, fields.get("name"))
         if not name:
             raise ValueError(
-                f"a tool message answers the tool_call_id {call_id!r}, but no assistant message before it makes that call. "
-                "Send the assistant's message with its tool_calls too."
+                f"a tool message answers the tool_call_id {call_id!r}, but no assistant message before it makes that "
+                "call. Send the assistant's message with its tool_calls too."
             )
         return [tool_result(name, as_text(content))]
     raise ValueError(f"a message has the role {role!r}; expected system, developer, user, assistant or tool.")

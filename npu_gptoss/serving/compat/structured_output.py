@@ -5,15 +5,16 @@ for anything else, in the engine's process. The mask only sets logits to minus i
 back changes no other value.
 
 The grammar binds only the answer, not the reasoning. 0.11.0 looks for `<|start|>assistant<|channel|>final<|message|>`
-anywhere in the conversation: once earlier answers are rendered with their channel (as the format wants), it finds one of
-them and binds the first token of the turn, so that the model cannot even write its header. And it does not recognise
-the header that the model writes for JSON, `final <|constrain|>json`.
+anywhere in the conversation: once earlier answers are rendered with their channel (as the format wants), it finds one
+of them and binds the first token of the turn, so that the model cannot even write its header. And it does not
+recognise the header that the model writes for JSON, `final <|constrain|>json`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
             if header_end is None or token_ids[i + 1] != assistant:
                 return False
             spelled = list(token_ids[i + 1 : header_end])
-            return (channel, final) in zip(spelled, spelled[1:], strict=False)
+            return (channel, final) in pairwise(spelled)
     return False
 
 

@@ -1,8 +1,8 @@
 """Tool calls in the whole (not streamed) answer of a chat.
 
 0.11.0 extracts them only under `--enable-auto-tool-choice --tool-call-parser openai`, whereas the stream always does;
-loses an answer that `max_tokens` cut off; and answers `tool_choice` "required" or a named function with the JSON that it
-made the model write, as content.
+loses an answer that `max_tokens` cut off; and answers `tool_choice` "required" or a named function with the JSON that
+it made the model write, as content.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def forced_calls(request: ChatCompletionRequest, content: str) -> list[tuple[str, str]]:
     """Name and arguments of the calls that `tool_choice` made the model write as its answer; empty when it is none.
 
-    vLLM's grammar asks for `[{"name": …, "parameters": …}, …]` when a call is required, and for the arguments alone when
-    the function is named.
+    vLLM's grammar asks for `[{"name": …, "parameters": …}, …]` when a call is required, and for the arguments alone
+    when the function is named.
     """
     choice = request.tool_choice
     if choice in (None, "none", "auto"):

@@ -1,9 +1,9 @@
 """The harmony vocabulary without the network.
 
 openai-harmony downloads `o200k_base.tiktoken` the first time it is asked for its encoding, unless
-`TIKTOKEN_ENCODINGS_BASE` names a directory that has it or its cache does. Offline, a stock server dies of that. Here the
-file is looked for where it may lie, built from the served checkpoint's own `tokenizer.json` when it is nowhere, and a
-vocabulary that cannot be had ends in a sentence. The network is not asked.
+`TIKTOKEN_ENCODINGS_BASE` names a directory that has it or its cache does. Offline, a stock server dies of that. Here
+the file is looked for where it may lie, built from the served checkpoint's own `tokenizer.json` when it is nowhere, and
+a vocabulary that cannot be had ends in a sentence. The network is not asked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHED_FILE = "fb374d419588a4632f3f557e76b4b70aebbca790"  # … and the file's n
 
 
 def checkpoint_directory(model_config: ModelConfig) -> Path | None:
-    """Where the served checkpoint's tokenizer.json lies: a local directory, or the Hugging Face cache. None if nowhere."""
+    """Where the served checkpoint's tokenizer.json lies: a local directory, the Hugging Face cache, or nowhere."""
     names = dict.fromkeys((model_config.tokenizer, model_config.model))
     for name in filter(None, names):
         if (Path(name) / "tokenizer.json").is_file():
