@@ -86,9 +86,13 @@ def random_tensors(config: GptOssConfig, seed: int = 0) -> dict[str, torch.Tenso
             tensors[f"{prefix}self_attn.{name}_proj.bias"] = normal(rows, std=0.1)
         tensors[prefix + "mlp.router.weight"] = normal(experts, hidden, std=hidden**-0.5)
         tensors[prefix + "mlp.router.bias"] = normal(experts, std=0.1)
-        for name, rows, columns in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
+        # gate and up of about 3, so that the clamp at 7 cuts a few per cent of them
+        for name, rows, columns, size in (
+            ("gate_up", 2 * intermediate, hidden, 3.0),
+            ("down", hidden, intermediate, 0.3),
+        ):
             stem = f"{prefix}mlp.experts.{name}_proj"
-            blocks, scales = compress(normal(experts, rows, columns, std=columns**-0.5).float())
+            blocks, scales = compress(normal(experts, rows, columns, std=size * columns**-0.5).float())
             if config.quantization:
                 tensors[stem + "_blocks"], tensors[stem + "_scales"] = blocks, scales
             else:

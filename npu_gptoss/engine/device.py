@@ -23,17 +23,16 @@ def resolve_device(name: str | torch.device) -> torch.device:
     if name == AUTO:
         wanted = current_platform().device_type
         return torch.device(wanted if _why_unusable(wanted) is None else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in DEVICE_TYPES.values():
-        raise InputError(f"there is no device {str(name)!r}: expected auto, {', '.join(sorted(DEVICE_TYPES.values()))}")
-    reason = _why_unusable(device.type)
+    name = str(name)
+    device_type, colon, index = name.partition(":")
+    if device_type not in DEVICE_TYPES.values() or (colon and not index.isdecimal()):
+        raise InputError(f"there is no device {name!r}: expected auto, {', '.join(sorted(DEVICE_TYPES.values()))}")
+    reason = _why_unusable(device_type)
     if reason:
-        raise InputError(f"the device {str(name)!r} cannot be used here: {reason}")
+        raise InputError(f"the device {name!r} cannot be used here: {reason}")
+    device = torch.device(name)  # only now: torch does not know the word npu before torch_npu is imported
     if device.type != "cpu" and (device.index or 0) >= (count := torch.get_device_module(device.type).device_count()):
-        raise InputError(f"there is no device {str(name)!r}: torch sees {count} of that type, numbered from 0")
+        raise InputError(f"there is no device {name!r}: torch sees {count} of that type, numbered from 0")
     return device
 
 

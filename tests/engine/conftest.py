@@ -1,4 +1,4 @@
-"""A tiny random checkpoint, an fp32 engine over it and transformers' model as the oracle; a tokenizer for short texts."""
+"""A tiny random checkpoint, an fp32 engine over it, transformers' model as the oracle; a tokenizer for short texts."""
 
 from __future__ import annotations
 

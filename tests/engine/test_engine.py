@@ -50,12 +50,8 @@ def tokens(results: Sequence[Result]) -> list[tuple[int, ...]]:
 
 
 def is_idle(engine: Engine) -> bool:
-    scheduler = engine.scheduler
-    return (
-        not scheduler.waiting
-        and not scheduler.running
-        and scheduler.allocator.num_free == scheduler.allocator.num_blocks
-    )
+    scheduler, allocator = engine.scheduler, engine.scheduler.allocator
+    return not scheduler.waiting and not scheduler.running and allocator.num_free == allocator.num_blocks
 
 
 # Parity

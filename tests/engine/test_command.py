@@ -1,0 +1,214 @@
+"""`npu-gptoss generate`: standard output is one strict JSON list, everything wrong is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import openai_harmony
+import pytest
+
+from npu_gptoss import cli
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.model.tokenizer_files import write_tokenizer_files
+from npu_gptoss.model.vocabulary import BASE_VARIABLE
+from tests.checkpoints import write_random_checkpoint
+from tests.engine.conftest import WORDS
+
+COMMON = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "40")
+
+
+@pytest.fixture(scope="module")
+def chat_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The real vocabulary and harmony's tokens over random weights."""
+    pytest.importorskip("bpe_openai")
+    path = tmp_path_factory.mktemp("chat")
+    write_random_checkpoint(path, vocab_size=201_088, hidden=32, layers=1)
+    write_tokenizer_files(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BASE_VARIABLE, str(path))
+        yield path
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def generate(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["generate", "--model", str(directory), *COMMON, *options])
+    except SystemExit as end:  # argparse
+        code = end.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def rows(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> list[dict[str, Any]]:
+    code, out, err = generate(capsys, directory, "--json", *options)
+    assert code == 0, err
+    assert out.count("\n") == 1
+    return strict(out)
+
+
+def prompts_file(tmp_path: Path, *lines: dict[str, Any]) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_json_is_what_the_engine_computes(capsys: pytest.CaptureFixture[str], directory: Path, engine: Engine) -> None:
+    (row,) = rows(capsys, directory, "--prompt-ids", "1,2, 3", "--max-tokens", "6", "--logprobs", "2")
+    result = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=6, logprobs=2))[0]
+    assert list(row) == ["prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"]
+    assert row["prompt_token_ids"] == [1, 2, 3]
+    assert row["token_ids"] == list(result.token_ids)
+    assert (row["text"], row["finish_reason"]) == (None, "length")
+    assert [entry["token_id"] for entry in row["logprobs"]] == row["token_ids"]
+    for entry, expected in zip(row["logprobs"], result.logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(expected.logprob, abs=1e-4)
+        assert [best["token_id"] for best in entry["top"]] == [token for token, _ in expected.top]
+
+
+def test_a_prompts_file_gives_a_row_for_each_line_in_order(
+    capsys: pytest.CaptureFixture[str], worded_directory: Path, tmp_path: Path
+) -> None:
+    file = prompts_file(tmp_path, {"prompt": "beta alpha"}, {"prompt_token_ids": [4]}, {"prompt": "gamma"})
+    got = rows(capsys, worded_directory, "--prompts-file", file, "--max-tokens", "3")
+    assert [row["prompt_token_ids"] for row in got] == [[1, 0], [4], [2]]
+    assert all(row["text"] and row["logprobs"] is None for row in got)
+
+
+def test_sampling_options_reach_the_engine(capsys: pytest.CaptureFixture[str], directory: Path, engine: Engine) -> None:
+    options = ("--temperature", "1.5", "--top-p", "0.9", "--top-k", "30", "--seed", "4", "--max-tokens", "12")
+    (row,) = rows(capsys, directory, "--prompt-ids", "1", *options)
+    params = SamplingParams(max_tokens=12, temperature=1.5, top_p=0.9, top_k=30, seed=4)
+    assert row["token_ids"] == list(engine.generate([[1]], params)[0].token_ids)
+    greedy = rows(capsys, directory, "--prompt-ids", "1", "--max-tokens", "12")[0]["token_ids"]
+    assert greedy == list(engine.generate([[1]], SamplingParams(max_tokens=12))[0].token_ids)
+    assert greedy != row["token_ids"]
+
+
+def test_text_without_json_is_readable(
+    capsys: pytest.CaptureFixture[str], worded_directory: Path, directory: Path, tmp_path: Path
+) -> None:
+    _, out, err = generate(capsys, worded_directory, "--prompt", WORDS[0], "--max-tokens", "3")
+    assert len(out.split()) == 3
+    assert "1 of 1 prompts done, 3 tokens" in err
+    file = prompts_file(tmp_path, {"prompt": "alpha"}, {"prompt": "beta"})
+    _, out, _ = generate(capsys, worded_directory, "--prompts-file", file, "--max-tokens", "3", "--logprobs", "1")
+    assert f"== {file} line 2 (length, 3 tokens)" in out
+    _, out, _ = generate(capsys, directory, "--prompt-ids", "1", "--max-tokens", "2")  # no tokenizer: ids
+    assert len(out.split(",")) == 2
+
+
+def test_chat_renders_harmony_and_parses_the_answer(
+    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
+) -> None:
+    encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    options = ("--date", "2025-11-20", "--max-tokens", "3")
+    (row,) = rows(capsys, chat_directory, "--prompt", "Hi", "--chat", "--reasoning-effort", "low", *options)
+    text = encoding.decode(row["prompt_token_ids"])
+    assert "Current date: 2025-11-20\n\nReasoning: low" in text
+    assert text.endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
+    assert row["messages"] == []
+    assert row["format_error"]  # random weights write no harmony, which is said and not hidden
+    line = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "high"}
+    (from_file,) = rows(capsys, chat_directory, "--prompts-file", prompts_file(tmp_path, line), *options)
+    assert "Reasoning: high" in encoding.decode(from_file["prompt_token_ids"])
+    _, out, _ = generate(capsys, chat_directory, "--prompt", "Hi", "--chat", *options)
+    assert out.startswith("[not harmony from here: ")
+
+
+def test_a_plain_prompt_is_tokenized_with_its_special_tokens(
+    capsys: pytest.CaptureFixture[str], chat_directory: Path
+) -> None:
+    (row,) = rows(capsys, chat_directory, "--prompt", "<|start|>user<|message|>Hé", "--max-tokens", "1")
+    assert row["prompt_token_ids"][:3] == [200_006, 1428, 200_008]
+    assert "messages" not in row
+
+
+def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None:
+    """Nor what C libraries print while the model loads; the noise here goes to file descriptor 1 directly."""
+    code = (
+        "import os, sys; from npu_gptoss import cli; from npu_gptoss.model.transformer import GptOss;"
+        "load = GptOss.load.__func__;"
+        "GptOss.load = classmethod(lambda c, *a, **k: (os.write(1, b'noise'), print('noise'), load(c, *a, **k))[-1]);"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "generate", "--model", str(directory), *COMMON, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--prompt-ids", "1,2", "--max-tokens", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(strict(done.stdout)[0]["token_ids"]) == 2
+    assert done.stderr.count("noise") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompt-ids", ""), "--prompt-ids: the prompt is empty"),
+        (("--prompt-ids", "1,x"), "--prompt-ids must be whole numbers with commas between, got '1,x'"),
+        (("--prompt-ids", "1,,2"), "--prompt-ids must be whole numbers"),
+        (("--prompt-ids", "1,512"), "--prompt-ids: token id 512 is not in the vocabulary"),
+        (("--prompt-ids", ",".join(["1"] * 641)), "the prompt has 641 tokens, but the cache holds 640"),
+        (("--prompt", "alpha"), "tokenizer.json is missing"),
+        (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl cannot be read"),
+        (("--prompt-ids", "1", "--chat"), "--prompt-ids: --chat turns texts into messages"),
+        (("--prompt", "", "--chat"), "--prompt: the message is empty"),
+        (("--prompt-ids", "1", "--device", "tpu"), "there is no device 'tpu': expected auto, cpu, cuda, npu"),
+        (("--prompt-ids", "1", "--dtype", "float16"), "float16 cannot hold"),
+        (("--prompt-ids", "1", "--max-tokens", "0"), "max_tokens must be a whole number from 1, got 0"),
+        (("--prompt-ids", "1", "--temperature", "nan"), "temperature must be a finite number"),
+        (("--prompt-ids", "1", "--logprobs", "600"), "logprobs is 600, but the vocabulary has 512"),
+        (("--prompt-ids", "1", "--num-blocks", "0"), "at least one block"),
+        (("--prompt-ids", "1", "--model", "/nowhere"), "/nowhere: "),
+        (("--prompt-ids", "1", "--max-tokens", "x"), "invalid int value"),
+        ((), "one of the arguments --prompt --prompt-ids --prompts-file is required"),
+    ],
+)
+def test_wrong_input_is_a_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], directory: Path, options: tuple[str, ...], message: str
+) -> None:
+    code, out, err = generate(capsys, directory, *options)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_bad_line_of_a_prompts_file_is_named_whatever_is_wrong_with_it(
+    capsys: pytest.CaptureFixture[str], directory: Path, tmp_path: Path
+) -> None:
+    for bad, message in (
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ({"prompt_token_ids": [512]}, "token id 512 is not in the vocabulary"),
+        ({"text": "x"}, "must be a JSON object with one of"),
+    ):
+        file = prompts_file(tmp_path, {"prompt_token_ids": [1]}, bad)
+        code, out, err = generate(capsys, directory, "--prompts-file", file)
+        assert (code, out) == (2, "")
+        assert f"{file} line 2" in err
+        assert message in err
+
+
+def test_a_bad_conversation_in_a_prompts_file_is_named(
+    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
+) -> None:
+    file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "user"}]})
+    code, _, err = generate(capsys, chat_directory, "--prompts-file", file)
+    assert code == 2
+    assert f"{file} line 2: message 0 (user): content must be a text" in err

@@ -1,0 +1,87 @@
+"""Blocks are handed out once and come back once; the caches have the shape that the public ops want."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gptoss.engine.kv_cache import (
+    CPU_CACHE_BYTES,
+    BlockAllocator,
+    allocate_kv_caches,
+    default_num_blocks,
+    slot_mapping,
+)
+from npu_gptoss.errors import InputError
+from tests.checkpoints import random_config
+
+CPU = torch.device("cpu")
+
+
+def test_growing_takes_as_many_blocks_as_the_tokens_need() -> None:
+    allocator, blocks = BlockAllocator(5, 4), []
+    sizes = []
+    for tokens in (1, 4, 5, 8, 9, 20):
+        assert allocator.grow(blocks, tokens)
+        sizes.append(len(blocks))
+    assert sizes == [1, 1, 2, 2, 3, 5]
+    assert sorted(blocks) == [0, 1, 2, 3, 4]
+
+
+def test_growing_beyond_the_free_blocks_takes_none() -> None:
+    allocator, mine, others = BlockAllocator(4, 4), [], []
+    assert allocator.grow(others, 8)
+    assert allocator.grow(mine, 4)
+    before = list(mine)
+    assert not allocator.grow(mine, 16)
+    assert mine == before
+    assert allocator.num_free == 1
+
+
+def test_released_blocks_can_be_taken_again() -> None:
+    allocator, blocks = BlockAllocator(3, 4), []
+    allocator.grow(blocks, 12)
+    allocator.release(blocks)
+    assert (blocks, allocator.num_free) == ([], 3)
+    assert allocator.grow(blocks, 12)
+
+
+def test_releasing_a_block_twice_is_noticed() -> None:
+    allocator, blocks = BlockAllocator(3, 4), []
+    allocator.grow(blocks, 4)
+    copy = list(blocks)
+    allocator.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        allocator.release(copy)
+
+
+def test_slots_follow_the_block_table_not_the_order_of_blocks() -> None:
+    slots = slot_mapping([5, 2], np.arange(2, 7), 4)
+    assert slots.tolist() == [22, 23, 8, 9, 10]
+    assert slots.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_are_zeroed_pairs_for_each_layer(dtype: torch.dtype) -> None:
+    config = random_config(layers=3)
+    caches = allocate_kv_caches(config, 6, 16, dtype, CPU)
+    assert len(caches) == 3
+    tensors = [tensor for pair in caches for tensor in pair]
+    assert all(
+        tensor.shape == (6, 16, 2, 64) and tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
+    )
+    assert not any(tensor.any() for tensor in tensors)
+    tensors[0].fill_(1)
+    assert not any(tensor.any() for tensor in tensors[1:])  # no two share memory
+
+
+def test_a_cpu_cache_fills_its_budget_but_no_more_than_a_full_batch_needs() -> None:
+    config = random_config(layers=4)  # 4 layers x 2 x 2 heads x 64 x 4 bytes = 4 KiB a token
+    assert default_num_blocks(config, 16, torch.float32, CPU, 256) == CPU_CACHE_BYTES // (16 * 4096)
+    assert default_num_blocks(random_config(max_positions=100), 16, torch.float32, CPU, 3) == 3 * 7
+
+
+def test_a_block_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(InputError, match="do not hold one block"):
+        default_num_blocks(random_config(layers=4), 1 << 30, torch.float32, CPU, 1)

@@ -1,0 +1,65 @@
+"""A bad line of a prompts file is an error that names the line, never a prompt that is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.engine.prompts import read_prompts_file
+from npu_gptoss.errors import InputError
+
+
+def write(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_three_forms_are_read_in_order_and_empty_lines_count_as_lines(tmp_path: Path) -> None:
+    messages = '{"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low"}'
+    path = write(tmp_path, '{"prompt": "a\\u2028b"}', "", "  ", '{"prompt_token_ids": [1, 2]}', messages, "")
+    text, ids, chat = read_prompts_file(path)
+    assert (text.form, text.value) == ("prompt", "a\u2028b")
+    assert (ids.form, ids.value, ids.label) == ("prompt_token_ids", [1, 2], f"{path} line 4")
+    assert (chat.form, chat.options) == ("messages", {"reasoning_effort": "low"})
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
+    assert read_prompts_file(write(tmp_path, '{"prompt": "a\u2028b\x85c"}'))[0].value == "a\u2028b\x85c"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "must be a JSON object with one of prompt, prompt_token_ids, messages"),
+        ('"text"', "must be a JSON object"),
+        ("{}", "must be a JSON object with one of"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "must be a JSON object with one of"),
+        ('{"prompt": 3}', "prompt must be a text, got 3"),
+        ('{"prompt": null}', "prompt must be a text, got null"),
+        ('{"prompt_token_ids": "1,2"}', "prompt_token_ids must be a list"),
+        ('{"prompt_token_ids": [1, "2"]}', "prompt_token_ids must be whole numbers"),
+        ('{"prompt_token_ids": [true]}', "prompt_token_ids must be whole numbers"),
+        ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be whole numbers"),
+        ('{"messages": {}}', "messages must be a list"),
+        ('{"prompt": "a", "temperature": 1}', "nothing reads 'temperature' beside 'prompt'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(InputError, match=rf"line 3:? {message}"):
+        read_prompts_file(write(tmp_path, '{"prompt": "a"}', "", line))
+
+
+def test_a_file_without_prompts_or_without_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no prompt"):
+        read_prompts_file(write(tmp_path, "", " "))
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_prompts_file(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        read_prompts_file(tmp_path)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(InputError, match="is not UTF-8"):
+        read_prompts_file(tmp_path / "latin.jsonl")

@@ -1,0 +1,134 @@
+"""Sampling cuts the right tokens off, follows the distribution, and does not care who else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from npu_gptoss.engine.request import SamplingParams
+from npu_gptoss.engine.sampling import choose, report, uniform
+from npu_gptoss.errors import InputError
+
+PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+LOGITS = PROBABILITIES.log()
+BY_LIKELIHOOD = [1, 3, 4, 0, 2]
+
+
+def draw_many(count: int, **settings: float) -> torch.Tensor:
+    """Frequencies of the tokens over an even grid of draws, which makes them exact."""
+    params = [SamplingParams(**{"temperature": 1.0, **settings})] * count
+    draws = [(i + 0.5) / count for i in range(count)]
+    return choose(LOGITS.expand(count, -1), params, draws).bincount(minlength=5) / count
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    assert torch.allclose(draw_many(10_000), PROBABILITIES, atol=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_divides_the_logits(temperature: float) -> None:
+    expected = (LOGITS / temperature).softmax(-1)
+    assert torch.allclose(draw_many(10_000, temperature=temperature), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 5, 9])
+def test_top_k_keeps_the_k_most_likely_in_proportion(top_k: int) -> None:
+    expected = torch.zeros(5)
+    expected[BY_LIKELIHOOD[:top_k]] = PROBABILITIES[BY_LIKELIHOOD[:top_k]]
+    assert torch.allclose(draw_many(10_000, top_k=top_k), expected / expected.sum(), atol=2e-4)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (1.0, 5)])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
+    expected = torch.zeros(5)
+    expected[BY_LIKELIHOOD[:kept]] = PROBABILITIES[BY_LIKELIHOOD[:kept]]
+    assert torch.allclose(draw_many(10_000, top_p=top_p), expected / expected.sum(), atol=2e-4)
+
+
+def test_top_p_counts_what_top_k_has_left() -> None:
+    """Of {0.4, 0.3} the first alone is 0.57: enough for 0.5, which it would not be of all five."""
+    assert draw_many(100, top_k=2, top_p=0.5)[1] == 1
+    assert draw_many(100, top_p=0.5)[1] < 1
+
+
+def test_temperature_zero_is_the_most_likely_token_whatever_the_draw() -> None:
+    assert choose(LOGITS[None].expand(3, -1), [SamplingParams()] * 3, [0.0, 0.5, 0.99]).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-5])
+def test_a_tiny_temperature_is_greedy_and_not_nan(temperature: float) -> None:
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 30
+    params = [SamplingParams(temperature=temperature)] * 4
+    assert choose(logits, params, [0.0, 0.3, 0.7, 0.999]).equal(logits.argmax(-1))
+
+
+def test_the_largest_draw_stays_inside_the_kept_tokens() -> None:
+    """As float32 this draw is 1, beyond the whole distribution."""
+    draw = math.nextafter(1.0, 0.0)
+    logits = torch.randn(1, 200_000, generator=torch.Generator().manual_seed(0)) * 5
+    for top_k in (1, 3, 0):
+        params = [SamplingParams(temperature=1.0, top_k=top_k)]
+        kept = logits.topk(top_k or logits.shape[1]).indices[0].tolist()
+        assert choose(logits, params, [draw]).item() in kept
+        assert choose(logits, params, [0.0]).item() == kept[0]
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * 3
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5, top_k=7),
+        SamplingParams(temperature=2.0, top_p=0.5),
+        SamplingParams(temperature=1.0, top_k=100, top_p=0.9),
+        SamplingParams(),
+    ]
+    draws = [0.1, 0.5, 0.7, 0.9, 0.3, 0.2]
+    together = choose(logits, params, draws).tolist()
+    alone = [choose(logits[i : i + 1], params[i : i + 1], draws[i : i + 1]).item() for i in range(6)]
+    assert together == alone
+    assert choose(logits.flip(0), params[::-1], draws[::-1]).tolist() == alone[::-1]
+
+
+def test_draws_are_even_and_depend_on_seed_and_index_only() -> None:
+    draws = torch.tensor([uniform(seed, index) for seed in range(50) for index in range(200)])
+    assert ((draws >= 0) & (draws < 1)).all()
+    counts = torch.histc(draws, bins=20, min=0, max=1)
+    assert ((counts - 500) ** 2 / 500).sum() < 43.8  # 99.9 % quantile of chi-square with 19 degrees of freedom
+    assert uniform(3, 4) == uniform(3, 4)
+    assert len({uniform(3, 4), uniform(4, 3), uniform(34, 0), uniform(-3, 4)}) == 4
+
+
+def test_report_gives_each_row_its_own_count() -> None:
+    logits = torch.stack([LOGITS, LOGITS.flip(0)])
+    first, second = report(logits, torch.tensor([2, 3]), [0, 2])
+    assert (first.token_id, first.top) == (2, ())
+    assert first.logprob == pytest.approx(math.log(0.05), abs=1e-6)
+    assert second.logprob == pytest.approx(math.log(0.4), abs=1e-6)
+    assert [token for token, _ in second.top] == [3, 1]
+    assert [logprob for _, logprob in second.top] == pytest.approx([math.log(0.4), math.log(0.3)], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be"),
+        ({"max_tokens": True}, "max_tokens must be"),
+        ({"temperature": -0.1}, "temperature must be a finite number from 0"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"temperature": math.inf}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"top_p": math.nan}, "top_p must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"seed": 1.5}, "seed must be"),
+        ({"logprobs": -1}, "logprobs must be"),
+        ({"prompt_logprobs": "x"}, "prompt_logprobs must be"),
+    ],
+)
+def test_settings_without_meaning_are_refused_in_words(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**settings)
