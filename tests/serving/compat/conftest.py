@@ -55,3 +55,20 @@ def patched() -> Callable[..., contextlib.AbstractContextManager[None]]:
         return _patched(*names)
 
     return checked
+
+
+@pytest.fixture(scope="session")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The harmony encoding, from the packaged vocabulary; vLLM's own copy of it is filled too."""
+    pytest.importorskip("bpe_openai")
+    from vllm.entrypoints import harmony_utils
+
+    from npu_gptoss.model.tokenizer_files import packaged_vocabulary
+    from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+
+    directory = tmp_path_factory.mktemp("vocabulary")
+    (directory / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(BASE_VARIABLE, str(directory))
+        with _patched():
+            return harmony_utils.get_encoding()

@@ -1,0 +1,243 @@
+"""Streams: no text may be lost, whatever number of tokens the engine hands over at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+
+from tests.serving.compat.fake_engine import (
+    MODEL,
+    WEATHER,
+    FakeEngine,
+    chat,
+    chat_serving,
+    respond,
+    stream_chat,
+    stream_responses,
+    told,
+)
+
+pytestmark = pytest.mark.serving
+
+TOKENS = ("harmony-parser", "chat-stream-tokens")
+CHAT = (*TOKENS, "harmony-channels", "chat-stream-channels", "tool-answers")
+RESPONSES = ("harmony-parser", "harmony-channels", "responses-stream-tokens", "responses-stream-end")
+BITES = (1, 2, 3, 5, 100)
+
+ANSWER = (
+    "<|channel|>analysis<|message|>The user greets me, so I greet back.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Hello there! 🜁 How are you?<|return|>"
+)
+CALL = (
+    "<|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+)
+
+
+@pytest.fixture
+def tokens(harmony):
+    return lambda text: harmony.encode(text, allowed_special="all")
+
+
+def test_a_chat_stream_loses_no_text_when_several_tokens_come_at_once(patched, tokens):
+    whole = {"content": "Hello there! 🜁 How are you?", "reasoning": "The user greets me, so I greet back."}
+    with patched():
+        assert told(stream_chat(FakeEngine(tokens(ANSWER)))).items() >= whole.items()  # one at a time all is well
+        stock = told(stream_chat(FakeEngine(tokens(ANSWER), bite=2)))
+        assert len(stock["content"]) < len(whole["content"])
+        assert told(stream_chat(FakeEngine(tokens(ANSWER), bite=100)))["content"] == ""
+    with patched(*TOKENS):
+        one_by_one = stream_chat(FakeEngine(tokens(ANSWER)))
+        assert told(one_by_one).items() >= whole.items()
+        for bite in BITES:
+            chunks = stream_chat(FakeEngine(tokens(ANSWER), bite))
+            assert [chunk["choices"] for chunk in chunks] == [chunk["choices"] for chunk in one_by_one]
+
+
+def test_a_tool_call_within_one_output_is_streamed(patched, tokens):
+    with patched():
+        assert told(stream_chat(FakeEngine(tokens(CALL), bite=100), tools=[WEATHER]))["calls"] == []
+    with patched(*TOKENS):
+        for bite in BITES:
+            answer = told(stream_chat(FakeEngine(tokens(CALL), bite), tools=[WEATHER]))
+            assert answer["calls"] == [["get_weather", '{"city": "Paris"}']]
+            assert answer["reasoning"] == "I need the weather."
+            assert (answer["finish"], answer["error"]) == ("tool_calls", None)
+
+
+def test_usage_logprobs_and_token_ids_fit_the_tokens(patched, tokens):
+    expected = tokens(ANSWER)
+    with patched(*CHAT):
+        chunks = stream_chat(
+            FakeEngine(expected, bite=4),
+            logprobs=True,
+            top_logprobs=1,
+            return_token_ids=True,
+            stream_options={"include_usage": True},
+        )
+    assert chunks[-1]["usage"]["completion_tokens"] == len(expected)
+    streamed = [choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
+    assert all(len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 1 for choice in streamed)
+    assert all(f"<{choice['token_ids'][0]}>" == choice["logprobs"]["content"][0]["token"] for choice in streamed)
+
+
+def test_two_choices_keep_their_texts_apart(patched, tokens):
+    with patched(*CHAT):
+        for bite in BITES:
+            chunks = stream_chat(FakeEngine([tokens(ANSWER), tokens(CALL)], bite), n=2, tools=[WEATHER])
+            assert told(chunks, 0)["content"] == "Hello there! 🜁 How are you?"
+            assert told(chunks, 0)["finish"] == "stop"
+            assert told(chunks, 1)["calls"] == [["get_weather", '{"city": "Paris"}']]
+            assert told(chunks, 1)["content"] == ""
+
+
+def test_reasoning_can_be_left_out(patched, tokens):
+    with patched(*CHAT):
+        answer = told(stream_chat(FakeEngine(tokens(ANSWER), bite=3), include_reasoning=False))
+    assert answer["reasoning"] == ""
+    assert answer["content"] == "Hello there! 🜁 How are you?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather json<|message|>{"city": "Rome"}<|call|>',
+        '<|channel|>analysis to=functions.get_weather json<|message|>{"city": "Rome"}<|call|>',
+        "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>First.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Second.<|return|>",
+        "<|channel|>final<|message|>cut o",
+        "<|channel|>analysis<|message|>cut o",
+        '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Ro',
+        "<|message|>No channel at all.<|return|>",
+        "<|channel|>final<|message|><|return|>",
+        ANSWER,
+        CALL,
+    ],
+)
+def test_the_stream_tells_what_the_whole_answer_tells(patched, tokens, text):
+    with patched(*CHAT):
+        message = chat(FakeEngine(tokens(text)), tools=[WEATHER])["choices"][0]["message"]
+        for bite in (1, 3, 100):
+            answer = told(stream_chat(FakeEngine(tokens(text), bite), tools=[WEATHER]))
+            assert answer["error"] is None
+            assert answer["content"] == (message["content"] or "")
+            assert answer["reasoning"] == (message["reasoning_content"] or "")
+            if text.endswith("<|call|>"):
+                assert answer["calls"] == [
+                    [call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]
+                ]
+
+
+def test_a_preamble_is_streamed_as_content(patched, tokens):
+    text = "<|channel|>commentary<|message|>Let me look.<|end|>" + "<|start|>assistant" + CALL
+    with patched(*TOKENS):
+        assert told(stream_chat(FakeEngine(tokens(text)), tools=[WEATHER]))["content"] == ""
+    with patched(*CHAT):
+        answer = told(stream_chat(FakeEngine(tokens(text)), tools=[WEATHER]))
+    assert answer["content"] == "Let me look."
+    assert answer["calls"] == [["get_weather", '{"city": "Paris"}']]
+
+
+def test_a_call_that_max_tokens_cuts_off_does_not_break_the_stream(patched, tokens):
+    cut = tokens(CALL)[:-3]
+    with patched():
+        assert told(stream_chat(FakeEngine(cut), tools=[WEATHER]))["error"] is not None
+    with patched(*CHAT):
+        answer = told(stream_chat(FakeEngine(cut), tools=[WEATHER]))
+    assert answer["error"] is None
+    assert answer["calls"][0][0] == "get_weather"
+
+
+def test_an_output_without_tokens_repeats_nothing(patched, tokens):
+    cut = tokens("<|channel|>final<|message|>cut off")
+    with patched():
+        assert told(stream_chat(FakeEngine(cut, finish="abort", empty_end=True)))["content"] == "cut off off"
+    with patched(*CHAT):
+        answer = told(stream_chat(FakeEngine(cut, finish="abort", empty_end=True)))
+    assert (answer["content"], answer["finish"]) == ("cut off", "abort")
+
+
+def test_a_client_that_goes_away_ends_the_generation(patched, tokens):
+    engine = FakeEngine(tokens(ANSWER), bite=4)
+
+    async def leave() -> None:
+        request = ChatCompletionRequest(model=MODEL, stream=True, messages=[{"role": "user", "content": "Hello"}])
+        answer = await chat_serving(engine).create_chat_completion(request)
+        await anext(answer)
+        await anext(answer)
+        await answer.aclose()
+        await asyncio.sleep(0.01)
+
+    with patched(*CHAT):
+        asyncio.run(leave())
+    assert engine.closed
+
+
+def test_other_models_keep_their_engine_client(patched):
+    with patched(*CHAT):
+        engine = FakeEngine([1])
+        assert chat_serving(engine, tool_flags=False, model_type="llama").engine_client is engine
+
+
+def deltas(events: list, kind: str) -> str:
+    return "".join(event.delta for event in events if event.type == kind)
+
+
+def test_a_response_stream_loses_no_text_when_several_tokens_come_at_once(patched, tokens):
+    with patched():
+        stock = stream_responses(FakeEngine(tokens(ANSWER), bite=3))
+        assert len(deltas(stock, "response.output_text.delta")) < len("Hello there! 🜁 How are you?")
+    with patched(*RESPONSES):
+        expected = [event.type for event in stream_responses(FakeEngine(tokens(ANSWER)))]
+        for bite in BITES:
+            events = stream_responses(FakeEngine(tokens(ANSWER), bite))
+            assert deltas(events, "response.output_text.delta") == "Hello there! 🜁 How are you?"
+            assert deltas(events, "response.reasoning_text.delta") == "The user greets me, so I greet back."
+            assert [event.type for event in events] == expected
+            assert events[-1].response.output_text == "Hello there! 🜁 How are you?"
+            assert events[-1].response.status == "completed"
+
+
+def test_a_response_stream_that_is_cut_off_is_incomplete(patched, tokens):
+    cut = tokens(ANSWER)[:-3]
+    with patched():
+        assert stream_responses(FakeEngine(cut))[-1].response.status == "completed"
+    with patched(*RESPONSES):
+        assert stream_responses(FakeEngine(cut))[-1].response.status == "incomplete"
+        assert respond(FakeEngine(cut))["status"] == "incomplete"
+
+
+def test_a_response_stream_survives_an_output_without_tokens(patched, tokens):
+    cut = tokens("<|channel|>final<|message|>cut off")
+    with patched(), pytest.raises(UnboundLocalError):
+        stream_responses(FakeEngine(cut, finish="abort", empty_end=True))
+    with patched(*RESPONSES):
+        events = stream_responses(FakeEngine(cut, finish="abort", empty_end=True))
+    assert deltas(events, "response.output_text.delta") == "cut off"
+    assert events[-1].response.status == "cancelled"
+
+
+def through_the_client(events: list) -> list[str]:
+    """The texts that OpenAI's own client puts together while it reads the stream."""
+    body = "".join(f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n" for event in events)
+    answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, content=body.encode())
+    transport = httpx.MockTransport(lambda request: answer)
+    client = openai.OpenAI(base_url="http://server/v1", api_key="-", http_client=httpx.Client(transport=transport))
+    with client.responses.stream(model=MODEL, input="Hello") as stream:
+        return [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+
+
+def test_openais_client_can_put_a_response_together(patched, tokens):
+    with patched(*RESPONSES), pytest.raises(IndexError):
+        through_the_client(stream_responses(FakeEngine(tokens(ANSWER))))
+    with patched(*RESPONSES, "responses-stream-indices"):
+        events = stream_responses(FakeEngine(tokens(ANSWER), bite=4))
+        assert through_the_client(events)[-1] == "Hello there! 🜁 How are you?"
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [(event.output_index, event.item.type) for event in done] == [(0, "reasoning"), (1, "message")]
