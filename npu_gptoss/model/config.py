@@ -17,6 +17,7 @@ from typing import Any
 from npu_gptoss.model.config_fields import (
     ARCHITECTURE,
     BOOLEAN,
+    DTYPE,
     MISSING,
     MODEL_TYPE,
     MXFP4,
@@ -94,11 +95,7 @@ _RULES: dict[str, Rule] = {
     "pad_token_id": TOKEN,
     "other_eos_token_ids": Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v)),
     "quantization": Rule(f"{MXFP4!r} or None", lambda v: v is None or v == MXFP4),
-    "dtype": Rule(
-        "'bfloat16' or 'float32' (or absent)",
-        lambda v: v in (None, "bfloat16", "float32"),
-        "gpt-oss was trained in bfloat16 and overflows in float16: take a bfloat16 checkpoint.",
-    ),
+    "dtype": DTYPE,
 }
 
 # field, what must hold between it and others, the expectation (a template over the configuration c), what to do

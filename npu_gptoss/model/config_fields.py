@@ -77,6 +77,11 @@ NUMBER = Rule("a finite number", is_number)
 BOOLEAN = Rule("true or false", lambda v: isinstance(v, bool))
 TOKEN = Rule("a token id (an integer of at least 0) or null", lambda v: v is None or (is_int(v) and v >= 0))
 TEXT = Rule("a text or null", lambda v: v is None or isinstance(v, str))
+DTYPE = Rule(
+    "'bfloat16' or 'float32' (or absent)",
+    lambda v: v in (None, "bfloat16", "float32"),
+    "gpt-oss was trained in bfloat16 and overflows in float16: take a bfloat16 checkpoint.",
+)
 
 # name -> (the only value that gpt-oss has, why). Absent means this value: it is the default of transformers' class.
 _FIXED: dict[str, tuple[Any, str]] = {
@@ -202,12 +207,14 @@ def _read_quantization(rest: dict[str, Any]) -> str | None:
     return MXFP4
 
 
-def _read_dtype(rest: dict[str, Any]) -> Any:
-    old, new = rest.pop("torch_dtype", None), rest.pop("dtype", None)
-    if old is not None and new is not None and old != new:
-        refuse("torch_dtype", f"equal to dtype ({new!r})", old, "Both name one thing: remove the wrong one.")
-    name = old if new is None else new
-    return name.removeprefix("torch.") if isinstance(name, str) else name
+def _read_dtype(rest: dict[str, Any]) -> str | None:
+    found = {}
+    for name in ("torch_dtype", "dtype"):
+        value = rest.pop(name, None)
+        if value is not None:
+            found[name] = value.removeprefix("torch.") if isinstance(value, str) else value
+            DTYPE.check(name, found[name])
+    return _agreed(found) if found else None
 
 
 def _read_eos(rest: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:

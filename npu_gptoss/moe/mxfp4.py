@@ -29,7 +29,7 @@ _LARGEST_SAFE_SCALE = 252  # 6 * 2 ** (252 - 127) still fits; above it some code
 
 # one look-up yields a byte's two values, moved as one word of their joint size
 _WORD = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-_EXPAND_CHUNK = 1 << 22  # bytes of blocks a step: 16 MiB of indices
+_EXPAND_CHUNK = 1 << 18  # bytes of blocks a step: 1 MiB of indices, which stay in the cache
 _COMPRESS_CHUNK = 1 << 15  # groups a step: 1 Mi values, 4 MiB each temporary
 
 # |x| above the i-th boundary has at least code i + 1. A tie goes to the even code, as the specification rounds: after
@@ -50,7 +50,7 @@ def expand(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torc
         scales: `[..., groups]` uint8.
         dtype: bfloat16 or float32; both hold every finite MXFP4 value below 2 ** 128.
 
-    Returns `[..., groups * 32]`, on the device of `blocks`. Peak memory is the result and a few tens of MiB.
+    Returns `[..., groups * 32]`, on the device of `blocks`. Peak memory is the result and a few MiB.
 
     Raises Mxfp4Error for other shapes or dtypes, for a scale of 255 (NaN) and for values that overflow `dtype`: a
     trained checkpoint has neither, so both mean damaged data.

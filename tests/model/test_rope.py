@@ -1,0 +1,158 @@
+"""YaRN equals transformers and the definition, and a rounded ramp is noticed."""
+
+from __future__ import annotations
+
+import cmath
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npu_gptoss.model.config import GptOssConfig, YarnScaling
+from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
+from tests.model.published import gpt_oss_20b, published_config
+
+
+def with_yarn(**changes: object) -> GptOssConfig:
+    config = gpt_oss_20b()
+    return dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, **changes))
+
+
+def yarn_by_definition(config: GptOssConfig) -> list[float]:
+    """The paper's "NTK by parts" for one pair after the other, in double precision, without rounding of the ramp."""
+    yarn, dim = config.rope_scaling, config.head_dim
+    frequencies = []
+    for pair in range(dim // 2):
+        plain = config.rope_theta ** (-2 * pair / dim)
+
+        def pair_with(turns: float) -> float:
+            wavelength = yarn.original_max_position_embeddings / turns
+            return dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(config.rope_theta)
+
+        low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+        interpolated = min(max((pair - low) / (high - low), 0.0), 1.0)
+        frequencies.append(plain * (1 - interpolated) + plain / yarn.factor * interpolated)
+    return frequencies
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("head_dim", [2, 16, 64, 128])
+@pytest.mark.parametrize(("factor", "trained"), [(32.0, 4096), (8.0, 64), (1.0, 4096), (32.0, 4)])
+def test_frequencies_are_bit_for_bit_those_of_transformers(
+    truncate: bool, head_dim: int, factor: float, trained: int
+) -> None:
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config = dataclasses.replace(
+        gpt_oss_20b(), head_dim=head_dim, rope_scaling=YarnScaling(factor, trained, 32, 1, truncate)
+    )
+    theirs = SimpleNamespace(
+        rope_theta=config.rope_theta,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_scaling={"rope_type": "yarn", **dataclasses.asdict(config.rope_scaling)},
+    )
+    inv_freq, scale = yarn_inv_freq(config)
+    want, want_scale = utils._compute_yarn_parameters(theirs, "cpu")
+    assert torch.equal(inv_freq, want)
+    assert scale == want_scale
+    assert inv_freq.dtype == torch.float32
+    assert inv_freq.shape == (head_dim // 2,)
+
+
+def test_frequencies_follow_the_definition() -> None:
+    inv_freq, scale = yarn_inv_freq(gpt_oss_20b())
+    torch.testing.assert_close(inv_freq.double(), torch.tensor(yarn_by_definition(gpt_oss_20b()), dtype=torch.float64))
+    assert scale == pytest.approx(1.3465735902799727, abs=1e-15)  # 0.1 ln 32 + 1
+    assert yarn_inv_freq(with_yarn(factor=1.0))[1] == 1.0
+
+
+def test_fast_pairs_are_kept_and_slow_pairs_are_divided_by_the_factor() -> None:
+    """The ramp of the published numbers runs from pair 8.1 to pair 17.4 of 32."""
+    inv_freq, _ = yarn_inv_freq(gpt_oss_20b())
+    plain = 150000.0 ** (-torch.arange(0, 64, 2).double() / 64)
+    ratio = inv_freq.double() / plain
+    torch.testing.assert_close(ratio[:9], torch.ones(9, dtype=torch.float64))
+    torch.testing.assert_close(ratio[18:], torch.full((14,), 1 / 32, dtype=torch.float64))
+    assert ((ratio[9:18] < 0.999) & (ratio[9:18] > 1.001 / 32)).all()
+
+
+def test_rounded_ramp_is_another_function() -> None:
+    """Mutation: what vLLM 0.11.0 computes for gpt-oss fails against the definition by far more than any rounding."""
+    exact, _ = yarn_inv_freq(gpt_oss_20b())
+    rounded, _ = yarn_inv_freq(with_yarn(truncate=True))
+    want = torch.tensor(yarn_by_definition(gpt_oss_20b()))
+    apart = (rounded / want - 1).abs()
+    assert int((apart > 1e-3).sum()) == 9
+    assert apart.max() > 0.7
+    assert ((exact / want - 1).abs() < 1e-5).all()
+    far = [cos_sin_cache(config, 4097, torch.float32)[4096] for config in (gpt_oss_20b(), with_yarn(truncate=True))]
+    assert (far[0] - far[1]).abs().max() > 0.5
+
+
+def test_cache_holds_cosines_then_sines_scaled() -> None:
+    config = gpt_oss_20b()
+    inv_freq, scale = yarn_inv_freq(config)
+    cache = cos_sin_cache(config, 300, torch.float32)
+    assert cache.shape == (300, 64)
+    assert torch.equal(cache[0], torch.cat([torch.full((32,), scale), torch.zeros(32)]))
+    angle = 299 * inv_freq
+    assert torch.equal(cache[299], torch.cat([angle.cos() * scale, angle.sin() * scale]))
+    assert torch.equal(cos_sin_cache(config, 300, torch.bfloat16), cache.to(torch.bfloat16))
+
+
+def test_cache_equals_transformers_rotary_embedding() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+
+    hub = transformers.GptOssConfig.from_dict(published_config())
+    positions = torch.tensor([0, 1, 127, 128, 4095, 4096, 70000, 131071])
+    cache = cos_sin_cache(gpt_oss_20b(), 131072, torch.float32)[positions]
+    cos, sin = GptOssRotaryEmbedding(hub)(torch.zeros(1, dtype=torch.float32), positions[None])
+    assert torch.equal(cache, torch.cat([cos[0], sin[0]], dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_is_bit_for_bit_that_of_transformers(dtype: torch.dtype) -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    x = torch.randn(7, 3, 64).to(dtype)
+    cos, sin = cos_sin_cache(gpt_oss_20b(), 7, dtype).chunk(2, dim=-1)
+    want, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None], sin[None])
+    got = apply_rotary(x, cos, sin)
+    assert got.dtype == dtype
+    assert torch.equal(got, want[0].transpose(0, 1))
+    assert torch.equal(apply_rotary(x, cos.float(), sin.float()), got)
+
+
+def test_dimension_pairs_with_the_one_half_a_head_further() -> None:
+    """Each pair is a complex number that turns by its angle; neighbours (0, 1), (2, 3) do not pair."""
+    config = gpt_oss_20b()
+    inv_freq, scale = yarn_inv_freq(config)
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 64)
+    position = 1000
+    cos, sin = cos_sin_cache(config, position + 1, torch.float32)[position:].chunk(2, dim=-1)
+    got = apply_rotary(x, cos, sin)[0, 0]
+    for pair in (0, 1, 8, 12, 31):
+        turned = complex(x[0, 0, pair], x[0, 0, pair + 32]) * scale * cmath.exp(1j * position * float(inv_freq[pair]))
+        assert float(got[pair]) == pytest.approx(turned.real, abs=2e-4)
+        assert float(got[pair + 32]) == pytest.approx(turned.imag, abs=2e-4)
+
+
+def test_scores_depend_on_the_distance_only() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 64)
+    cache = cos_sin_cache(gpt_oss_20b(), 5000, torch.float32)
+
+    def score(query_at: int, key_at: int) -> float:
+        turned = [apply_rotary(x, *cache[at : at + 1].chunk(2, dim=-1)) for x, at in ((query, query_at), (key, key_at))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(100, 30) == pytest.approx(score(4100, 4030), abs=1e-2)
+    assert abs(score(100, 30) - score(100, 31)) > 0.05

@@ -1,0 +1,225 @@
+"""Files that are no safetensors checkpoint are refused from their headers, in words that name the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from npu_gptoss.model import safetensors_reader
+from npu_gptoss.model.safetensors_reader import CheckpointError, find_tensors, read_header, read_tensor
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b": torch.arange(7, dtype=torch.uint8),
+    "c": torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 3),
+}
+
+
+def raw_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    """A file with this header, whatever it says."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(start: int, stop: int, dtype: str = "U8", shape: list[int] | None = None) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+def sharded(directory: Path, shards: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
+    """Writes shards and their index; returns the weight map."""
+    weight_map = {}
+    for file, tensors in shards.items():
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    write_index(directory, weight_map)
+    return weight_map
+
+
+def write_index(directory: Path, weight_map: object) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_tensors_are_read_as_the_library_wrote_them(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = find_tensors(tmp_path)
+    assert found.keys() == TENSORS.keys()
+    for name, stored in found.items():
+        tensor = read_tensor(stored)
+        assert tensor.dtype == TENSORS[name].dtype
+        assert torch.equal(tensor, TENSORS[name])
+        tensor.zero_()  # its own memory: the file keeps its values
+    assert torch.equal(read_tensor(found["a"]), TENSORS["a"])
+
+
+def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    sharded(tmp_path, {first: {"b": TENSORS["b"]}, second: {"a": TENSORS["a"], "c": TENSORS["c"]}})
+    found = find_tensors(tmp_path)
+    assert {name: stored.file.name for name, stored in found.items()} == {"a": second, "b": first, "c": second}
+    assert torch.equal(read_tensor(found["c"]), TENSORS["c"])
+
+
+HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty file": (lambda p: p.write_bytes(b""), "truncated within its header"),
+    "cut in the length": (lambda p: p.write_bytes(b"\x10\0\0"), "truncated within its header"),
+    "cut in the header": (lambda p: raw_file(p, b'{"a', length=500), "truncated within its header"),
+    "not safetensors": (lambda p: p.write_bytes(b"PK\x03\x04" + bytes([255]) * 64), "expected a safetensors file"),
+    "lfs pointer": (
+        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "Git LFS pointer.*git lfs pull",
+    ),
+    "no json": (lambda p: raw_file(p, b"{nonsense"), "safetensors header, but"),
+    "no object": (lambda p: raw_file(p, [1]), "no JSON object"),
+    "name twice": (
+        lambda p: raw_file(p, b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', b"x"),
+        "a is there twice",
+    ),
+    "no offsets": (lambda p: raw_file(p, {"a": {"dtype": "U8", "shape": [1]}}), "a has no dtype, shape and data_off"),
+    "negative shape": (lambda p: raw_file(p, {"a": entry(0, 1, shape=[-1])}, b"x"), "make no sense"),
+    "offsets reversed": (lambda p: raw_file(p, {"a": entry(1, 0, shape=[1])}, b"x"), "make no sense"),
+    "size against shape": (
+        lambda p: raw_file(p, {"a": entry(0, 6, dtype="F32", shape=[2])}, b"x" * 6),
+        r"a of shape \[2\] and dtype F32 cannot have 6 bytes",
+    ),
+    "data cut": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(4, 9)}, b"x" * 7), "truncated: b ends at byte"),
+    "data too long": (lambda p: raw_file(p, {"a": entry(0, 4)}, b"x" * 5), "by its header, got"),
+    "gap": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(5, 9)}, b"x" * 9), "b should start at byte"),
+    "overlap": (lambda p: raw_file(p, {"a": entry(0, 4), "b": entry(3, 9)}, b"x" * 9), "b should start at byte"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    write, expected = HEADERS[case]
+    file = tmp_path / "model.safetensors"
+    write(file)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        find_tensors(tmp_path)
+    assert str(file) in str(caught.value)
+
+
+def test_dtype_that_torch_lacks_is_kept_in_words(tmp_path: Path) -> None:
+    stored = read_header(raw_file(tmp_path / "x", {"a": entry(0, 3, dtype="F4", shape=[6])}, b"xyz"))["a"]
+    assert (stored.dtype, stored.dtype_name, stored.shape, stored.size) == (None, "F4", (6,), 3)
+
+
+def test_unreadable_path_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file"):
+        read_header(tmp_path / "gone")
+
+
+def test_file_that_shrinks_after_the_check_is_an_error_not_garbage(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    stored = find_tensors(tmp_path)["a"]
+    file.write_bytes(file.read_bytes()[: stored.offset + 20])
+    with pytest.raises(CheckpointError, match=r"a should have 48 bytes, got 20\. .*truncated since"):
+        read_tensor(stored)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="a could not be read"):
+        read_tensor(stored)
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def _absent(directory: Path, _: dict[str, str]) -> None:
+    (directory / SECOND).unlink()
+
+
+def _in_the_other_shard(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, weight_map | {"c": FIRST})
+
+
+def _in_no_shard(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, weight_map | {"d": FIRST})
+
+
+def _unlisted(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, {name: shard for name, shard in weight_map.items() if name != "c"})
+
+
+def _twice(directory: Path, weight_map: dict[str, str]) -> None:
+    save_file({"a": TENSORS["a"], "b": TENSORS["b"]}, directory / FIRST)
+
+
+def _left_over(directory: Path, weight_map: dict[str, str]) -> None:
+    save_file({"z": TENSORS["a"]}, directory / "model-00003-of-00009.safetensors")
+
+
+def _single_beside(directory: Path, weight_map: dict[str, str]) -> None:
+    save_file(TENSORS, directory / "model.safetensors")
+
+
+def _elsewhere(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, weight_map | {"c": "../" + SECOND})
+
+
+def _pickle(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, weight_map | {"c": "pytorch_model.bin"})
+
+
+def _no_map(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, [])
+
+
+def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
+    (directory / "model.safetensors.index.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_absent, rf"expected 2 shards, but {SECOND} is not there"),
+        (_in_the_other_shard, rf"expected c in {FIRST}, got it in {SECOND}"),
+        (_in_no_shard, rf"expected d in {FIRST}, got it in no shard"),
+        (_unlisted, rf"got c in {SECOND} unlisted"),
+        (_twice, rf"a should be in one shard, got it in {FIRST} and in {SECOND}"),
+        (_left_over, r"got model-00003-of-00009\.safetensors too.*Delete"),
+        (_single_beside, r"got model\.safetensors too.*Delete"),
+        (_elsewhere, r"c should lie in a safetensors file of this directory, got '\.\./"),
+        (_pickle, r"c should lie in a safetensors file of this directory, got 'pytorch_model\.bin'"),
+        (_no_map, "weight_map"),
+        (_no_json, "expected JSON"),
+    ],
+)
+def test_index_and_shards_that_disagree_are_refused(
+    tmp_path: Path, damage: Callable[[Path, dict[str, str]], None], expected: str
+) -> None:
+    shards = {FIRST: {"b": TENSORS["b"]}, SECOND: {"a": TENSORS["a"], "c": TENSORS["c"]}}
+    damage(tmp_path, sharded(tmp_path, shards))
+    with pytest.raises(CheckpointError, match=expected):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "weights.pkl"])
+def test_pickles_are_refused_without_opening_them(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was loaded"))
+    with pytest.raises(CheckpointError, match=rf"got {re.escape(name)}, a pickle.*never loaded.*convert"):
+        find_tensors(tmp_path)
+
+
+def test_directories_without_a_checkpoint_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="got neither"):
+        find_tensors(tmp_path)
+    with pytest.raises(CheckpointError, match="there is none"):
+        find_tensors(tmp_path / "nowhere")
+    save_file({"a": TENSORS["a"]}, tmp_path / FIRST)
+    with pytest.raises(CheckpointError, match=rf"got {FIRST} without an index\. The download is incomplete"):
+        find_tensors(tmp_path)
+
+
+def test_headers_are_enough_to_find_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    monkeypatch.setattr(safetensors_reader, "read_tensor", lambda _: pytest.fail("a tensor was read"))
+    assert len(find_tensors(tmp_path)) == len(TENSORS)
