@@ -71,16 +71,13 @@ class Chat:
             role = message.get("role") if isinstance(message, Mapping) else None
             if role not in _ROLES:
                 raise ChatError(f"message {number} needs a role of {', '.join(_ROLES)}, got {message!r:.80}")
-        leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-        instructions = [_text(number, message) for number, message in enumerate(messages[:leading])]
-        turns = [_system(reasoning_effort, date)]
-        if any(instructions) or tools:
-            turns.append(_developer("\n\n".join(filter(None, instructions)), tools))
-        names: dict[str, str] = {}  # tool call id -> function
-        for number, message in enumerate(messages[leading:], start=leading):
-            turns += _turns(number, message, names)
-        conversation = harmony.Conversation.from_messages(turns)
-        return self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT)
+        try:
+            conversation = _conversation(messages, tools, reasoning_effort, date)
+            return self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT)
+        except ChatError:
+            raise
+        except (ValueError, harmony.HarmonyError) as error:  # pydantic's and the binding's own checks
+            raise ChatError(f"the conversation cannot be written in harmony: {error}") from error
 
     def parse(self, token_ids: Sequence[int]) -> Reply:
         """Generated ids, with or without their stop token; an unfinished last message counts."""
@@ -119,6 +116,20 @@ def _load_encoding(model_dir: Path) -> harmony.HarmonyEncoding:
 @functools.cache
 def _encoding() -> harmony.HarmonyEncoding:
     return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def _conversation(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], reasoning_effort: str, date: str | None
+) -> harmony.Conversation:
+    leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+    instructions = [_text(number, message) for number, message in enumerate(messages[:leading])]
+    turns = [_system(reasoning_effort, date)]
+    if any(instructions) or tools:
+        turns.append(_developer("\n\n".join(filter(None, instructions)), tools))
+    names: dict[str, str] = {}  # tool call id -> function
+    for number, message in enumerate(messages[leading:], start=leading):
+        turns += _turns(number, message, names)
+    return harmony.Conversation.from_messages(turns)
 
 
 def _system(reasoning_effort: str, date: str | None) -> harmony.Message:

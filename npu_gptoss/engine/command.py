@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [
             _row(result, chat if e.form == "messages" else None) for e, result in zip(entries, results, strict=True)
         ]
-        print(json.dumps(rows, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(rows, allow_nan=False))
     else:
         for entry, result in zip(entries, results, strict=True):
             _print_text(entry, result, chat if entry.form == "messages" else None, alone=len(entries) == 1)

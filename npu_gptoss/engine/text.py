@@ -23,6 +23,10 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """No token is added; the names of special tokens in the text (`<|start|>`) become those tokens."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair, "\\ud800"
+            raise InputError(f"the text is not valid Unicode: {error}") from None
         return self._load().encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

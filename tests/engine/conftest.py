@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GptOssForCausalLM
 
 from npu_gptoss.engine import Engine
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle
+
+if TYPE_CHECKING:
+    from transformers import GptOssForCausalLM
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")  # ids 0 to 4 of the tests' tokenizer
 

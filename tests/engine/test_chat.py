@@ -141,6 +141,12 @@ def test_text_parts_are_joined(chat: Chat, encoding: openai_harmony.HarmonyEncod
         ([{"role": "assistant", "tool_calls": [{}]}], {}, "message 0: a tool call needs a function with name"),
         ([user("Hi")], {"tools": [{"name": "f"}]}, "tool 0 must be"),
         ([user("Hi")], {"tools": {}}, "tools must be a list"),
+        (
+            [user("Hi")],
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+            "cannot be written",
+        ),
+        ([user("\ud800")], {}, "the conversation cannot be written in harmony"),
         ([user("Hi")], {"reasoning_effort": "huge"}, "reasoning_effort must be low, medium, high, got 'huge'"),
         ([user("Hi")], {"date": "tomorrow"}, "the date must be written like 20"),
     ],

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import GptOssForCausalLM
 
 from npu_gptoss.engine import Engine, Result, SamplingParams
 from npu_gptoss.engine.engine import HARMONY_STOP_TOKENS, NonFiniteLogits
 from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
-from tests.engine.conftest import WORDS
 from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 130, 255, 300, 700)
 GREEDY = 64
 
-Model = GptOssForCausalLM
+if TYPE_CHECKING:
+    from transformers import GptOssForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected_logits(oracle: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
+def expected_logits(oracle: GptOssForCausalLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [oracle_logits(oracle, prompt) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def expected_tokens(oracle: Model, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def expected_tokens(oracle: GptOssForCausalLM, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     return [oracle_greedy(oracle, prompt, GREEDY) for prompt in prompts]
 
 
@@ -104,28 +105,36 @@ def test_greedy_tokens_equal_transformers_one_by_one(
     assert tokens(alone) == expected_tokens
 
 
-def test_bf16_leaves_transformers_bf16_only_for_a_token_that_fp32_finds_as_good(
-    directory: Path, oracle: Model, prompts: list[list[int]]
+def test_bf16_is_as_good_as_transformers_bf16(
+    directory: Path, oracle: GptOssForCausalLM, prompts: list[list[int]], expected_logits: list[torch.Tensor]
 ) -> None:
-    """Both round. Where they part, ours must be (nearly) the best token of the fp32 model too.
+    """Both round, so tokens differ; measured against fp32 on the same text, ours must not be the worse.
 
-    Seen here: near-ties, and places where rounding flips a router's choice (margin 0.002), then transformers' choice
-    as often as ours.
+    Where the greedy answers part, the two tokens are near-ties for fp32, or rounding has flipped a router's choice
+    (seen at margins of 0.002 between the fourth and the fifth expert), transformers' as well as ours.
     """
-    rounded, count = load_oracle(directory, torch.bfloat16), 32
-    chosen = prompts[:9]
-    want = [oracle_greedy(rounded, prompt, count) for prompt in chosen]
-    got = tokens(Engine(directory, dtype="bfloat16", num_blocks=200).generate(chosen, SamplingParams(max_tokens=count)))
-    agreeing, regrets = 0, []
-    for prompt, ours, theirs in zip(chosen, got, want, strict=True):
-        same = next((i for i in range(count) if ours[i] != theirs[i]), count)
-        agreeing += same
-        if same < count:
-            logits = oracle_logits(oracle, [*prompt, *ours[:same]])[-1]
-            regrets.append(float(logits.max() - logits[ours[same]]))
-    print(f"bf16: {agreeing} of {count * len(chosen)} greedy tokens before the first difference, {regrets=}")
-    assert agreeing > count  # far more than chance, which is 0
-    assert max(regrets, default=0.0) < 0.1
+    engine, rounded = Engine(directory, dtype="bfloat16", num_blocks=200), load_oracle(directory, torch.bfloat16)
+    want = torch.cat(expected_logits)
+    ours = torch.cat(engine.batch_logits(prompts))
+    theirs = torch.cat([oracle_logits(rounded, prompt) for prompt in prompts])
+    error, agreement = ({}, {})
+    for name, got in (("ours", ours), ("theirs", theirs)):
+        error[name] = float((got - want).abs().mean())
+        agreement[name] = float((got.argmax(-1) == want.argmax(-1)).float().mean())
+
+    greedy, regrets = engine.generate(prompts[:6], SamplingParams(max_tokens=32)), []
+    for prompt, result in zip(prompts[:6], greedy, strict=True):
+        expected = oracle_greedy(rounded, prompt, 32)
+        same = next((i for i in range(32) if result.token_ids[i] != expected[i]), None)
+        if same is not None:
+            logprobs = oracle_logits(oracle, [*prompt, *result.token_ids[:same]])[-1].log_softmax(-1)
+            regrets.append(float(logprobs.max() - logprobs[result.token_ids[same]]))
+    print(f"bf16 on {len(want)} rows: mean logit {error=}, argmax as in fp32 {agreement=}; greedy {regrets=}")
+
+    assert 0 < error["ours"] < 1.1 * error["theirs"]
+    assert agreement["ours"] > agreement["theirs"] - 0.02
+    assert agreement["ours"] > 0.9
+    assert not regrets or statistics.median(regrets) < 0.1
 
 
 def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None:
@@ -207,7 +216,7 @@ def test_other_seeds_and_no_seed_give_other_tokens(engine: Engine) -> None:
     assert sample(1) == sample(1)
 
 
-def test_sampled_tokens_follow_the_distribution_of_transformers(engine: Engine, oracle: Model) -> None:
+def test_sampled_tokens_follow_the_distribution_of_transformers(engine: Engine, oracle: GptOssForCausalLM) -> None:
     """2000 first tokens at temperature 0.7 against transformers' probabilities: chi-square over the likely tokens."""
     prompt, count = [7, 8, 9], 2000
     probabilities = (oracle_logits(oracle, prompt)[-1] / 0.7).softmax(-1)
@@ -267,7 +276,7 @@ def test_an_unreadable_generation_config_is_an_error(tmp_path: Path, text: str) 
 # Log-probabilities
 
 
-def test_logprobs_are_those_of_transformers(engine: Engine, oracle: Model) -> None:
+def test_logprobs_are_those_of_transformers(engine: Engine, oracle: GptOssForCausalLM) -> None:
     prompt = random_prompts([140], 512, seed=4)[0]
     params = SamplingParams(max_tokens=8, temperature=1.0, top_k=40, seed=1, logprobs=3, prompt_logprobs=2)
     result = engine.generate([prompt], params)[0]
@@ -291,35 +300,6 @@ def test_logprobs_come_only_where_they_were_asked_for(engine: Engine) -> None:
     assert [len(entry.top) for entry in own.logprobs] == [0, 0]
     assert [len(entry.top) for entry in two.logprobs] == [2, 2]
     assert [entry.logprob for entry in own.logprobs] == [entry.top[0][1] for entry in two.logprobs]
-
-
-# Text
-
-
-def test_text_goes_in_and_comes_out_without_special_tokens(worded_directory: Path) -> None:
-    engine = Engine(worded_directory, dtype="float32", num_blocks=20)
-    result = engine.generate([f"{WORDS[2]} {WORDS[0]}<|stop|>"], SamplingParams(max_tokens=4))[0]
-    assert result.prompt_token_ids == (2, 0, 511)
-    assert result.text == engine.text.decode(result.token_ids)
-    assert len(result.text.split()) == 4
-    last = SamplingParams(max_tokens=4, stop_token_ids=(result.token_ids[3],))
-    stopped = engine.generate([[2, 0, 511]], last)[0]
-    assert stopped.token_ids == result.token_ids
-    assert stopped.text == engine.text.decode(result.token_ids[:3])  # the stop token is no text
-    assert engine.text.decode([1, 511, 2]) == f"{WORDS[1]} {WORDS[2]}"
-
-
-def test_without_a_tokenizer_ids_work_and_text_is_refused(engine: Engine) -> None:
-    assert engine.generate([[1]], SamplingParams(max_tokens=1))[0].text is None
-    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
-        engine.generate(["alpha"])
-
-
-def test_a_damaged_tokenizer_is_an_error_in_words(worded_directory: Path, tmp_path: Path) -> None:
-    write_random_checkpoint(tmp_path, layers=1)
-    (tmp_path / "tokenizer.json").write_text((worded_directory / "tokenizer.json").read_text()[:500])
-    with pytest.raises(InputError, match="cannot be read as a tokenizer"):
-        Engine(tmp_path, num_blocks=1).generate(["alpha"])
 
 
 # Wrong input

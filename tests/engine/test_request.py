@@ -1,0 +1,61 @@
+"""Settings without meaning are refused when they are made; a request knows when it has ended."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from npu_gptoss.engine.request import Request, SamplingParams
+from npu_gptoss.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be"),
+        ({"max_tokens": True}, "max_tokens must be"),
+        ({"temperature": -0.1}, "temperature must be a finite number from 0"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"temperature": math.inf}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"top_p": math.nan}, "top_p must be"),
+        ({"top_k": -1}, "top_k must be"),
+        ({"seed": 1.5}, "seed must be"),
+        ({"logprobs": -1}, "logprobs must be"),
+        ({"prompt_logprobs": "x"}, "prompt_logprobs must be"),
+    ],
+)
+def test_settings_without_meaning_are_refused_in_words(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_length", "expected"),
+    [([5], 100, [None]), ([5, 6, 7], 100, [None, None, "length"]), ([9], 100, ["stop"]), ([5, 5], 4, [None, "length"])],
+)
+def test_a_request_ends_at_a_stop_token_at_max_tokens_or_at_its_longest(
+    tokens: list[int], max_length: int, expected: list[str | None]
+) -> None:
+    request = Request(
+        prompt_length=2,
+        token_ids=[9, 9],  # the stop token in the prompt ends nothing
+        params=SamplingParams(max_tokens=3),
+        seed=0,
+        stop_token_ids=frozenset({9}),
+        max_length=max_length,
+    )
+    reasons = []
+    for token in tokens:
+        request.append(token)
+        reasons.append(request.finish_reason)
+    assert reasons == expected
+
+
+def test_a_stop_token_at_the_last_place_is_a_stop() -> None:
+    request = Request(1, [1], SamplingParams(max_tokens=1), 0, frozenset({9}), max_length=2)
+    request.append(9)
+    assert request.finish_reason == "stop"

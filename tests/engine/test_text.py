@@ -1,0 +1,42 @@
+"""Text to tokens and back: special tokens are no text, and a missing or damaged tokenizer is said in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.engine.text import TextCodec
+from npu_gptoss.errors import InputError
+from tests.engine.conftest import WORDS
+
+
+def test_text_goes_in_and_comes_out_without_special_tokens(worded_directory: Path) -> None:
+    engine = Engine(worded_directory, dtype="float32", num_blocks=20)
+    result = engine.generate([f"{WORDS[2]} {WORDS[0]}<|stop|>"], SamplingParams(max_tokens=4))[0]
+    assert result.prompt_token_ids == (2, 0, 511)
+    assert result.text == engine.text.decode(result.token_ids)
+    assert len(result.text.split()) == 4
+    last = SamplingParams(max_tokens=4, stop_token_ids=(result.token_ids[3],))
+    stopped = engine.generate([[2, 0, 511]], last)[0]
+    assert stopped.token_ids == result.token_ids
+    assert stopped.text == engine.text.decode(result.token_ids[:3])  # the stop token is no text
+    assert engine.text.decode([1, 511, 2]) == f"{WORDS[1]} {WORDS[2]}"
+
+
+def test_without_a_tokenizer_ids_work_and_text_is_refused(engine: Engine) -> None:
+    assert engine.generate([[1]], SamplingParams(max_tokens=1))[0].text is None
+    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
+        engine.generate(["alpha"])
+
+
+def test_a_damaged_tokenizer_is_an_error_in_words(worded_directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text((worded_directory / "tokenizer.json").read_text()[:500])
+    with pytest.raises(InputError, match="cannot be read as a tokenizer"):
+        TextCodec(tmp_path).encode("alpha")
+
+
+def test_half_a_surrogate_pair_is_refused(worded_directory: Path) -> None:
+    with pytest.raises(InputError, match="the text is not valid Unicode"):
+        TextCodec(worded_directory).encode("alpha \ud800")
