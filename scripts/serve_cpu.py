@@ -12,7 +12,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,8 +47,9 @@ def tiny_checkpoint(directory: Path = TINY) -> Path:
     sources = sorted([*package.glob("assets/*"), *package.glob("model/*.py")])
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
     stamp = directory / ".made-from"
-    if stamp.is_file() and stamp.read_text() == digest:
+    if stamp.is_file() and stamp.read_text() == digest and any(directory.glob("*.safetensors")):
         return directory
+    shutil.rmtree(directory, ignore_errors=True)
     print(f"checkpoint: the trained tiny gpt-oss is written to {directory} …", flush=True)
     command = [sys.executable, "-m", "npu_gptoss.cli", "tiny", str(directory), "--trained"]
     if subprocess.run(command, check=False).returncode:
@@ -99,6 +102,7 @@ def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.
         # The tiny model gains nothing from a second thread, and several busy OpenMP processes starve each other.
         "OMP_NUM_THREADS": "1" if tiny else str(len(os.sched_getaffinity(0))),
         "VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "4",  # GiB
+        "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         BASE_VARIABLE: str(vocabulary),
@@ -143,7 +147,9 @@ def stop(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
 
 
 def tail(log: Path, lines: int) -> list[str]:
-    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-lines:]
+    """The last lines that say something, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+    return [line for line in plain.splitlines() if line.strip()][-lines:]
 
 
 def wait_until_ready(

@@ -11,6 +11,8 @@ import os
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
+from npu_gptoss import envs
+
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"
 NAME = "npu_gptoss_cpu"
@@ -34,11 +36,11 @@ def objections(root: Path = Path("/")) -> list[str]:
     build = version("vllm").partition("+")[2]
     if "empty" not in build:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
-    devices = root / "dev"
-    present = sorted(file.name for pattern in DEVICE_FILES for file in devices.glob(pattern))
-    if present:
-        reasons.append(f"an accelerator is present: /dev/{present[0]}")
-    reasons += [f"{name} is installed" for name in DEVICE_MODULES if importlib.util.find_spec(name) is not None]
+    if envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
+        present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))
+        if present:
+            reasons.append(f"an accelerator is present: /dev/{present[0]}")
+        reasons += [f"{name} is installed" for name in DEVICE_MODULES if importlib.util.find_spec(name) is not None]
     others = sorted(name for name in _active_plugins() if name != NAME)
     if others:
         reasons.append(f"another platform plugin is installed: {', '.join(others)}")

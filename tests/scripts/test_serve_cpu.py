@@ -9,10 +9,12 @@ import signal
 import socket
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from npu_gptoss.serving import platform
 from scripts import serve_cpu
 from scripts.serve_cpu import ServeError
 
@@ -108,3 +110,16 @@ def test_the_printed_request_survives_the_shell() -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's"
     assert body["messages"][0]["content"] == 'say "hi"'
+
+
+@pytest.mark.serving
+def test_an_accelerator_does_not_keep_make_serve_from_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
+    here = platform.objections(tmp_path)
+    assert "an accelerator is present: /dev/nvidia0" in here
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", serve_cpu.cpu_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"])
+    assert not any("accelerator" in reason for reason in platform.objections(tmp_path))
