@@ -75,7 +75,7 @@ class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
             query_start_loc=query_start_loc,
             seq_lens=tuple(common.seq_lens_cpu[: common.num_reqs].tolist()),
             block_table=common.block_table_tensor[: common.num_reqs],
-            slot_mapping=common.slot_mapping[:num_tokens].long(),
+            slot_mapping=common.slot_mapping[:num_tokens],
         )
 
     def use_cascade_attention(self, *args: object, **kwargs: object) -> bool:

@@ -1,0 +1,39 @@
+"""vLLM engines in this process: stock `LLM`, the plugin found by its entry point, nothing between test and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, so that a test can reach the model
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def start_engine() -> Iterator[Callable[..., LLM]]:
+    """Starts an engine on a checkpoint without a tokenizer: prompts are token ids. Keywords go to `LLM`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        threads = torch.get_num_threads()
+
+        def start(directory: Path, **options: Any) -> LLM:
+            from vllm import LLM
+
+            settings = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": -1, "seed": 0}
+            return LLM(str(directory), skip_tokenizer_init=True, **{**settings, **options})
+
+        yield start
+        torch.set_num_threads(threads)
