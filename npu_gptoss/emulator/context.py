@@ -1,0 +1,110 @@
+"""What an operator needs to know about the machine it runs on: CANN version, strictness, device, formats, capture.
+
+Kernels ask `current()`; the emulator sets one context per process (`set_default`) and may override it for a stretch of
+code (`use`), for example while a graph is being captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+
+import torch
+
+CANN_VERSIONS = ("8.3.rc1", "8.3.rc2", "8.5")
+
+FORMAT_ND = 2
+FORMAT_FRACTAL_NZ = 29
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that hardware would not have reported: an undefined result outside strict mode, or a warning."""
+
+    rule: int
+    op: str
+    sentence: str
+
+
+def _always(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _nd(tensor: torch.Tensor) -> int:
+    return FORMAT_ND
+
+
+def _ignore_format(tensor: torch.Tensor, acl_format: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class OpContext:
+    """The machine as one operator call sees it.
+
+    cann: one of CANN_VERSIONS; decides which rules hold and which operators exist (torch_npu 2.7.1 up to 8.3).
+    strict: results that hardware leaves undefined raise; otherwise the outputs concerned are filled with NaN.
+    capturing: the call is recorded into a graph, so whatever reads device memory on the host is refused.
+    execute: False checks what the host can check and returns poisoned outputs: no tensor value is read or written.
+    diagnostic_fp32: float32 stands in for bfloat16 wherever bfloat16 is demanded, and nothing is rounded to bfloat16.
+    tnd_max_workspace: let `_npu_fused_infer_attention_score*_get_max_workspace` answer for TND on CANN 8.3 (R37).
+    is_device, format_of: whether a tensor lives on the emulated device, and its storage format (2 ND, 29 FRACTAL_NZ).
+    set_format: told by npu_format_cast.
+    findings: what was seen and not raised, in order.
+    """
+
+    cann: str = "8.3.rc1"
+    strict: bool = True
+    capturing: bool = False
+    execute: bool = True
+    diagnostic_fp32: bool = False
+    tnd_max_workspace: bool = False
+    is_device: Callable[[torch.Tensor], bool] = _always
+    format_of: Callable[[torch.Tensor], int] = _nd
+    set_format: Callable[[torch.Tensor, int], None] = _ignore_format
+    findings: list[Finding] = field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.cann not in CANN_VERSIONS:
+            raise ValueError(f"CANN version {self.cann!r} is not emulated; known: {', '.join(CANN_VERSIONS)}")
+
+    @property
+    def is_8_3(self) -> bool:
+        return self.cann.startswith("8.3")
+
+    def stands_for(self, dtype: torch.dtype, wanted: torch.dtype) -> bool:
+        """Whether `dtype` may be passed where `wanted` is demanded."""
+        return dtype == wanted or (self.diagnostic_fp32 and wanted == torch.bfloat16 and dtype == torch.float32)
+
+    def rounded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor` as it looks after the kernel's intermediate rounding to `dtype`; nothing in diagnostic mode."""
+        if self.diagnostic_fp32 and dtype in (torch.bfloat16, torch.float32):
+            return tensor
+        return tensor.to(dtype)
+
+
+_default = OpContext()
+_current: ContextVar[OpContext | None] = ContextVar("npu_gptoss_emulator_op_context", default=None)
+
+
+def current() -> OpContext:
+    return _current.get() or _default
+
+
+def set_default(context: OpContext) -> None:
+    """The context of every thread that has not entered `use`."""
+    global _default
+    _default = context
+
+
+@contextmanager
+def use(context: OpContext | None = None, **changes: object) -> Iterator[OpContext]:
+    """Runs a block in `context` (default: the current one) with some fields changed."""
+    entered = replace(context or current(), **changes)
+    token = _current.set(entered)
+    try:
+        yield entered
+    finally:
+        _current.reset(token)
