@@ -1,0 +1,210 @@
+// Device memory, pinned host memory and copies. Everything is host memory; what is handed out or given back is poisoned
+// with 0xFF bytes: NaN in every floating-point type. The real device leaves whatever was there.
+#include "machine.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "acl/acl.h"
+#include "acl/acl_rt.h"
+
+using namespace emulator;
+
+namespace {
+const int poison = 0xFF;
+const size_t alignment = 512;
+struct Block { size_t bytes; int device; bool captured; };
+std::mutex blocks_mutex;
+std::map<uintptr_t, Block> blocks;
+std::map<uintptr_t, size_t> pinned;
+std::map<int, size_t> used;
+uint64_t generation = 1;
+
+size_t total() {
+  static const size_t bytes = strtoull(setting("MEMORY", "4294967296"), nullptr, 0);
+  return bytes;
+}
+
+template <class Map, class Size> bool inside(Map &map, const void *pointer, size_t bytes, Size size) {
+  uintptr_t address = (uintptr_t)pointer;
+  auto next = map.upper_bound(address);
+  if (next == map.begin()) return false;
+  --next;
+  return address + bytes <= next->first + size(next->second);
+}
+
+const char *name(aclrtMemcpyKind kind) {
+  static const char *names[] = {"h2h", "h2d", "d2h", "d2d"};
+  return (unsigned)kind < 4 ? names[kind] : "?";
+}
+
+void trace_copy(aclrtMemcpyKind kind, size_t bytes, bool synchronous, bool page_locked, const char *phase, int stream) {
+  if (tracing())
+    trace(std::string("\"event\": \"copy\", \"kind\": \"") + name(kind) + "\", \"bytes\": " + std::to_string(bytes) +
+          ", \"sync\": " + (synchronous ? "true" : "false") + ", \"pinned\": " + (page_locked ? "true" : "false") +
+          ", \"phase\": \"" + phase + "\", \"stream\": " + std::to_string(stream));
+}
+
+int check_copy(const void *target, size_t room, const void *source, size_t bytes, aclrtMemcpyKind kind) {
+  if (bytes > room) return fail(invalid_parameter, "a copy of more bytes than its target has room for");
+  bool to_device = kind == ACL_MEMCPY_HOST_TO_DEVICE || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
+  bool from_device = kind == ACL_MEMCPY_DEVICE_TO_HOST || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
+  if (bytes && to_device != is_device(target, bytes)) return fail(invalid_parameter, std::string("the target of a copy ") + name(kind) + (to_device ? " is not device memory" : " is device memory"));
+  if (bytes && from_device != is_device(source, bytes)) return fail(invalid_parameter, std::string("the source of a copy ") + name(kind) + (from_device ? " is not device memory" : " is device memory"));
+  return ok;
+}
+
+int forbidden_while_capturing(const char *what) {
+  Lock lock(machine().mutex);
+  auto capture = forbidding_capture();
+  if (!capture) return ok;
+  return refuse(lock, capture, not_on_captured_stream, std::string(what) + " is not allowed while a graph is being captured [R82]");
+}
+}  // namespace
+
+namespace emulator {
+bool is_device(const void *pointer, size_t bytes) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  return inside(blocks, pointer, bytes, [](const Block &block) { return block.bytes; });
+}
+bool is_pinned(const void *pointer) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  return inside(pinned, pointer, 1, [](size_t bytes) { return bytes; });
+}
+}  // namespace emulator
+
+extern "C" {
+aclError aclrtMalloc(void **pointer, size_t bytes, aclrtMemMallocPolicy) {
+  int device = current_device();
+  if (device < 0) return fail(no_context, "memory is allocated before a device is set");
+  if (!bytes) return fail(invalid_parameter, "an allocation of zero bytes");
+  bool captured;
+  {
+    Lock lock(machine().mutex);
+    captured = !machine().captures.empty();
+  }
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  if (used[device] + bytes > total())
+    return fail(out_of_memory, "device memory is full: " + std::to_string(bytes) + " bytes asked for, " + std::to_string(total() - used[device]) + " of " + std::to_string(total()) + " free (`--memory` sets the total)");
+  if (posix_memalign(pointer, alignment, (bytes + alignment - 1) / alignment * alignment)) return fail(out_of_memory, "the host's memory is full");
+  memset(*pointer, poison, bytes);
+  blocks[(uintptr_t)*pointer] = Block{bytes, device, captured};
+  used[device] += bytes;
+  generation++;
+  return ok;
+}
+
+aclError aclrtMallocAlign32(void **pointer, size_t bytes, aclrtMemMallocPolicy policy) { return aclrtMalloc(pointer, bytes, policy); }
+
+aclError aclrtFree(void *pointer) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  auto block = blocks.find((uintptr_t)pointer);
+  if (block == blocks.end()) return fail(invalid_parameter, "memory is freed that was not allocated, or twice");
+  memset(pointer, poison, block->second.bytes);
+  used[block->second.device] -= block->second.bytes;
+  blocks.erase(block);
+  generation++;
+  free(pointer);
+  return ok;
+}
+
+aclError aclrtMallocHost(void **pointer, size_t bytes) {
+  if (posix_memalign(pointer, alignment, bytes ? bytes : 1)) return fail(out_of_memory, "the host's memory is full");
+  memset(*pointer, poison, bytes);
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  pinned[(uintptr_t)*pointer] = bytes ? bytes : 1;
+  return ok;
+}
+
+aclError aclrtFreeHost(void *pointer) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  if (!pinned.erase((uintptr_t)pointer)) return fail(invalid_parameter, "host memory is freed that was not allocated, or twice");
+  free(pointer);
+  return ok;
+}
+
+aclError aclrtHostRegister(void *pointer, uint64_t bytes, aclrtHostRegisterType, void **device) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  pinned[(uintptr_t)pointer] = bytes;
+  *device = pointer;
+  return ok;
+}
+
+aclError aclrtHostUnregister(void *pointer) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  return pinned.erase((uintptr_t)pointer) ? ok : fail(invalid_parameter, "host memory is unregistered that was not registered");
+}
+
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t *free, size_t *all) {
+  int device = current_device();
+  if (device < 0) return fail(no_context, "memory is asked for before a device is set");
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  *all = total();
+  *free = total() - used[device];
+  return ok;
+}
+
+aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t bytes, aclrtMemcpyKind kind) {
+  int code = forbidden_while_capturing("a synchronous copy");
+  if (!code) code = check_copy(target, room, source, bytes, kind);
+  if (code) return code;
+  memmove(target, source, bytes);
+  trace_copy(kind, bytes, true, false, "eager", -1);
+  return ok;
+}
+
+aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t bytes, aclrtMemcpyKind kind, aclrtStream handle) {
+  int code = check_copy(target, room, source, bytes, kind);
+  if (code) return code;
+  Stream *stream = stream_of(handle);
+  if (!stream) return fail(no_context, "a copy without a device");
+  const void *host = kind == ACL_MEMCPY_HOST_TO_DEVICE ? source : kind == ACL_MEMCPY_DEVICE_TO_HOST ? target : nullptr;
+  bool page_locked = !host || is_pinned(host);
+  bool capturing;
+  {
+    Lock lock(machine().mutex);
+    capturing = stream->capture != nullptr;
+    if (capturing && host && (!page_locked || (strict() && kind == ACL_MEMCPY_DEVICE_TO_HOST)))
+      return refuse(lock, stream->capture, not_on_captured_stream,
+                    std::string(kind == ACL_MEMCPY_DEVICE_TO_HOST ? "a copy from the device to the host" : "a copy from pageable host memory") + " cannot be captured [R82]");
+  }
+  int id = stream->id;
+  if (capturing) trace_copy(kind, bytes, false, page_locked, "capture", id);
+  const char *phase = capturing ? "replay" : "eager";
+  if (page_locked)
+    return submit_work(stream, [=] { memmove(target, source, bytes), trace_copy(kind, bytes, false, true, phase, id); return 0; });
+  if (kind == ACL_MEMCPY_HOST_TO_DEVICE) {  // the driver stages pageable memory before it returns
+    auto staged = std::make_shared<std::string>((const char *)source, bytes);
+    return submit_work(stream, [=] { memcpy(target, staged->data(), bytes), trace_copy(kind, bytes, true, false, phase, id); return 0; });
+  }
+  code = submit_work(stream, [=] { memmove(target, source, bytes), trace_copy(kind, bytes, true, false, phase, id); return 0; });
+  if (code) return code;
+  Lock lock(machine().mutex);
+  return drain(lock, stream);
+}
+
+aclError aclrtMemset(void *target, size_t room, int32_t value, size_t bytes) {
+  int code = forbidden_while_capturing("a synchronous memset");
+  if (code) return code;
+  if (bytes > room) return fail(invalid_parameter, "a memset of more bytes than its target has");
+  memset(target, value, bytes);
+  return ok;
+}
+
+aclError aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t bytes, aclrtStream handle) {
+  if (bytes > room) return fail(invalid_parameter, "a memset of more bytes than its target has");
+  return submit_work(stream_of(handle), [=] { memset(target, value, bytes); return 0; });
+}
+
+// For the op kernels: the allocation that holds an address, and a number that changes with every allocation.
+int emulator_block(const void *pointer, uint64_t *base, uint64_t *bytes, int *captured) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  auto next = blocks.upper_bound((uintptr_t)pointer);
+  if (next == blocks.begin()) return 0;
+  --next;
+  if ((uintptr_t)pointer >= next->first + next->second.bytes) return 0;
+  *base = next->first, *bytes = next->second.bytes, *captured = next->second.captured;
+  return 1;
+}
+uint64_t emulator_generation() { return generation; }
+}
