@@ -1,0 +1,75 @@
+"""A real `vllm serve` for tests: started as `make serve` starts it, and gone with everything it started afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from npu_gptoss.model.vocabulary import BASE_VARIABLE
+from scripts import serve_cpu
+
+START_LIMIT = 240  # seconds; about 20 on two idle cores
+
+
+@dataclass(frozen=True)
+class Server:
+    """`url` without a path; `name` is the served model's; `log` holds the server's output."""
+
+    url: str
+    name: str
+    log: Path
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of a Prometheus metric that carry these labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        total = 0.0
+        for series, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*?)\}})? (\S+)$", text, re.M):
+            if all(f'{key}="{wanted}"' in series for key, wanted in labels.items()):
+                total += float(value)
+        return total
+
+    def is_alive(self) -> bool:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
+            return response.status == 200
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+@contextlib.contextmanager
+def serve(model: Path, log: Path, *flags: str, name: str = "gpt-oss-tiny") -> Iterator[Server]:
+    """Yields the server when it is ready. Without the vocabulary in the environment: the plugin has to find it."""
+    port = free_port()
+    base = {key: value for key, value in os.environ.items() if key != BASE_VARIABLE and not key.startswith("VLLM_")}
+    environment = serve_cpu.cpu_environment(
+        model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    )
+    del environment[BASE_VARIABLE]
+    process = serve_cpu.start(serve_cpu.serve_command(model, name, "127.0.0.1", port, flags), environment, log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        serve_cpu.wait_until_ready(process, url, log, timeout=START_LIMIT)
+        yield Server(url, name, log)
+        assert process.poll() is None, f"the server died during the tests; its log is {log}"
+    finally:
+        serve_cpu.stop(process)
