@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -83,16 +84,18 @@ def ensure_vocabulary(model: Path) -> Path:
 
 def check_port(host: str, port: int) -> None:
     """Raises ServeError unless the server could listen there."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    if not 0 < port < 65536:
+        raise ServeError(f"PORT={port} is not between 1 and 65535.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        except OSError as error:
-            raise ServeError(
-                f"the server cannot listen on {host} port {port}: {error.strerror}. "
-                f"Choose another: make serve PORT={port + 1}"
-            ) from None
+    except OSError as error:
+        remedy = (
+            f"Choose another port: make serve PORT={port + 1}" if error.errno == errno.EADDRINUSE else "Check HOST."
+        )
+        raise ServeError(f"the server cannot listen on {host} port {port}: {error.strerror}. {remedy}") from None
 
 
 def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:

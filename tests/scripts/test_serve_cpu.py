@@ -28,6 +28,12 @@ def test_a_taken_port_gives_a_sentence_and_a_way_out(capsys: pytest.CaptureFixtu
     assert f"make serve PORT={port + 1}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("127.0.0.1", 0), ("no.such.host.invalid", 8000)])
+def test_an_address_that_cannot_be_gives_a_sentence(host: str, port: int, capsys: pytest.CaptureFixture) -> None:
+    assert serve_cpu.main(["--host", host, "--port", str(port)]) == 2
+    assert capsys.readouterr().err.startswith("\nmake serve: ")
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
