@@ -51,6 +51,15 @@ PATCHES: tuple[Patch, ...] = (
         essential=True,
     ),
     Patch(
+        name="yarn-truncate",
+        reason="vLLM's own gpt-oss rounds the ends of YaRN's ramp although the config says truncate: false, so that "
+        "nine of 32 frequencies are wrong; our model fills the cache by itself.",
+        module="vllm.model_executor.models.gpt_oss",
+        touches=("vllm.model_executor.models.gpt_oss:OAIAttention.__init__",),
+        installer="rope:install",
+        upstream="vllm PR 27722",
+    ),
+    Patch(
         name="cpu-native-ops",
         reason="A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls "
         "operators that are not there, binds threads with them, and compiles with a dynamo that it does not know.",

@@ -45,7 +45,7 @@ def kind_of(role: Role | str | None, channel: str | None, recipient: str | None)
         return Kind.CALL
     if channel == "final":
         return Kind.ANSWER
-    if channel == "analysis" or recipient is not None:
+    if recipient is not None or (channel or "").startswith("analysis"):  # models do write "analysis–"
         return Kind.REASONING
     return Kind.ANSWER
 

@@ -81,9 +81,7 @@ class FakeEngine:
             self.closed = True
 
     def _request_output(self, request_id: str, prompt: Any, outputs: list[CompletionOutput], finished: bool) -> Any:
-        return RequestOutput(
-            request_id, None, prompt["prompt_token_ids"], None, outputs, finished, num_cached_tokens=0
-        )
+        return RequestOutput(request_id, None, prompt["prompt_token_ids"], None, outputs, finished, num_cached_tokens=0)
 
 
 def _common(engine: FakeEngine, model_type: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Structured output must not end the engine when the logits are bfloat16 on CPU."""
+"""Structured output: bfloat16 logits on CPU must not end the engine, and only the answer of this turn is bound."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from vllm.reasoning.gptoss_reasoning_parser import GptOssReasoningParser
 from vllm.v1.structured_output import utils
 from vllm.v1.worker import gpu_model_runner
 
@@ -45,3 +46,43 @@ def test_float32_logits_take_the_same_path_as_before(patched):
         expected = masked(torch.float32)
     with patched("cpu-grammar-bitmask"):
         assert torch.equal(masked(torch.float32), expected)
+
+
+EARLIER = (
+    "<|start|>user<|message|>2 + 2?<|end|><|start|>assistant<|channel|>final<|message|>Four.<|end|>"
+    "<|start|>user<|message|>As JSON.<|end|><|start|>assistant"
+)
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.fixture
+def answer_begins(harmony):
+    """Asks vLLM's parser whether the grammar binds from here on."""
+
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return harmony.encode(text, allowed_special="all")
+
+    parser = GptOssReasoningParser(Tokenizer())
+    return lambda text: parser.is_reasoning_end(parser.model_tokenizer.encode(text))
+
+
+def test_an_earlier_answer_does_not_bind_the_first_token_of_this_turn(patched, answer_begins):
+    with patched():
+        assert answer_begins(EARLIER)
+    with patched("reasoning-end"):
+        assert not answer_begins(EARLIER)
+        assert not answer_begins(EARLIER + THOUGHT)
+        assert answer_begins(EARLIER + THOUGHT + "<|channel|>final<|message|>")
+        assert answer_begins(EARLIER + THOUGHT + '<|channel|>final<|message|>{"a": 1')
+
+
+def test_the_header_for_json_begins_the_answer(patched, answer_begins):
+    with patched():
+        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
+    with patched("reasoning-end"):
+        assert answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
+        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json")
+        assert not answer_begins("<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>")
+        assert not answer_begins("<|start|>user<|message|>final")
+        assert not answer_begins("no message at all")

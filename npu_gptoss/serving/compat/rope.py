@@ -1,0 +1,61 @@
+"""YaRN as gpt-oss was trained, in vLLM's own model (on platforms where ours steps aside).
+
+gpt-oss's config.json says `truncate: false`: the ends of YaRN's ramp are not rounded. vLLM 0.11.0 does not read it and
+rounds them, which turns nine of the 32 frequencies wrong. Where our model serves, `serving/rotary.py` fills the same
+cache; this is for the stock model, whose defects are mended only.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from npu_gptoss.model.config import YarnScaling
+from npu_gptoss.model.rope import cos_sin_cache
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+if TYPE_CHECKING:
+    from transformers import GptOssConfig
+
+_FILLED = "npu_gptoss_unrounded"
+
+
+def fill(rotary: Any, config: GptOssConfig) -> None:
+    """Write the unrounded cosines and sines into vLLM's rotary object, which its layers share."""
+    scaling = config.rope_scaling
+    if scaling.get("truncate", True) or getattr(rotary, _FILLED, False):
+        return
+    yarn = YarnScaling(
+        factor=float(scaling["factor"]),
+        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+        beta_fast=float(scaling["beta_fast"]),
+        beta_slow=float(scaling["beta_slow"]),
+        truncate=False,
+    )
+    cache = rotary.cos_sin_cache
+    # vLLM builds models under the device of the model; the table is made on the CPU, the same for every device
+    with torch.device("cpu"):
+        table = cos_sin_cache(
+            SimpleNamespace(head_dim=config.head_dim, rope_theta=config.rope_theta, rope_scaling=yarn),
+            cache.shape[0],
+            cache.dtype,
+        )
+    cache.copy_(table)
+    setattr(rotary, _FILLED, True)
+
+
+def install(module: ModuleType) -> None:
+    attention = module.OAIAttention
+    original = attention.__init__
+    expect_parameters(original, "self", "config")
+    expect_source(original, "self.rotary_emb = get_rope(", 'config.rope_scaling["beta_slow"]')
+
+    @functools.wraps(original)
+    def __init__(self, config: GptOssConfig, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        fill(self.rotary_emb, config)
+
+    replace(attention, "__init__", __init__)

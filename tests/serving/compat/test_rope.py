@@ -1,0 +1,71 @@
+"""YaRN: what vLLM 0.11.0 makes of `truncate: false`, and that neither its model nor ours keeps it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GptOssConfig as HuggingFaceConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models import gpt_oss as stock
+
+from npu_gptoss.serving import rotary
+from tests.model.published import gpt_oss_20b, published_config
+
+pytestmark = pytest.mark.serving
+
+POSITIONS = torch.tensor([0, 1, 127, 4095, 4096, 131071])
+
+
+def transformers_cache() -> torch.Tensor:
+    """[positions, head_dim]: cosines, then sines, as transformers rotates by them."""
+    embedding = GptOssRotaryEmbedding(HuggingFaceConfig(**published_config()))
+    cos, sin = embedding(torch.zeros(1, dtype=torch.float32), POSITIONS[None])
+    return torch.cat((cos[0], sin[0]), dim=-1)
+
+
+@pytest.fixture
+def fresh_rope(monkeypatch):
+    """vLLM shares rotary objects; here each test has its own."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.fixture
+def stock_cache(monkeypatch, fresh_rope):
+    """The cache of vLLM's own gpt-oss attention, built without its linear layers."""
+    monkeypatch.setattr(stock, "get_tensor_model_parallel_world_size", lambda: 1)
+    for name in ("QKVParallelLinear", "RowParallelLinear", "Attention"):
+        monkeypatch.setattr(stock, name, lambda *args, **kwargs: torch.nn.Identity())
+
+    def build(**changes) -> torch.Tensor:
+        rotary_embedding._ROPE_DICT.clear()
+        config = published_config()
+        config["rope_scaling"] |= changes
+        layer = stock.OAIAttention(HuggingFaceConfig(**config), prefix="model.layers.0.attn")
+        return layer.rotary_emb.cos_sin_cache[POSITIONS].float()
+
+    return build
+
+
+def test_vllms_own_model_rotates_by_unrounded_frequencies(patched, stock_cache):
+    expected = transformers_cache()
+    with patched():
+        assert (stock_cache() - expected).abs().max() > 0.1
+    with patched("yarn-truncate"):
+        assert torch.equal(stock_cache(), expected)
+
+
+def test_a_config_that_rounds_is_rounded(patched, stock_cache):
+    with patched():
+        expected = stock_cache(truncate=True)
+    with patched("yarn-truncate"):
+        assert torch.equal(stock_cache(truncate=True), expected)
+
+
+def test_our_model_rotates_by_unrounded_frequencies(patched, fresh_rope):
+    with patched():
+        cache = rotary.rotary_embedding(gpt_oss_20b()).cos_sin_cache
+    assert torch.equal(cache[POSITIONS].float(), transformers_cache())
