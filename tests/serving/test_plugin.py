@@ -1,0 +1,376 @@
+"""What the plugin registers, how often it is called, and when it steps aside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm import ModelRegistry
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import quantization as vllm_quantization
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+from npu_gptoss import plugin
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving import limits, platform, quantization
+from tests.checkpoints import write_random_checkpoint
+
+pytestmark = pytest.mark.serving
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a fresh interpreter into which vLLM loads no plugin by itself."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"VLLM_PLUGINS": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# The entry point
+
+
+def test_vllm_finds_both_entry_points() -> None:
+    found = {
+        (e.group, e.name): e for group in ("general", "platform") for e in entry_points(group=f"vllm.{group}_plugins")
+    }
+    assert found["vllm.general_plugins", "npu_gptoss"].load() is plugin.register
+    assert found["vllm.platform_plugins", platform.NAME].load() is platform.cpu_platform
+
+
+def test_registering_again_changes_nothing() -> None:
+    def state() -> tuple[Any, ...]:
+        methods = vllm_quantization.QUANTIZATION_METHODS
+        return ModelRegistry.models[plugin.ARCHITECTURE], MODELS_CONFIG_MAP[plugin.ARCHITECTURE], list(methods)
+
+    plugin.register()
+    first = state()
+    plugin.register()
+    assert state() == first
+    assert f"{first[0].module_name}:{first[0].class_name}" == plugin.MODEL
+    assert first[2].count(quantization.NAME) == 1
+
+
+def test_the_model_is_registered_by_name_and_not_imported() -> None:
+    result = run(
+        """
+        import sys
+        from npu_gptoss import plugin
+        plugin.register()
+        vllm_is_here = "vllm.model_executor.models.registry" in sys.modules
+        heavy = ("npu_gptoss.serving.model", "npu_gptoss.serving.attention", "npu_gptoss.moe", "vllm.attention.layer")
+        assert vllm_is_here and not [name for name in heavy if name in sys.modules]
+    """,
+        VLLM_PLUGINS=platform.NAME,
+    )
+    assert result.returncode == 0, result.stderr[-500:]
+
+
+@pytest.mark.parametrize("version", ["0.11.0", "0.11.0+empty", "0.11.0+cu128", "0.11.0+cpu"])
+def test_builds_of_the_supported_vllm_are_inside_of_the_window(version: str) -> None:
+    assert plugin.version_objection(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0rc6", "0.11.1", "0.11.0.1", "0.12.0+empty", "1.11.0", None])
+def test_every_other_vllm_is_outside_and_the_window_is_named(version: str | None) -> None:
+    objection = plugin.version_objection(version)
+    assert objection is not None
+    assert "supports vLLM 0.11.0" in objection
+    assert (version or "carries no version") in objection
+
+
+def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> None:
+    result = run("""
+        import sys
+        from npu_gptoss import plugin
+        plugin.installed_vllm = lambda: "0.12.0"
+        plugin.register()
+        assert not {"vllm", "torch", "npu_gptoss.serving"} & set(sys.modules)
+    """)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.strip().endswith("Install vLLM 0.11.0 to use it.")
+    assert "vLLM 0.12.0 is installed" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_on_a_device_that_vllm_serves_itself_the_model_stays_vllms() -> None:
+    result = run("""
+        import sys, types, vllm.platforms
+        vllm.platforms._current_platform = types.SimpleNamespace(device_type="cuda")
+        from npu_gptoss import plugin
+        from npu_gptoss.serving import compat
+        compat.apply = lambda: print("vLLM's defects are mended")
+        plugin.register()
+        assert not {"npu_gptoss.serving.limits", "npu_gptoss.serving.quantization"} & set(sys.modules)
+    """)
+    assert result.returncode == 0, result.stderr[-500:]
+    assert "vLLM's defects are mended" in result.stdout
+
+
+# The platform
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Asks the platform plugin about a made-up machine."""
+
+    def ask(
+        *,
+        build: str = "0.11.0+empty",
+        devices: tuple[str, ...] = (),
+        plugins: tuple[str, ...] = (),
+        chosen: str | None = None,
+    ) -> list[str]:
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        for name in devices:
+            (tmp_path / "dev" / name).touch()
+        installed = [EntryPoint(name, "no.such.module:never", platform.GROUP) for name in (platform.NAME, *plugins)]
+        monkeypatch.setattr(platform, "entry_points", lambda group: installed)
+        monkeypatch.setattr(platform, "version", lambda name: build)
+        monkeypatch.setattr(platform, "DEVICE_MODULES", ())
+        monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("VLLM_PLUGINS", chosen)
+        return platform.objections(tmp_path)
+
+    return ask
+
+
+def test_an_empty_vllm_on_a_bare_machine_runs_on_the_cpu(machine: Callable[..., list[str]]) -> None:
+    assert machine() == []
+    assert machine(devices=("null", "nvram", "tty0")) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"build": "0.11.0+cu128"}, "built for cu128"),
+        ({"build": "0.11.0"}, "built for a device"),
+        ({"devices": ("davinci0", "davinci_manager")}, "/dev/davinci0"),
+        ({"devices": ("davinci_manager",)}, "/dev/davinci_manager"),
+        ({"devices": ("nvidia3",)}, "/dev/nvidia3"),
+        ({"devices": ("nvidiactl",)}, "/dev/nvidiactl"),
+        ({"devices": ("kfd",)}, "/dev/kfd"),
+        ({"devices": ("accel0",)}, "/dev/accel0"),
+        ({"plugins": ("ascend",)}, "another platform plugin is installed: ascend"),
+        ({"plugins": ("ascend", "metal")}, "ascend, metal"),
+        ({"plugins": ("ascend",), "chosen": "ascend,npu_gptoss_cpu"}, "ascend"),
+    ],
+)
+def test_anything_else_on_the_machine_keeps_the_plugin_silent(
+    facts: dict[str, Any], reason: str, machine: Callable[..., list[str]]
+) -> None:
+    assert reason in " ".join(machine(**facts))
+
+
+def test_a_plugin_that_vllm_was_told_to_leave_out_does_not_count(machine: Callable[..., list[str]]) -> None:
+    assert machine(plugins=("ascend",), chosen="npu_gptoss,npu_gptoss_cpu") == []
+
+
+def test_an_installed_torch_npu_keeps_the_plugin_silent(
+    machine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine()
+    monkeypatch.setattr(platform, "DEVICE_MODULES", ("json",))
+    assert platform.objections(tmp_path) == ["json is installed"]
+
+
+def test_the_platform_plugin_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("metadata of another package is damaged")
+
+    monkeypatch.setattr(platform, "entry_points", broken)
+    assert platform.cpu_platform() is None
+    monkeypatch.setattr(platform, "version", broken)
+    assert platform.cpu_platform() is None
+
+
+# MXFP4 checkpoints
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize("asked", [None, "mxfp4", "gptoss_mxfp4"])
+def test_an_mxfp4_checkpoint_is_claimed(asked: str | None) -> None:
+    plugin.register()
+    config = vllm_quantization.get_quantization_config(quantization.NAME)
+    assert config.override_quantization_method(MXFP4, asked) == quantization.NAME
+
+
+@pytest.mark.parametrize(("method", "asked"), [("fp8", None), ("gptq", "mxfp4"), ("mxfp4", "fp8"), ("ascend", None)])
+def test_nothing_else_is_claimed(method: str, asked: str | None) -> None:
+    plugin.register()
+    config = vllm_quantization.get_quantization_config(quantization.NAME)
+    assert config.override_quantization_method({"quant_method": method}, asked) is None
+
+
+@pytest.mark.parametrize("order", [("ascend", None), (None, "ascend")])
+def test_our_format_is_asked_before_one_that_claims_everything(
+    order: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend's plugin may be loaded before or after ours."""
+    before, after = order
+    methods = ["awq", "mxfp4", *filter(None, [before])]
+    monkeypatch.setattr(vllm_quantization, "QUANTIZATION_METHODS", methods)
+    quantization.register()
+    methods += filter(None, [after])
+    quantization.register()
+    assert methods.index(quantization.NAME) < methods.index("ascend")
+    assert methods.count(quantization.NAME) == 1
+
+
+@pytest.mark.parametrize(("supported", "afterwards"), [([], []), (["ascend"], ["ascend", "gptoss_mxfp4"])])
+def test_a_platform_that_lists_its_formats_lists_ours(
+    supported: list[str], afterwards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "supported_quantization", supported)
+    quantization.register()
+    quantization.register()
+    assert supported == afterwards
+
+
+def test_another_models_mxfp4_layer_is_refused_in_words() -> None:
+    plugin.register()
+    config = vllm_quantization.get_quantization_config(quantization.NAME).from_config(MXFP4)
+    with pytest.raises(InputError, match=r"model\.layers\.0\.mlp\.experts belongs to a model that is not gpt-oss"):
+        config.get_quant_method(torch.nn.Identity(), "model.layers.0.mlp.experts")
+
+
+# Limits
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plugin") / "checkpoint"
+    write_random_checkpoint(path, layers=1)
+    return path
+
+
+def create_config(directory: Path, options: dict[str, Any]) -> None:
+    EngineArgs(model=str(directory), skip_tokenizer_init=True, max_model_len=256, **options).create_engine_config()
+
+
+def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
+    """What is logged and raised when vLLM's whole configuration is put together with these options."""
+    logger = logging.getLogger("vllm.npu_gptoss")
+    logger.addHandler(caplog.handler)  # vLLM's loggers may or may not hand on to the root
+    try:
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            create_config(directory, options)
+    finally:
+        logger.removeHandler(caplog.handler)
+    (said,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
+    assert said in str(caught.value)
+    return said
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"dtype": "bfloat16", "enable_prefix_caching": False}])
+def test_what_is_supported_is_not_refused(options: dict[str, Any], directory: Path) -> None:
+    create_config(directory, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dtype": "float16"}, "--dtype float16: gpt-oss runs in bfloat16 or float32 on cpu; use --dtype bfloat16."),
+        ({"quantization": "fp8"}, "--quantization fp8: the checkpoint says whether it is MXFP4 or BF16; leave it out."),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: the KV cache has the model's dtype; leave it out."),
+        ({"load_format": "pt"}, "--load-format pt: weights come from safetensors; use --load-format auto."),
+        ({"enable_lora": True}, "--enable-lora: adapters are not supported; merge them into the checkpoint."),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "--speculative-config: not supported; leave it out.",
+        ),
+        ({"hf_overrides": {"sliding_window": 0}}, "sliding_window must be an integer of at least 1, got 0."),
+        ({"hf_overrides": {"attention_bias": False}}, "attention_bias must be True, got False."),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_anything_is_loaded(
+    options: dict[str, Any], sentence: str, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = verdict(directory, caplog, **options)
+    assert said.startswith("npu-gptoss cannot serve this. ")
+    assert sentence in said
+
+
+def test_every_objection_is_told_at_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = verdict(directory, caplog, dtype="float16", enable_lora=True)
+    assert "--dtype float16" in said
+    assert "--enable-lora" in said
+
+
+def configuration(**changes: Any) -> SimpleNamespace:
+    """The parts of VllmConfig that the limits look at."""
+    parts: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "dtype": torch.bfloat16,
+            "quantization": None,
+            "runner_type": "generate",
+            "disable_sliding_window": False,
+        },
+        "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False, "kv_sharing_fast_prefill": False},
+        "parallel_config": {"enable_eplb": False, "enable_dbo": False, "decode_context_parallel_size": 1},
+        "load_config": {"load_format": "auto"},
+    }
+    for name, value in changes.items():
+        next(part for part in parts.values() if name in part)[name] = value
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**part) for name, part in parts.items()}, lora_config=None, speculative_config=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"runner_type": "pooling"}, "--runner pooling"),
+        ({"disable_sliding_window": True}, "--disable-sliding-window"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"enable_dbo": True}, "--enable-dbo"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"calculate_kv_scales": True}, "--kv-cache-dtype auto"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+    ],
+)
+def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
+    assert limits.objections(configuration(), "cpu") == []
+    (objection,) = limits.objections(configuration(**change), "cpu")
+    assert objection.startswith(option)
+
+
+def test_an_npu_takes_bfloat16_only() -> None:
+    assert limits.objections(configuration(), "npu") == []
+    (objection,) = limits.objections(configuration(dtype=torch.float32), "npu")
+    assert objection == "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16"
+
+
+def test_a_server_says_the_sentence_and_ends(directory: Path) -> None:
+    """The same through the command that users type: it must not hang, and the sentence must stand in its log."""
+    result = subprocess.run(
+        [Path(sys.executable).parent / "vllm", "serve", directory, "--dtype", "float16", "--max-model-len", "256"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if " ERROR " in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("gpt-oss runs in bfloat16 or float32 on cpu; use --dtype bfloat16.")
