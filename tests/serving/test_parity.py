@@ -1,7 +1,7 @@
 """vLLM with the plugin against transformers in fp32, whatever the batch, the chunks and the cache; and that it bites.
 
-Log-probabilities of every prompt token over the whole vocabulary come through vLLM's public API (the vocabulary of the
-checkpoint is small, because vLLM makes a Python object of each). One engine serves the whole file.
+Log-probabilities of every prompt token over the whole vocabulary come through vLLM's public API. One engine serves
+nearly the whole file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from npu_gptoss import attention, moe
 from npu_gptoss.model.config import GptOssConfig
@@ -25,11 +25,10 @@ from npu_gptoss.serving import attention as serving_attention
 from npu_gptoss.serving import moe as serving_moe
 from tests.checkpoints import random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
+from tests.serving.asking import TOLERANCE, VOCABULARY, ask, next_logits, prompt_logprobs, table, tokens, worst
 
 pytestmark = pytest.mark.serving
 
-VOCABULARY = 96
-TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
 LENGTHS = (1, 2, 16, 17, 127, 128, 129, 300, 700)
 GREEDY = 64
 CHUNK = 160  # tokens a step: the longer prompts come in chunks, which end on either side of the window
@@ -65,39 +64,6 @@ def expected(oracle: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected_tokens(oracle: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     return [oracle_greedy(oracle, prompt, GREEDY) for prompt in prompts]
-
-
-def ask(engine: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:
-    parameters = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **settings)
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return engine.generate(inputs, parameters, use_tqdm=False)
-
-
-def table(positions: list[dict[int, Any]]) -> torch.Tensor:
-    """[positions, vocabulary] from vLLM's dictionaries."""
-    return torch.tensor([[position[token].logprob for token in range(VOCABULARY)] for position in positions])
-
-
-def prompt_logprobs(engine: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """For each prompt [length - 1, vocabulary]: what each of its positions but the last says of the next token."""
-    answers = ask(engine, prompts, max_tokens=1, prompt_logprobs=-1)
-    return [table(answer.prompt_logprobs[1:]) for answer in answers]
-
-
-def next_logits(engine: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """For each prompt [vocabulary]: the raw logits after its last token."""
-    return [table(answer.outputs[0].logprobs)[0] for answer in ask(engine, prompts, max_tokens=1, logprobs=-1)]
-
-
-def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    for g, w in zip(got, want, strict=True):
-        assert g.shape == w.shape
-        assert torch.isfinite(g).all()
-    return max(float((g - w).abs().max()) for g, w in zip(got, want, strict=True) if g.numel())
-
-
-def tokens(answers: list[Any]) -> list[tuple[int, ...]]:
-    return [tuple(answer.outputs[0].token_ids) for answer in answers]
 
 
 # Parity

@@ -1,0 +1,410 @@
+"""The model as vLLM builds it, without an engine: what each layer is handed, how it loads, how ranks cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm import LLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+    set_default_torch_dtype,
+)
+from vllm.utils import get_distributed_init_method, get_open_port
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.checkpoint import CheckpointError
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.rope import apply_rotary, cos_sin_cache
+from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.serving import loading
+from npu_gptoss.serving import model as serving_model
+from npu_gptoss.serving.model import GptOssForCausalLM
+from tests.checkpoints import random_tensors, write_random_checkpoint
+from tests.oracle import load_oracle, oracle_logits, random_prompts
+from tests.serving.asking import TOLERANCE, VOCABULARY, next_logits, worst
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.serving
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    write_random_checkpoint(path, layers=LAYERS, vocab_size=VOCABULARY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(directory: Path) -> GptOssConfig:
+    return GptOssConfig.from_directory(directory)
+
+
+@pytest.fixture(scope="module")
+def tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
+    return random_tensors(config)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(directory: Path) -> Iterator[VllmConfig]:
+    """vLLM's whole configuration in fp32, and the process groups of a single rank."""
+    arguments = EngineArgs(model=str(directory), skip_tokenizer_init=True, max_model_len=512, dtype="float32")
+    created = arguments.create_engine_config()
+    with set_current_vllm_config(created):
+        if not model_parallel_is_initialized():  # an engine of another test file may have done it
+            method = get_distributed_init_method("127.0.0.1", get_open_port())
+            init_distributed_environment(1, 0, method, 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+    return created
+
+
+def build(vllm_config: VllmConfig, dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
+    """A new model, not loaded."""
+    vllm_config.compilation_config.static_forward_context.clear()  # of the layers of an earlier one
+    vllm_config.model_config.dtype = dtype
+    with set_default_torch_dtype(dtype):
+        built = initialize_model(vllm_config)
+    vllm_config.model_config.dtype = torch.float32
+    return built
+
+
+@pytest.fixture
+def model(vllm_config: VllmConfig) -> GptOssForCausalLM:
+    return build(vllm_config)
+
+
+def finish(model: GptOssForCausalLM, vllm_config: VllmConfig) -> None:
+    process_weights_after_loading(model, vllm_config.model_config, torch.device("cpu"))
+
+
+# What is handed to which layer
+
+
+def test_the_model_is_ours_and_every_layer_has_its_own_window_and_sinks(
+    model: GptOssForCausalLM, config: GptOssConfig
+) -> None:
+    assert type(model) is GptOssForCausalLM
+    windows = []
+    for layer in model.model.layers:
+        implementation = layer.self_attn.attn.impl
+        windows.append(implementation.window)
+        assert implementation.sinks is layer.self_attn.sinks
+        assert layer.self_attn.attn.sliding_window is None  # or vLLM would open a second group of KV caches
+    assert windows == [128, None, 128]
+    assert windows == [config.window(i) for i in range(LAYERS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_is_vllms_object_with_our_cache_in_the_models_dtype(
+    dtype: torch.dtype, vllm_config: VllmConfig, config: GptOssConfig
+) -> None:
+    """On Ascend a kernel hangs on the name of the class, and a cache in another dtype breaks graph mode."""
+    rotary = build(vllm_config, dtype).model.layers[0].self_attn.rotary_emb
+    assert type(rotary) is YaRNScalingRotaryEmbedding
+    assert rotary.cos_sin_cache.dtype == dtype
+    assert rotary.cos_sin_cache.shape[0] == config.max_position_embeddings
+    assert torch.equal(rotary.cos_sin_cache[:5000], cos_sin_cache(config, 5000, dtype))
+
+
+def test_vllms_rotation_gives_the_definition_in_fp32(model: GptOssForCausalLM, config: GptOssConfig) -> None:
+    rotary = model.model.layers[0].self_attn.rotary_emb
+    positions = torch.tensor([0, 1, 127, 4095, 4096, 100_000])
+    query, key = torch.randn(6, 8 * 64), torch.randn(6, 2 * 64)
+    cos, sin = cos_sin_cache(config, 100_001, torch.float32)[positions].chunk(2, dim=-1)
+    for got, heads in zip(rotary(positions, query, key), (query, key), strict=True):
+        want = apply_rotary(heads.unflatten(-1, (-1, 64)), cos, sin).flatten(1)
+        assert float((got - want).abs().max()) < 1e-6
+
+
+def test_two_models_in_one_process_do_not_share_the_cache_of_another_yarn(
+    vllm_config: VllmConfig, config: GptOssConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps rope objects by arguments, among which `truncate` is not."""
+    build(vllm_config)
+    rounded = replace(config, rope_scaling=replace(config.rope_scaling, truncate=True))
+    monkeypatch.setitem(vllm_config.model_config.hf_config.rope_scaling, "truncate", True)
+    got = build(vllm_config).model.layers[0].self_attn.rotary_emb.cos_sin_cache[:3000]
+    assert torch.equal(got, cos_sin_cache(rounded, 3000, torch.float32))
+    assert not torch.equal(got, cos_sin_cache(config, 3000, torch.float32))
+    monkeypatch.undo()
+    build(vllm_config)
+
+
+def test_a_model_whose_only_layer_has_a_window_keeps_all_keys_and_the_window(tmp_path: Path, start_engine: Any) -> None:
+    """vLLM takes the window of such a model for one of the whole model, and would free the keys behind it."""
+    write_random_checkpoint(tmp_path, layers=1, vocab_size=VOCABULARY)
+    engine: LLM = start_engine(tmp_path, logprobs_mode="raw_logits")
+    (prompt,) = random_prompts((300,), VOCABULARY)
+    assert worst(next_logits(engine, [prompt]), [oracle_logits(load_oracle(tmp_path), prompt)[-1]]) < TOLERANCE
+
+
+# Loading
+
+
+def test_a_checkpoint_fills_every_parameter(
+    model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
+) -> None:
+    names = {name for name, _ in model.named_parameters()}
+    assert model.load_weights(tensors.items()) == names
+    for name, parameter in model.named_parameters():
+        if name in tensors and name not in ("lm_head.weight", "model.embed_tokens.weight"):  # these are padded
+            assert torch.equal(parameter, tensors[name].float()), name
+    fused = torch.cat([tensors[f"model.layers.1.self_attn.{p}_proj.weight"].float() for p in "qkv"])
+    assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, fused)
+    finish(model, vllm_config)
+
+
+def without(tensors: dict[str, torch.Tensor], name: str) -> list[tuple[str, torch.Tensor]]:
+    return [(key, tensor) for key, tensor in tensors.items() if key != name]
+
+
+DAMAGED = [
+    "model.layers.1.self_attn.sinks",
+    "model.layers.0.self_attn.k_proj.bias",
+    "model.layers.2.mlp.experts.down_proj_bias",
+    "model.layers.2.mlp.router.bias",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_missing_tensor_is_named(name: str, model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(CheckpointError, match=rf"1 missing \({name}\)"):
+        model.load_weights(without(tensors, name))
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_tensor_that_comes_twice_is_named(
+    name: str, model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} should come once"):
+        model.load_weights([*tensors.items(), (name, tensors[name])])
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_tensor_of_another_shape_is_named(
+    name: str, model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} should have shape"):
+        model.load_weights({**tensors, name: tensors[name][:-1]}.items())
+
+
+def test_a_tensor_that_nobody_uses_is_named(model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]) -> None:
+    extra = "model.layers.0.self_attn.q_norm.weight"
+    with pytest.raises(CheckpointError, match=rf"1 unexpected \({extra}\)"):
+        model.load_weights({**tensors, extra: torch.ones(64)}.items())
+
+
+def test_a_checkpoint_in_float16_is_refused(model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]) -> None:
+    halved = {name: tensor.half() for name, tensor in tensors.items()}
+    with pytest.raises(CheckpointError, match="should have dtype bfloat16 or float32, got float16"):
+        model.load_weights(halved.items())
+
+
+def test_mxfp4_tensors_under_a_config_that_does_not_name_them_are_refused_in_one_sentence(
+    model: GptOssForCausalLM, config: GptOssConfig
+) -> None:
+    packed = random_tensors(replace(config, quantization="mxfp4"))
+    with pytest.raises(CheckpointError, match=r"no quantization_config.*_blocks \(MXFP4\)"):
+        model.load_weights(packed.items())
+
+
+def test_the_checkpoint_is_named_in_the_error(
+    model: GptOssForCausalLM, directory: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(CheckpointError, match=str(directory)):
+        model.load_weights(without(tensors, "model.norm.weight"))
+
+
+@pytest.mark.parametrize("part", ["sinks", "biases"])
+def test_what_was_never_loaded_does_not_run(
+    part: str, model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Whatever fills the parameters (vLLM's dummy loader, a later loader of ours): these two must not be forgotten."""
+    model.load_weights(tensors.items())
+    layer = model.model.layers[1]
+    if part == "sinks":
+        layer.self_attn.sinks.data[3] = float("nan")
+    else:
+        layer.mlp.experts.down_proj_bias.data[3, 5] = float("nan")
+    with pytest.raises(InputError, match=r"sinks of a layer were not filled|down_proj_bias was not filled"):
+        finish(model, vllm_config)
+
+
+# The experts
+
+
+@pytest.fixture(scope="module")
+def loaded(vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]) -> GptOssForCausalLM:
+    ready = build(vllm_config)
+    ready.load_weights(tensors.items())
+    finish(ready, vllm_config)
+    return ready
+
+
+def test_the_experts_are_kept_once(loaded: GptOssForCausalLM) -> None:
+    """120 billion parameters do not fit twice: the kernel owns them, the layer has let them go."""
+    assert not [name for name, _ in loaded.named_parameters() if ".experts." in name]
+    assert not [name for name, _ in loaded.named_buffers() if ".experts." in name]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"activation": "silu"}, "asked for activation 'silu'"),
+        ({"renormalize": False}, "renormalize=False"),
+        ({"use_grouped_topk": True}, "use_grouped_topk=True"),
+        ({"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input=True"),
+        ({"shared_expert_gate": 1}, "shared_expert_gate=1"),
+    ],
+)
+def test_an_option_of_the_experts_that_would_be_dropped_is_refused(
+    change: dict[str, Any], named: str, loaded: GptOssForCausalLM
+) -> None:
+    experts = loaded.model.layers[0].mlp.experts
+    options = {"top_k": 4, "renormalize": True, "activation": "swigluoai", **change}
+    with pytest.raises(InputError, match=named):
+        experts.quant_method.apply(experts, torch.zeros(2, 96), torch.zeros(2, 8), **options)
+
+
+def test_another_activation_is_refused_when_it_is_prepared(
+    model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
+) -> None:
+    model.load_weights(tensors.items())
+    model.model.layers[2].mlp.experts.quant_method.activation = "silu"
+    with pytest.raises(InputError, match="silu"):
+        finish(model, vllm_config)
+
+
+# Ranks (one process stands for each rank in turn; several processes are another test's business)
+
+
+def shard(tensors: dict[str, torch.Tensor], experts: SimpleNamespace) -> ExpertWeights:
+    """Layer 0's experts as the loader cuts them for one rank."""
+    parts = {}
+    local = experts.num_experts
+    width = experts.intermediate_size_per_partition
+    shapes = {
+        "gate_up_proj": (local, 96, 2 * width),
+        "gate_up_proj_bias": (local, 2 * width),
+        "down_proj": (local, width, 96),
+        "down_proj_bias": (local, 96),
+    }
+    for name, shape in shapes.items():
+        parameter = torch.nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+        loading._experts(name, parameter, experts)(tensors[f"model.layers.0.mlp.experts.{name}"].float())
+        parts[name] = parameter.data
+    return ExpertWeights(**parts, expert_map=experts.expert_map)
+
+
+def rank(tp_rank: int = 0, tp_size: int = 1, expert_map: torch.Tensor | None = None) -> SimpleNamespace:
+    """What the loader asks of vLLM's layer."""
+    local = 8 if expert_map is None else int((expert_map >= 0).sum())
+    return SimpleNamespace(
+        tp_rank=tp_rank, intermediate_size_per_partition=64 // tp_size, expert_map=expert_map, num_experts=local
+    )
+
+
+def owned(*experts: int) -> torch.Tensor:
+    """vLLM's expert map of a rank that owns these experts, in this order."""
+    table = torch.full((8,), -1)
+    table[list(experts)] = torch.arange(len(experts))
+    return table
+
+
+RANKS = {
+    "tensor parallel 2": [rank(0, 2), rank(1, 2)],
+    "tensor parallel 4": [rank(i, 4) for i in range(4)],
+    "expert parallel 2": [rank(expert_map=owned(0, 1, 2, 3)), rank(expert_map=owned(4, 5, 6, 7))],
+    "expert parallel 3, uneven": [
+        rank(expert_map=owned(0, 1, 2)),
+        rank(expert_map=owned(3, 4, 5)),
+        rank(expert_map=owned(6, 7)),
+    ],
+    "expert parallel 2, alternating": [rank(expert_map=owned(0, 2, 4, 6)), rank(expert_map=owned(1, 3, 5, 7))],
+}
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_the_ranks_shares_of_the_experts_add_up_to_the_whole(layout: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Gate and up stay pairs, each expert counts once, and so does the second bias."""
+    hidden = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    weights, ids = route(torch.randn(20, 8, generator=torch.Generator().manual_seed(1)), 4)
+    whole = expert_mlp(hidden, prepare_experts(shard(tensors, rank())), weights, ids)
+    parts = [expert_mlp(hidden, prepare_experts(shard(tensors, each)), weights, ids) for each in RANKS[layout]]
+    assert_close(torch.stack(parts).sum(0), whole, scale=4)  # another order of the sums
+
+
+def test_each_rank_gets_the_sinks_of_its_heads() -> None:
+    sinks = torch.arange(8.0)
+    for first in (0, 4):
+        parameter = torch.nn.Parameter(torch.empty(4), requires_grad=False)
+        loading._heads(parameter, SimpleNamespace(first_head=first, num_heads=4))(sinks)
+        assert parameter.tolist() == sinks[first : first + 4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [(3, "query heads 8 and intermediate size 64 and key/value heads 2"), (16, "query heads 8"), (64, "query heads 8")],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(
+    ranks: int, named: str, config: GptOssConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_model, "get_tensor_model_parallel_world_size", lambda: ranks)
+    with pytest.raises(InputError, match=f"--tensor-parallel-size {ranks} does not divide .*{named}"):
+        serving_model._check_sharding(config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_that_divide_the_model_are_taken(
+    ranks: int, config: GptOssConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_model, "get_tensor_model_parallel_world_size", lambda: ranks)
+    serving_model._check_sharding(config)
+
+
+# The compiler
+
+
+def test_the_layers_are_one_graph_for_every_number_of_tokens(
+    model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Dynamo must trace the unit of compilation without a break, once for all sizes: piecewise graphs rest on it."""
+    model.load_weights(tensors.items())
+    finish(model, vllm_config)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def collect(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.model.forward, backend=collect, fullgraph=True)
+    with torch.inference_mode(), set_forward_context(None, vllm_config):
+        for tokens in (5, 9, 17):
+            ids, positions = torch.arange(tokens), torch.arange(tokens)
+            torch._dynamo.mark_dynamic(ids, 0)
+            torch._dynamo.mark_dynamic(positions, 0)
+            assert_close(compiled(ids, positions), model.model.forward(ids, positions), scale=4)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count("vllm.unified_attention_with_output") == LAYERS  # vLLM splits the graph here
+    assert called.count("vllm.moe_forward") == LAYERS
