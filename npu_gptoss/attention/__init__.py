@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.attention import reference, small_ops  # noqa: F401  (registers their kernels)
+from npu_gptoss.attention import ascend, reference, small_ops  # noqa: F401  (registers their kernels)
 from npu_gptoss.attention.metadata import AttentionMetadata
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad, zero_tail

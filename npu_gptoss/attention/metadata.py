@@ -20,7 +20,7 @@ class AttentionMetadata:
     query_start_loc: [requests + 1] first row of each request and, last, the number of real rows; starts at 0.
     seq_lens: [requests] keys that the last row of each request sees: what is cached plus what is new.
     block_table: [requests, blocks] int32, the cache block of each `block_size` positions of a request.
-    slot_mapping: [>= rows] int64, block * block_size + offset at which each new key and value is stored.
+    slot_mapping: [>= rows] int32 or int64, block * block_size + offset at which each new key and value is stored.
     """
 
     query_start_loc: tuple[int, ...]

@@ -13,7 +13,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import SelectedKernel, select_kernel, signature
-from npu_gptoss.moe import reference, small_ops  # noqa: F401  (registers their kernels)
+from npu_gptoss.moe import ascend, reference, small_ops  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.moe.weights import ExpertWeights
@@ -35,7 +35,7 @@ def route(router_logits: torch.Tensor, top_k: int, *, kernel: str | None = None)
     """The experts of each token: the `top_k` largest logits, weighted by a softmax over those k in fp32.
 
     router_logits: [tokens, experts]. Returns weights [tokens, top_k] float32, which sum to 1, and ids [tokens, top_k]
-    int64, largest logit first.
+    int64 or int32, largest logit first.
     """
     if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
         raise InputError(
@@ -63,7 +63,9 @@ def prepare_experts(
         override=kernel,
     )
     prepare = run.kernel.prepare
-    return PreparedExperts(run, prepare(weights) if prepare else weights, weights.hidden_size, swiglu_limit)
+    return PreparedExperts(
+        run, prepare(weights, swiglu_limit) if prepare else weights, weights.hidden_size, swiglu_limit
+    )
 
 
 def expert_mlp(

@@ -1,0 +1,185 @@
+"""Attention on an Ascend 910B: one fused call for prefill, chunk and decode rows alike.
+
+`npu_fused_infer_attention_score_v2` in TND layout over the paged cache, with `learnable_sink`. What the operator wants
+(CANN 8.3, from its tiling code; no hardware has confirmed our reading):
+
+* host lists: query lengths cumulative and ending at the number of rows, key lengths per request (paged);
+* the cache as [blocks, block_size, kv_heads * head_dim], block size a multiple of 128; a block table of exactly the
+  batch's rows;
+* at most 4096 requests, and no more blocks in all requests together than the cache has, shared ones counted each time;
+* a compressed causal mask of 2048 x 2048, strict upper triangle set, for every length;
+* sparse_mode 3 attends all keys up to the query's own; mode 4 those from `pre_tokens` before it, its own not counted,
+  so that a window of 128 keys is pre_tokens = 127;
+* bfloat16 throughout, sinks included.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from npu_gptoss.attention.metadata import AttentionMetadata
+from npu_gptoss.attention.operations import PAGED, WRITE_KV
+from npu_gptoss.attention.window import keys_before
+from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+
+ASCEND = Capability.of("ascend", features=("torch_npu",))
+HEAD_DIMS = frozenset({64, 128})
+BLOCK_SIZES = frozenset(range(128, 1025, 128))
+
+MASK_SIZE = 2048
+MAX_REQUESTS = 4096
+SPARSE_CAUSAL, SPARSE_BAND = 3, 4
+UNLIMITED = 2**31 - 1
+
+
+@functools.cache
+def causal_mask(device: torch.device) -> torch.Tensor:
+    """[2048, 2048] int8, 1 where a key is hidden. One a device, made at load: inside a capture it could not be made."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that go into one call: those of `requests`, whose rows are `rows`; both lists as the operator takes them.
+
+    query_ends: [requests] the row after each request's last, from the part's first row on.
+    seq_lens: [requests] keys of each.
+    """
+
+    requests: slice
+    rows: slice
+    query_ends: list[int]
+    seq_lens: list[int]
+
+
+def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list[Part]:
+    """The step's requests in as few calls as the operator allows: one, unless a shared prefix is counted too often."""
+    key = ("attention.ascend", num_blocks, block_size)
+    if key not in metadata.plans:
+        needed = [-(-length // block_size) for length in metadata.seq_lens]
+        cuts, blocks = [0], 0
+        for request, more in enumerate(needed):
+            if blocks + more > num_blocks or request - cuts[-1] == MAX_REQUESTS:
+                cuts.append(request)
+                blocks = 0
+            blocks += more
+        cuts.append(len(needed))
+        start = metadata.query_start_loc
+        metadata.plans[key] = [
+            Part(
+                slice(first, last),
+                slice(start[first], start[last]),
+                [end - start[first] for end in start[first + 1 : last + 1]],
+                list(metadata.seq_lens[first:last]),
+            )
+            for first, last in zip(cuts, cuts[1:], strict=False)
+            if start[last] > start[first]
+        ]
+    return metadata.plans[key]
+
+
+def call_arguments(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    query_ends: list[int],
+    seq_lens: list[int],
+    block_table: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> dict[str, Any]:
+    """Arguments of npu_fused_infer_attention_score_v2, of its `.out` form and of its workspace query."""
+    before = keys_before(sliding_window)
+    return {
+        "query": query,
+        "key": key_cache.flatten(2),
+        "value": value_cache.flatten(2),
+        "atten_mask": causal_mask(query.device),
+        "actual_seq_qlen": query_ends,
+        "actual_seq_kvlen": seq_lens,
+        "block_table": block_table,
+        "learnable_sink": sinks,
+        "num_query_heads": query.shape[1],
+        "num_key_value_heads": key_cache.shape[2],
+        "softmax_scale": scale,
+        "pre_tokens": UNLIMITED if before is None else before,
+        "next_tokens": 0,
+        "input_layout": "TND",
+        "sparse_mode": SPARSE_CAUSAL if before is None else SPARSE_BAND,
+        "block_size": key_cache.shape[1],
+    }
+
+
+def no_lse(device: torch.device) -> torch.Tensor:
+    """The second output of `.out`, which is not written unless asked for."""
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+@register_kernel(
+    PAGED.family,
+    PAGED.mode,
+    solution="ascend",
+    capability=ASCEND,
+    signatures=(accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),),
+    traits={"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "sliding_window": ANY},
+    priority=Priority.PERFORMANT,
+)
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    sinks: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """npu_fused_infer_attention_score_v2 with learnable_sink, written straight into the caller's buffer."""
+    import torch_npu
+
+    lse = no_lse(query.device)
+    for part in parts(metadata, *key_cache.shape[:2]):
+        torch_npu.npu_fused_infer_attention_score_v2.out(
+            **call_arguments(
+                query[part.rows],
+                key_cache,
+                value_cache,
+                query_ends=part.query_ends,
+                seq_lens=part.seq_lens,
+                block_table=metadata.block_table[part.requests],
+                sinks=sinks,
+                scale=scale,
+                sliding_window=sliding_window,
+            ),
+            out=[out[part.rows], lse],
+        )
+
+
+@register_kernel(
+    WRITE_KV.family,
+    WRITE_KV.mode,
+    solution="ascend",
+    capability=ASCEND,
+    signatures=(accepts(key="bfloat16", kv="bfloat16"),),
+    traits={"head_dim": ANY, "block_size": ANY},
+    priority=Priority.PERFORMANT,
+)
+def write_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """_npu_reshape_and_cache, which takes int32 slots: a step's mapping comes as such, or costs a cast in each layer."""
+    import torch_npu
+
+    torch_npu._npu_reshape_and_cache(
+        key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_indices=slot_mapping.to(torch.int32)
+    )

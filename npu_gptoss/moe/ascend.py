@@ -1,0 +1,202 @@
+"""Routing and experts on an Ascend 910B: sort, grouped matmul, activation, grouped matmul, weighted sum.
+
+What the operators want (CANN 8.3, from their tiling code; no hardware has confirmed our reading):
+
+* `npu_moe_gating_top_k_softmax`: softmax over all experts, then top-k, so the k weights are renormalised here;
+* `npu_moe_init_routing_v2`: most of its defaults are illegal, so all arguments are given; int32 expert ids;
+* `npu_grouped_matmul`: weight [experts, in, out]; with bfloat16 operands the bias is float32, so it is converted once
+  at load (upstream casts it in every call);
+* `npu_swiglu` is silu(a) * b on halves: gate and up are de-interleaved at load, and `clipped_swiglu` brings the
+  activation into that form where the wheel lacks `npu_clipped_swiglu` (torch-npu before 2.7.1.post2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+from npu_gptoss.moe.activation import ALPHA, SWIGLUOAI
+from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.moe.weights import ExpertWeights
+
+ASCEND = Capability.of("ascend", features=("torch_npu",))
+
+GROUP_COUNTS = 1  # group_list_type: rows of each group (0: cumulative)
+SPLIT_ROWS = 0  # group_type: groups are ranges of rows
+ONE_OUTPUT = 2  # split_item
+
+
+@dataclass(frozen=True)
+class AscendExperts:
+    """One layer's local experts as the operators take them.
+
+    gate_up_proj: [experts, hidden, 2 * intermediate], all gate columns, then all up columns.
+    Biases float32. lower, upper, scale, offset: [2 * intermediate], the activation's clamp and affine step.
+    expert_range: [first, last) of the global experts; num_experts: all of them.
+    """
+
+    gate_up_proj: torch.Tensor
+    gate_up_proj_bias: torch.Tensor
+    down_proj: torch.Tensor
+    down_proj_bias: torch.Tensor
+    lower: torch.Tensor
+    upper: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    swiglu_limit: float
+    expert_range: tuple[int, int]
+    num_experts: int
+
+    @property
+    def all_local(self) -> bool:
+        return self.expert_range == (0, self.num_experts)
+
+
+def halves(interleaved: torch.Tensor) -> torch.Tensor:
+    """[..., 2 * n] gate, up, gate, up … -> all of gate, then all of up."""
+    return torch.cat([interleaved[..., 0::2], interleaved[..., 1::2]], dim=-1)
+
+
+def expert_range(weights: ExpertWeights) -> tuple[int, int, int]:
+    """(first, last, number of all experts); the operators route to one contiguous range only."""
+    if weights.expert_map is None:
+        return 0, weights.num_experts, weights.num_experts
+    local = weights.expert_map.tolist()
+    held = [i for i, index in enumerate(local) if index >= 0]
+    first = held[0] if held else 0
+    if [local[i] for i in held] != list(range(weights.num_experts)) or held != list(range(first, first + len(held))):
+        raise InputError(
+            f"on Ascend a rank holds a contiguous range of the experts in order, got the map {local}; "
+            "leave expert placement at 'linear'"
+        )
+    return first, first + len(held), len(local)
+
+
+def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
+    """The work that is done once, at load: columns to halves, biases to float32, the activation's constants."""
+    first, last, total = expert_range(weights)
+    gate_up = halves(weights.gate_up_proj)
+    intermediate = weights.down_proj.shape[1]
+
+    def columns(gate: float, up: float) -> torch.Tensor:
+        return torch.cat([gate_up.new_full((intermediate,), gate), gate_up.new_full((intermediate,), up)])
+
+    return AscendExperts(
+        gate_up_proj=gate_up,
+        gate_up_proj_bias=halves(weights.gate_up_proj_bias).float(),
+        down_proj=weights.down_proj,
+        down_proj_bias=weights.down_proj_bias.float(),
+        lower=columns(float("-inf"), -swiglu_limit),
+        upper=columns(swiglu_limit, swiglu_limit),
+        scale=columns(ALPHA, 1 / ALPHA),
+        offset=columns(0.0, 1 / ALPHA),
+        swiglu_limit=swiglu_limit,
+        expert_range=(first, last),
+        num_experts=total,
+    )
+
+
+def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:
+    """[rows, 2 * intermediate] halves -> [rows, intermediate], in one launch or in three.
+
+    With a = 1.702 * gate and b = (up + 1) / 1.702, silu(a) * b = (up + 1) * gate * sigmoid(1.702 * gate).
+    """
+    import torch_npu
+
+    if hasattr(torch_npu, "npu_clipped_swiglu"):
+        return torch_npu.npu_clipped_swiglu(
+            gate_up, dim=-1, alpha=ALPHA, limit=experts.swiglu_limit, bias=1.0, interleaved=False
+        )
+    clamped = torch.clamp(gate_up, experts.lower, experts.upper)
+    return torch_npu.npu_swiglu(torch.addcmul(experts.offset, clamped, experts.scale))
+
+
+def grouped_mlp(
+    rows: torch.Tensor, experts: AscendExperts, group_list: torch.Tensor, group_list_type: int
+) -> torch.Tensor:
+    """The experts on rows sorted by expert: [rows, hidden] -> [rows, hidden]; rows of no group come out undefined.
+
+    group_list: [local experts] int64 on the device, counts (type 1) or cumulative (type 0), as the dispatcher has it.
+    """
+    import torch_npu
+
+    def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch_npu.npu_grouped_matmul(
+            x=[x],
+            weight=[weight],
+            bias=[bias],
+            split_item=ONE_OUTPUT,
+            group_type=SPLIT_ROWS,
+            group_list_type=group_list_type,
+            group_list=group_list,
+        )[0]
+
+    gate_up = grouped_matmul(rows, experts.gate_up_proj, experts.gate_up_proj_bias)
+    return grouped_matmul(clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
+
+
+@register_kernel(
+    ROUTE.family,
+    ROUTE.mode,
+    solution="ascend",
+    capability=ASCEND,
+    signatures=(accepts(logits=("bfloat16", "float32")),),
+    traits={},
+    priority=Priority.PERFORMANT,
+)
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """npu_moe_gating_top_k_softmax in fp32, renormalised over the k."""
+    import torch_npu
+
+    # softmax over all, divided by the sum over the k, is the softmax over the k
+    weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(logits.float(), None, k=top_k)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+@register_kernel(
+    EXPERTS.family,
+    EXPERTS.mode,
+    solution="ascend",
+    capability=ASCEND,
+    signatures=(accepts(hidden="bfloat16", weight="bfloat16"),),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    priority=Priority.PERFORMANT,
+    prepare=prepare,
+)
+def expert_mlp(
+    hidden_states: torch.Tensor,
+    weights: AscendExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    swiglu_limit: float,
+) -> torch.Tensor:
+    """npu_moe_init_routing_v2, two npu_grouped_matmul around the activation, npu_moe_token_unpermute."""
+    import torch_npu
+
+    rows, row_index, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        hidden_states,
+        topk_ids.to(torch.int32),
+        scale=None,
+        offset=None,
+        active_num=topk_ids.numel(),
+        expert_capacity=-1,
+        expert_num=weights.num_experts,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=list(weights.expert_range),
+        row_idx_type=0,
+    )
+    down = grouped_mlp(rows, weights, counts, GROUP_COUNTS)
+    if not weights.all_local:
+        # Rows of other ranks' experts were never computed: zeroed as rows and as weights, since 0 * NaN is NaN; their
+        # index is -1, which the sum would read as an address.
+        computed = torch.arange(down.shape[0], device=down.device) < counts.sum()
+        down = torch.where(computed[:, None], down, 0)
+        topk_weights = topk_weights * (row_index >= 0).view_as(topk_weights)
+        row_index = row_index.clamp(min=0)
+    return torch_npu.npu_moe_token_unpermute(down, row_index, probs=topk_weights)
