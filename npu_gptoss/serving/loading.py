@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import check_layout, check_names, check_tensor, expected_tensors
@@ -46,6 +47,11 @@ def load_weights(
     or of another shape or dtype than `config` says.
     """
     placements = _placements(model)
+    if not any(".experts." in name for name in placements):  # every stage has a layer, and every layer experts
+        raise InputError(
+            f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
+            "a second time: restart the server."
+        )
     filled: set[str] = set()
     for name, tensor in expand_stream(_accounted(weights, config, where), dtype):
         if name in placements:  # else it lives on another pipeline stage

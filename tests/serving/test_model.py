@@ -249,6 +249,14 @@ def test_what_was_never_loaded_does_not_run(
         finish(model, vllm_config)
 
 
+def test_loading_a_second_time_is_refused_and_not_half_done(
+    loaded: GptOssForCausalLM, tensors: dict[str, torch.Tensor]
+) -> None:
+    """vLLM can be asked to reload weights; the experts are the kernel's by then."""
+    with pytest.raises(InputError, match="restart the server"):
+        loaded.load_weights(tensors.items())
+
+
 # The experts
 
 
