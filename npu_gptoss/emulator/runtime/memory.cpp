@@ -206,5 +206,17 @@ int emulator_block(const void *pointer, uint64_t *base, uint64_t *bytes, int *ca
   *base = next->first, *bytes = next->second.bytes, *captured = next->second.captured;
   return 1;
 }
+// Overwrites memory that was just handed out, behind what the stream still has to do. While capturing it is overwritten
+// now and at every replay: a graph that reads what it did not write reads poison each time.
+int emulator_poison(aclrtStream handle, void *target, size_t bytes, int value) {
+  Stream *stream = stream_of(handle);
+  {
+    Lock lock(machine().mutex);
+    if (stream->capture || (stream->queue.empty() && !stream->running)) memset(target, value, bytes);
+    if (!stream->capture && stream->queue.empty() && !stream->running) return ok;
+    if (stream->updating || (stream->capture && stream->capture->group)) return ok;
+  }
+  return submit_work(stream, [=] { memset(target, value, bytes); return 0; });
+}
 uint64_t emulator_generation() { return generation; }
 }

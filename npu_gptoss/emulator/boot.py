@@ -1,0 +1,87 @@
+"""Make this process's torch_npu an emulated Ascend 910B. Runs once, right after torch_npu was imported.
+
+`launch.py` arranges that; nothing else should import this module.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def boot(_module: ModuleType | None = None) -> None:
+    """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
+    import torch_npu
+
+    from npu_gptoss.emulator import context, device, graphs, memory
+
+    def format_of(tensor: Any) -> int:
+        return int(torch_npu.get_npu_format(tensor)) if tensor.is_npu else context.FORMAT_ND
+
+    context.set_default(
+        context.OpContext(
+            cann=os.environ.get("NPU_GPTOSS_EMULATED_CANN") or "8.3.rc1",
+            strict=os.environ.get("NPU_GPTOSS_EMULATED_STRICT", "1") != "0",
+            diagnostic_fp32=os.environ.get("NPU_GPTOSS_EMULATED_FP32", "0") == "1",
+            is_device=memory.is_alias,
+        )
+    )
+    graphs.connect()
+    device.install()
+
+
+def boot_custom_operators(_module: ModuleType) -> None:
+    """vllm-ascend's own operators exist once its extension module is loaded."""
+    from npu_gptoss.emulator import device
+
+    device.install(("_C_ascend",))
+
+
+AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "torch_npu": boot,
+    "vllm_ascend.vllm_ascend_C": boot_custom_operators,
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, and then a function."""
+
+    def __init__(self, loader: Any, after: Callable[[ModuleType], None]) -> None:
+        self.loader, self.after = loader, after
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.after(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find, and hooks the modules of AFTER_IMPORT."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in AFTER_IMPORT:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self or not hasattr(finder, "find_spec") else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, AFTER_IMPORT[name])
+                return spec
+        return None
+
+
+def hook() -> None:
+    """Called by the .pth file of the emulated environment when NPU_GPTOSS_EMULATED is set."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

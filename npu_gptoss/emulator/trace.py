@@ -1,0 +1,79 @@
+"""The record of what a process asked of the device: one JSON line per operator, copy, synchronisation and graph event.
+
+The runtime writes the lines for copies, synchronisations, collectives and graphs itself (machine.cpp, `trace`); this
+module writes those of operators, through the same file descriptor and so in order. Phases: `eager` (ran at once),
+`queued` (ran later, behind a stream that was held up), `capture` (recorded, not run), `replay`, `update`.
+Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups only the rows touched.
+A kernel of the op table may say better with an attribute `traffic(arguments) -> (read, written)`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from npu_gptoss.emulator.binding import library
+
+ENABLED = bool(library.emulator_tracing())
+# operators that read of their first operand only as much as they return
+GATHERS = frozenset({"index", "index_select", "embedding", "gather", "take", "select_copy", "slice_copy"})
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _describe(tensors: Iterable[torch.Tensor]) -> list[list[object]]:
+    return [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in tensors]
+
+
+def traffic(
+    name: str, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
+) -> tuple[int, int]:
+    """Bytes read and written. `inputs` includes the operands in `written`; `fresh`: results in new memory."""
+    out = sum(map(bytes_of, fresh)) + sum(map(bytes_of, written))
+    base = name.partition("::")[2].partition(".")[0]
+    if base in GATHERS and inputs:
+        return out + sum(map(bytes_of, inputs[1:])), out
+    overwritten = {id(tensor) for tensor in written} if base.endswith(("copy_", "fill_", "zero_")) else set()
+    return sum(bytes_of(tensor) for tensor in inputs if id(tensor) not in overwritten), out
+
+
+def operator(
+    name: str,
+    phase: str,
+    stream: int,
+    inputs: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    fresh: Sequence[torch.Tensor],
+    *,
+    graph: int = 0,
+    moved: tuple[int, int] | None = None,
+) -> None:
+    """Writes the line of one operator."""
+    read, out = moved or traffic(name, inputs, written, fresh)
+    fields = {
+        "event": "op",
+        "name": name,
+        "phase": phase,
+        "stream": stream,
+        "graph": graph,
+        "inputs": _describe(inputs),
+        "outputs": _describe([*written, *fresh]),
+        "read": read,
+        "written": out,
+    }
+    write(fields)
+
+
+def write(fields: dict[str, object]) -> None:
+    """Any other line; the runtime adds pid and time."""
+    if ENABLED:
+        library.emulator_trace(json.dumps(fields)[1:-1].encode())
+
+
+def mark(name: str, **fields: object) -> None:
+    """A named point in the trace, for instance the begin of a step or a layer. Free when nothing is traced."""
+    write({"event": "mark", "name": name, **fields})
