@@ -38,6 +38,7 @@ _CHAT = "vllm.entrypoints.openai.serving_chat"
 _RESPONSES = "vllm.entrypoints.openai.serving_responses"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
+_ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -67,6 +68,24 @@ PATCHES: tuple[Patch, ...] = (
         touches=("vllm.platforms.cpu:CpuPlatform.check_and_update_config",),
         installer="cpu:install_native_ops",
         upstream="none found",
+    ),
+    Patch(
+        name="ascend-host-mask",
+        reason="vllm-ascend makes a mask of prompt length squared on the host at each prefill and copies it to the "
+        "device, for attention operators that gpt-oss does not use.",
+        module=_ASCEND_RUNNER,
+        touches=(f"{_ASCEND_RUNNER}:NPUModelRunner._make_attention_mask",),
+        installer="ascend:install_host_mask",
+        upstream="vllm-ascend 0.12 makes one mask of 2048",
+    ),
+    Patch(
+        name="ascend-full-graph",
+        reason="vllm-ascend gives new lengths to its own paged attention only when it replays a graph of whole decode "
+        "steps, so that attention with sinks would repeat the lengths of its capture.",
+        module=_ASCEND_RUNNER,
+        touches=(f"{_ASCEND_RUNNER}:update_attn_params", f"{_ASCEND_RUNNER}:NPUModelRunner.__init__"),
+        installer="ascend:install_full_graph",
+        upstream="vllm-ascend PR 9165",
     ),
     Patch(
         name="cpu-grammar-bitmask",

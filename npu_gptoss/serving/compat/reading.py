@@ -146,9 +146,9 @@ class TolerantParser(StreamableParser):
         channel = re.search(r"<\|channel\|>\W*(analysis|commentary|final)\b", text)
         recipient = re.search(r"\bto=([\w.-]+)", text)
         if re.match(r"\s*(user|system|developer|tool)\b", text) or not (channel or recipient):
-            logger.info("harmony: a message is dropped because its header cannot be read: %r", text)
+            logger.debug("harmony: a message is dropped because its header cannot be read: %r", text)
             return False
-        logger.info("harmony: a message's header is malformed, and read as far as possible: %r", text)
+        logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
         spelled = f" to={recipient[1]}" if recipient else ""
         spelled += f"<|channel|>{channel[1] if channel else 'commentary'}"
         spelled += " <|constrain|>json" if "json" in text else ""
@@ -157,7 +157,7 @@ class TolerantParser(StreamableParser):
             for token in self._encoding.encode(spelled + "<|message|>", allowed_special="all"):
                 super().process(token)
         except HarmonyError as error:
-            logger.info("harmony: the message is dropped after all: %s", error)
+            logger.debug("harmony: the message is dropped after all: %s", error)
             return False
         return True
 

@@ -7,7 +7,10 @@ import asyncio
 import httpx
 import openai
 import pytest
+from openai_harmony import Author, Message, Role
+from vllm.entrypoints.context import StreamingHarmonyContext
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from tests.serving.compat.fake_engine import (
     MODEL,
@@ -221,6 +224,34 @@ def test_a_response_stream_survives_an_output_without_tokens(patched, tokens):
         events = stream_responses(FakeEngine(cut, finish="abort", empty_end=True))
     assert deltas(events, "response.output_text.delta") == "cut off"
     assert events[-1].response.status == "cancelled"
+
+
+def test_a_response_stream_goes_on_after_a_tool_of_the_server(patched, harmony, tokens):
+    """What the server's own browser answers is fed to the parser between two turns of the model."""
+
+    def context_after(*parts: str | Message) -> StreamingHarmonyContext:
+        context = StreamingHarmonyContext([Message.from_role_and_content(Role.USER, "Hello")], ["browser"])
+        for part in parts:
+            if isinstance(part, Message):
+                context.append_output([part])
+                context.messages.append(part)
+                context.render_for_completion()
+                continue
+            for token in tokens(part):
+                completion = CompletionOutput(0, "", [token], None, None)
+                context.append_output(RequestOutput("r", None, [1], None, [completion], False))
+        return context
+
+    result = Message.from_author_and_content(Author.new(Role.TOOL, "browser.search"), "a page").with_channel("analysis")
+    turns = (
+        "<|channel|>analysis to=browser.search json<|message|>{}<|call|>",
+        result.with_recipient("assistant"),
+        "<|channel|>final<|message|>Found.<|return|>",
+    )
+    for patches in ((), RESPONSES):
+        with patched(*patches):
+            texts = [(part.channel, part.content[0].text) for part in context_after(*turns).parser.messages]
+        assert texts == [("analysis", "{}"), ("analysis", "a page"), ("final", "Found.")]
 
 
 def through_the_client(events: list) -> list[str]:

@@ -1,0 +1,60 @@
+"""Repairs of vllm-ascend 0.11.0's model runner, for gpt-oss only. What they put in its place is in `serving/ascend`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.ascend.limits import installed, version_objection
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+
+ARCHITECTURE = "gpt_oss"
+
+
+def _expect_release() -> None:
+    objection = version_objection(installed())
+    if objection:
+        raise Mismatch(objection)
+
+
+def install_host_mask(module: ModuleType) -> None:
+    """No mask of prompt length squared, made on the host and copied to the device at each prefill."""
+    _expect_release()
+    runner = module.NPUModelRunner
+    expect_parameters(runner._make_attention_mask, "seq_lens", "position", "attn_state")
+    original = runner._make_attention_mask
+
+    def _make_attention_mask(self: Any, seq_lens: Any, position: Any, attn_state: Any) -> Any:
+        if self.model_config.hf_config.model_type == ARCHITECTURE:
+            return None
+        return original(self, seq_lens=seq_lens, position=position, attn_state=attn_state)
+
+    replace(runner, "_make_attention_mask", _make_attention_mask)
+
+
+def install_full_graph(module: ModuleType) -> None:
+    """Updates of captured attention calls with sinks, and a trial of them before the runner relies on it."""
+    _expect_release()
+    runner = module.NPUModelRunner
+    expect_parameters(module.update_attn_params, "update_stream", "forward_context", "runtime_shape")
+    expect_source(runner._generate_process_reqs_hidden_states, "update_attn_params(self.update_stream, forward_context")
+    expect_source(runner.load_model, "ACLGraphWrapper(self.model")
+    expect_parameters(runner.__init__, "vllm_config", "device")
+    original_update, original_init = module.update_attn_params, runner.__init__
+
+    def update_attn_params(
+        update_stream: Any, forward_context: Any, runtime_shape: int, kv_transfer_config: Any = None
+    ) -> None:
+        from npu_gptoss.serving.ascend import full_graph
+
+        if not full_graph.update_attn_params(update_stream, forward_context, runtime_shape, kv_transfer_config):
+            original_update(update_stream, forward_context, runtime_shape, kv_transfer_config)
+
+    def __init__(self: Any, vllm_config: Any, device: Any) -> None:
+        from npu_gptoss.serving.ascend import full_graph
+
+        full_graph.prepare(vllm_config, device)
+        original_init(self, vllm_config, device)
+
+    replace(module, "update_attn_params", update_attn_params)
+    replace(runner, "__init__", __init__)
