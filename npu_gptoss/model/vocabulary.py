@@ -1,9 +1,9 @@
 """The o200k vocabulary that openai-harmony wants, rebuilt offline and never trusted without its published SHA-256.
 
 openai-harmony downloads `o200k_base.tiktoken` unless the environment variable TIKTOKEN_ENCODINGS_BASE names a folder
-that holds it. Every gpt-oss checkpoint carries the same ranks in its `tokenizer.json`: a byte-level BPE vocabulary whose
-ids 0..199997 are the ranks, and whose token strings spell bytes through GPT-2's byte-to-character table. So the file
-can be rebuilt from the checkpoint alone, byte for byte. No network, no torch, no vLLM.
+that holds it. Every gpt-oss checkpoint carries the same ranks in its `tokenizer.json`: a byte-level BPE vocabulary
+whose ids 0..199997 are the ranks, and whose token strings spell bytes through GPT-2's byte-to-character table. So the
+file can be rebuilt from the checkpoint alone, byte for byte. No network, no torch, no vLLM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class VocabularyError(InputError):
 
 @functools.cache
 def byte_characters() -> dict[int, str]:
-    """GPT-2's table: each of the 256 bytes as one printable character; the unprintable ones are moved to U+0100 and up."""
+    """GPT-2's table: each of the 256 bytes as one printable character; the unprintable ones move to U+0100 and up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -93,14 +93,15 @@ def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -
     """Rebuilds `o200k_base.tiktoken` from the checkpoint's `tokenizer.json`; returns the file's path.
 
     Written into `out_dir`; by default beside the checkpoint, or into the cache directory when that is not writable.
-    Raises VocabularyError when the tokenizer is missing, broken, or not the one that gpt-oss uses; then nothing is written.
+    Raises VocabularyError when the tokenizer is missing, broken, or not that of gpt-oss; then nothing is written.
     """
     content = _encode_ranks(_ranks_from_tokenizer(Path(model_dir) / "tokenizer.json"))
     digest = hashlib.sha256(content).hexdigest()
     if digest != VOCABULARY_SHA256:
         raise VocabularyError(
-            f"{Path(model_dir) / 'tokenizer.json'} is not the tokenizer of gpt-oss: the vocabulary rebuilt from it has SHA-256 "
-            f"{digest}, the published {VOCABULARY_FILE} has {VOCABULARY_SHA256}. Get tokenizer.json from the original checkpoint."
+            f"{Path(model_dir) / 'tokenizer.json'} is not the tokenizer of gpt-oss: the vocabulary rebuilt from it has "
+            f"SHA-256 {digest}, the published {VOCABULARY_FILE} has {VOCABULARY_SHA256}. Get tokenizer.json from the "
+            "original checkpoint."
         )
     if out_dir is not None:
         return _write_or_raise(Path(out_dir) / VOCABULARY_FILE, content)
@@ -121,7 +122,7 @@ def write_atomically(path: Path, content: bytes) -> Path:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
         Path(temporary).chmod(0o644)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -133,7 +134,8 @@ def _write_or_raise(path: Path, content: bytes) -> Path:
         return write_atomically(path, content)
     except OSError as error:
         raise VocabularyError(
-            f"the vocabulary cannot be written to {path.parent}: {error.strerror}. Name a writable folder with --output."
+            f"the vocabulary cannot be written to {path.parent}: {error.strerror}. Name a writable folder with "
+            "--output."
         ) from error
 
 
@@ -147,8 +149,8 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
         tokenizer = json.loads(path.read_bytes())
     except OSError as error:
         raise VocabularyError(
-            f"{path} cannot be read: {error.strerror}. The vocabulary is rebuilt from the checkpoint's own tokenizer.json: "
-            "pass the directory of a checkpoint that has it."
+            f"{path} cannot be read: {error.strerror}. The vocabulary is rebuilt from the checkpoint's own "
+            "tokenizer.json: pass the directory of a checkpoint that has it."
         ) from error
     except ValueError as error:  # JSON and UTF-8 errors alike
         raise VocabularyError(f"{path} is not valid JSON ({error}). Download it again.") from error
@@ -173,7 +175,7 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
     missing = sum(token is None for token in ranks)
     if missing:
         raise VocabularyError(
-            f"{path} lacks {missing} of the ids 0..{NUM_RANKS - 1}; the first is {ranks.index(None)}. Expected the tokenizer of "
-            "gpt-oss (o200k_harmony)."
+            f"{path} lacks {missing} of the ids 0..{NUM_RANKS - 1}; the first is {ranks.index(None)}. Expected the "
+            "tokenizer of gpt-oss (o200k_harmony)."
         )
     return ranks  # type: ignore[return-value]  # no None is left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +117,7 @@ def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full_disk)
+    monkeypatch.setattr(Path, "replace", full_disk)
     with pytest.raises(OSError, match="No space"):
         vocabulary.write_atomically(tmp_path / "file", b"content")
     assert leftovers(tmp_path) == []
