@@ -6,8 +6,25 @@ import importlib
 
 from npu_gptoss.emulator.ops.table import OPS, SCHEMAS
 
-FAMILIES = ("fia",)
+# each module registers its operators when imported
+FAMILIES = (
+    "activation",
+    "atb_attention",
+    "cache",
+    "fia",
+    "formats",
+    "grouped_matmul",
+    "grouped_matmul_fused",
+    "low_bit",
+    "moe_combine",
+    "moe_distribute",
+    "moe_dispatch",
+    "moe_gating",
+    "norm",
+    "rope",
+    "simple",
+)
 for _family in FAMILIES:
-    importlib.import_module(f"npu_gptoss.emulator.ops.{_family}")
+    importlib.import_module(f"{__name__}.{_family}")
 
 __all__ = ["OPS", "SCHEMAS"]
