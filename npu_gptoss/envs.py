@@ -44,6 +44,12 @@ VARIABLES: dict[str, Variable] = {
             False,
             "ignore third-party kernels (entry points `npu_gptoss.kernels`)",
         ),
+        Variable(
+            "NPU_GPTOSS_EMULATED_FP32",
+            _switch,
+            False,
+            "on the emulated 910B: operators take float32 in the place of bfloat16, to tell rounding from mistakes",
+        ),
         Variable("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
         Variable(
             "NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from npu_gptoss.attention.window import keys_before
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 
 ASCEND = Capability.of("ascend", features=("torch_npu",))
+# float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
+DIAGNOSTIC = Capability.of("ascend", features=("torch_npu", "emulated_fp32"))
 HEAD_DIMS = frozenset({64, 128})
 BLOCK_SIZES = frozenset(range(128, 1025, 128))
 
@@ -44,8 +47,9 @@ def causal_mask(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Requests that go into one call: those of `requests`, whose rows are `rows`; both lists as the operator takes them.
+    """Requests that go into one call, with both lists as the operator takes them.
 
+    requests, rows: which ones of the step, and which rows of query and out are theirs.
     query_ends: [requests] the row after each request's last, from the part's first row on.
     seq_lens: [requests] keys of each.
     """
@@ -76,7 +80,7 @@ def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list
                 [end - start[first] for end in start[first + 1 : last + 1]],
                 list(metadata.seq_lens[first:last]),
             )
-            for first, last in zip(cuts, cuts[1:], strict=False)
+            for first, last in pairwise(cuts)
             if start[last] > start[first]
         ]
     return metadata.plans[key]
@@ -116,11 +120,21 @@ def call_arguments(
     }
 
 
+@functools.cache
 def no_lse(device: torch.device) -> torch.Tensor:
-    """The second output of `.out`, which is not written unless asked for."""
+    """[1] float32, the second output of `.out`, which is not written unless asked for. One a device, as the mask."""
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
+@register_kernel(
+    PAGED.family,
+    PAGED.mode,
+    solution="ascend_fp32",
+    capability=DIAGNOSTIC,
+    signatures=(accepts(query="float32", kv="float32", sinks="float32"),),
+    traits={"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "sliding_window": ANY},
+    priority=Priority.PERFORMANT,
+)
 @register_kernel(
     PAGED.family,
     PAGED.mode,
@@ -164,6 +178,15 @@ def paged_attention(
 @register_kernel(
     WRITE_KV.family,
     WRITE_KV.mode,
+    solution="ascend_fp32",
+    capability=DIAGNOSTIC,
+    signatures=(accepts(key="float32", kv="float32"),),
+    traits={"head_dim": ANY, "block_size": ANY},
+    priority=Priority.PERFORMANT,
+)
+@register_kernel(
+    WRITE_KV.family,
+    WRITE_KV.mode,
     solution="ascend",
     capability=ASCEND,
     signatures=(accepts(key="bfloat16", kv="bfloat16"),),
@@ -177,7 +200,7 @@ def write_kv_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """_npu_reshape_and_cache, which takes int32 slots: a step's mapping comes as such, or costs a cast in each layer."""
+    """_npu_reshape_and_cache. It takes int32 slots: a step's mapping comes as such, or costs a cast in each layer."""
     import torch_npu
 
     torch_npu._npu_reshape_and_cache(

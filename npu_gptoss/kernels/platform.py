@@ -78,6 +78,8 @@ def _installed(module: str) -> bool:
 def detect(root: Path = Path("/")) -> Platform:
     """Tells the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
     features = frozenset(name for name in FEATURE_MODULES if _installed(name))
+    if envs.get("NPU_GPTOSS_EMULATED_FP32"):
+        features |= {"emulated_fp32"}
     kind = envs.get("NPU_GPTOSS_PLATFORM")
     if not kind:
         device_files = root / "dev"

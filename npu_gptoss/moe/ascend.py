@@ -23,6 +23,8 @@ from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.moe.weights import ExpertWeights
 
 ASCEND = Capability.of("ascend", features=("torch_npu",))
+# float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
+DIAGNOSTIC = Capability.of("ascend", features=("torch_npu", "emulated_fp32"))
 
 GROUP_COUNTS = 1  # group_list_type: rows of each group (0: cumulative)
 SPLIT_ROWS = 0  # group_type: groups are ranges of rows
@@ -138,6 +140,13 @@ def grouped_mlp(
     return grouped_matmul(clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
 
 
+def finite_first_rows(rows: torch.Tensor) -> None:
+    """Makes numbers of the first two rows, in place. Rows that belong to other ranks are all read there (as row 0 here,
+    as row 1 by vllm-ascend) and weighted with zero; when no token came to this rank the row was never computed, and
+    zero times what memory held may be NaN."""
+    rows[:2].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 @register_kernel(
     ROUTE.family,
     ROUTE.mode,
@@ -156,6 +165,16 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return weights / weights.sum(-1, keepdim=True), ids
 
 
+@register_kernel(
+    EXPERTS.family,
+    EXPERTS.mode,
+    solution="ascend_fp32",
+    capability=DIAGNOSTIC,
+    signatures=(accepts(hidden="float32", weight="float32"),),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    priority=Priority.PERFORMANT,
+    prepare=prepare,
+)
 @register_kernel(
     EXPERTS.family,
     EXPERTS.mode,
@@ -193,10 +212,9 @@ def expert_mlp(
     )
     down = grouped_mlp(rows, weights, counts, GROUP_COUNTS)
     if not weights.all_local:
-        # Rows of other ranks' experts were never computed: zeroed as rows and as weights, since 0 * NaN is NaN; their
-        # index is -1, which the sum would read as an address.
-        computed = torch.arange(down.shape[0], device=down.device) < counts.sum()
-        down = torch.where(computed[:, None], down, 0)
+        # The index of other ranks' rows is -1, which the sum would read as an address: they become the first row, which
+        # counts nothing.
+        finite_first_rows(down)
         topk_weights = topk_weights * (row_index >= 0).view_as(topk_weights)
         row_index = row_index.clamp(min=0)
     return torch_npu.npu_moe_token_unpermute(down, row_index, probs=topk_weights)

@@ -100,10 +100,12 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         *,
         sinks: torch.Tensor | None = None,
         window: int | None,
+        owner: str = "a layer",
         **unknown: object,
     ) -> None:
         """`sinks` [num_heads] is the layer's parameter; `window` counts the visible keys including the token's own,
-        None on a full layer. Whatever this kernel would silently drop raises InputError."""
+        None on a full layer; `owner` names the layer in errors. Whatever would silently be dropped raises
+        InputError."""
         refused = {
             "alibi_slopes": alibi_slopes is not None,
             f"sliding_window={sliding_window} (the window comes as `window`)": sliding_window is not None,
@@ -121,7 +123,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         objections = [what for what, wrong in refused.items() if wrong]
         if objections:
             raise InputError(
-                "gpt-oss attention is causal, with one sink a head, and takes no other option: got "
+                f"{owner}: gpt-oss attention is causal, with one sink a head, and takes no other option: got "
                 + ", ".join(objections)
             )
         self.num_heads = num_heads
@@ -129,12 +131,13 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.window = window
+        self.owner = owner
         self.sinks = sinks
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
         if not torch.isfinite(self.sinks).all():
-            raise InputError("the attention sinks of a layer were not filled by the checkpoint, or are not finite")
+            raise InputError(f"{self.owner}.sinks was not filled by the checkpoint, or is not finite")
 
     def forward(
         self,
@@ -167,3 +170,14 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             sliding_window=self.window,
             out=output,
         )
+
+
+def attention_backend() -> type[AttentionBackend]:
+    """The backend that our model hands to vLLM's attention layers on this platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != "npu":
+        return SinkAttentionBackend
+    from npu_gptoss.serving.ascend.attention import AscendSinkBackend
+
+    return AscendSinkBackend

@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-# Compute dtypes by the type of device: the Ascend kernel with sinks takes bfloat16 only.
-DTYPES = {"cpu": ("bfloat16", "float32"), "npu": ("bfloat16",)}
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
 
 
 def objections(config: VllmConfig, device_type: str) -> list[str]:
     """What is asked for and cannot be had, each as "what was got; what to do instead"."""
+    from npu_gptoss.serving.ascend import limits as ascend
     from npu_gptoss.serving.quantization import NAME
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
-    dtypes = DTYPES.get(device_type, DTYPES["npu"])
+    dtypes = ascend.dtypes() if device_type == "npu" else ("bfloat16", "float32")
     table = [
         (
             dtype not in dtypes,
@@ -61,7 +60,8 @@ def objections(config: VllmConfig, device_type: str) -> list[str]:
         ),
         (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill: no layer shares its KV cache; leave it out"),
     ]
-    return [sentence for wrong, sentence in table if wrong]
+    found = [sentence for wrong, sentence in table if wrong]
+    return found + (ascend.objections(config) if device_type == "npu" else [])
 
 
 def checked_config(config: VllmConfig) -> GptOssConfig:
@@ -87,6 +87,9 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 def register(architecture: str) -> None:
     """Puts our verification before vLLM's own of this architecture. Idempotent."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.platforms import current_platform
+
+    from npu_gptoss.serving.ascend import sizes as ascend_sizes
 
     known = MODELS_CONFIG_MAP[architecture]
     if getattr(known, "limits_of_npu_gptoss", False):
@@ -98,6 +101,8 @@ def register(architecture: str) -> None:
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
             checked_config(vllm_config)
+            if current_platform.device_type == "npu":
+                ascend_sizes.cap(vllm_config)
             known.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = GptOssLimits

@@ -43,7 +43,7 @@ from vllm.sequence import IntermediateTensors
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.serving import compat, limits, loading
-from npu_gptoss.serving.attention import SinkAttentionBackend
+from npu_gptoss.serving.attention import attention_backend
 from npu_gptoss.serving.moe import ExpertsConfig
 from npu_gptoss.serving.rotary import rotary_embedding
 
@@ -78,9 +78,10 @@ class Attention(nn.Module):
             num_kv_heads=num_kv_heads,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
-            attn_backend=SinkAttentionBackend,
+            attn_backend=attention_backend(),
             sinks=self.sinks,
             window=config.window(extract_layer_index(prefix)),
+            owner=prefix,
         )
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ subclass of the layer asks it too). So the experts are stored in the checkpoint'
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ UNUSED_OPTIONS: dict[str, Any] = {
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of one layer (of this rank)."""
 
+    unused_options: ClassVar[dict[str, Any]] = UNUSED_OPTIONS
+
     def __init__(self, layer: FusedMoE, swiglu_limit: float) -> None:
         super().__init__(layer.moe_config)
         self.swiglu_limit = swiglu_limit
@@ -58,6 +60,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """The official BF16 layout (see `ExpertWeights`), filled with NaN so that what is not loaded shows."""
         width = intermediate_size_per_partition
+        num_experts = int(num_experts)  # vllm-ascend counts them in a tensor
         shapes = {
             "gate_up_proj": (num_experts, hidden_size, 2 * width),
             "gate_up_proj_bias": (num_experts, 2 * width),
@@ -118,7 +121,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
                 f"asked for activation {activation!r} and renormalize={renormalize}"
             )
         for name, value in options.items():
-            if name not in UNUSED_OPTIONS or value != UNUSED_OPTIONS[name]:
+            if name not in self.unused_options or value != self.unused_options[name]:
                 raise InputError(f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}")
 
 
@@ -130,7 +133,13 @@ class ExpertsConfig(QuantizationConfig):
         self.swiglu_limit = swiglu_limit
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> GptOssExpertsMethod:
-        return GptOssExpertsMethod(layer, self.swiglu_limit)
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type != "npu":
+            return GptOssExpertsMethod(layer, self.swiglu_limit)
+        from npu_gptoss.serving.ascend.moe import AscendExpertsMethod
+
+        return AscendExpertsMethod(layer, self.swiglu_limit)
 
     def get_name(self) -> str:
         return "gptoss_experts"

@@ -1,0 +1,133 @@
+"""vllm-ascend's attention backend with gpt-oss's attention inside.
+
+Name, cache layout, the operator at which compiled graphs are split (`vllm.unified_ascend_attention_with_output`,
+through which connectors load and save) and the capture of graphs stay vllm-ascend's. Ours are the metadata and the
+work:
+
+* The lists of lengths are host integers of the real requests only. vllm-ascend's own are padded for graphs, one short.
+* Replayed graphs hand over padded rows. They reach no operator, and their output is zero.
+* Nothing is sliced by a device scalar, which would wait for the device in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm_ascend.attention.attention_v1 import (
+    AscendAttentionBackend,
+    AscendAttentionBackendImpl,
+    AscendAttentionMetadataBuilder,
+    AscendAttentionState,
+)
+from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+
+from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.ascend import full_graph
+from npu_gptoss.serving.attention import SinkAttentionImpl
+
+
+class AscendSinkBackend(AscendAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[AscendSinkImpl]:
+        return AscendSinkImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AscendSinkMetadataBuilder]:
+        return AscendSinkMetadataBuilder
+
+
+class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
+    """One scheduler step in host integers, without padding."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.block_size not in BLOCK_SIZES:
+            raise InputError(
+                f"--block-size {kv_cache_spec.block_size}: the attention of gpt-oss on Ascend reads a cache in blocks "
+                "of 128 keys (or a multiple of 128 up to 1024); use --block-size 128"
+            )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
+    ) -> AttentionMetadata:
+        if common_prefix_len:
+            raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
+        common = common_attn_metadata
+        query_start_loc = tuple(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
+        return AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=tuple(common.seq_lens_cpu[: common.num_reqs].tolist()),
+            block_table=common.block_table_tensor[: common.num_reqs],
+            slot_mapping=common.slot_mapping[: query_start_loc[-1]],
+        )
+
+    def build_for_graph_capture(
+        self,
+        common_attn_metadata: AscendCommonAttentionMetadata,
+        attn_state: AscendAttentionState = AscendAttentionState.DecodeOnly,
+        model: object = None,
+    ) -> AttentionMetadata:
+        """Decode rows that see one key each. The runner's own lists are left over from some earlier step here."""
+        if attn_state != AscendAttentionState.DecodeOnly:
+            raise NotImplementedError(f"full graphs of gpt-oss hold decode steps, not {attn_state.name}")
+        requests = common_attn_metadata.num_reqs
+        return AttentionMetadata(
+            query_start_loc=tuple(range(requests + 1)),
+            seq_lens=(1,) * requests,
+            block_table=common_attn_metadata.block_table_tensor[:requests],
+            slot_mapping=common_attn_metadata.slot_mapping[:requests],
+        )
+
+
+class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
+    """One layer's attention. Construction and checks are `SinkAttentionImpl`'s."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        for constant in (causal_mask, no_lse):  # now, because no graph can make them
+            constant(self.sinks.device)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        attn_metadata: AttentionMetadata | None,
+        output: torch.Tensor | None = None,
+        trace_flag: bool = True,
+    ) -> torch.Tensor:
+        """As vllm-ascend calls it: first from the layer, then (trace_flag False) from inside the splitting operator."""
+        if output is None:
+            raise NotImplementedError("gpt-oss attention writes into the caller's buffer")
+        if trace_flag:
+            torch.ops.vllm.unified_ascend_attention_with_output(query, key, value, output, layer.layer_name)
+            return output
+        if attn_metadata is None:  # profiling, and the capture of the pieces around attention
+            return output.zero_()
+        key_cache, value_cache = kv_cache
+        write_kv_cache(key, value, key_cache, value_cache, attn_metadata)
+        if full_graph.capturing(get_forward_context()):
+            return full_graph.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            attn_metadata,
+            self.sinks,
+            scale=self.scale,
+            sliding_window=self.window,
+            out=output,
+        )

@@ -1,0 +1,95 @@
+"""What gpt-oss cannot have on this vllm-ascend, said before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss import envs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# The releases with these private interfaces. 0.11.0rc0 knows no operator with sinks, 0.12 has moved its modules.
+VERSIONS = ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0")
+
+_ON = ("1", "true", "True")
+
+
+def installed() -> str | None:
+    """The version of the installed vllm-ascend; None when it has no metadata."""
+    for name in ("vllm-ascend", "vllm_ascend"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def version_objection(release: str | None) -> str | None:
+    """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
+    if release is not None and release.partition("+")[0] in VERSIONS:
+        return None
+    found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
+    return f"{found}: gpt-oss is served on vllm-ascend {VERSIONS[0]} to {VERSIONS[-1]}; install {VERSIONS[-1]}"
+
+
+def operator_objection() -> str | None:
+    """Why torch_npu's attention operator does not do; looks at its registered schema and at no device."""
+    import torch
+    import torch_npu
+
+    name = "npu_fused_infer_attention_score_v2"
+    release = getattr(torch_npu, "__version__", "of unknown version")
+    overloads = getattr(torch.ops.npu, name, None)
+    if overloads is None:
+        return f"torch-npu {release} has no {name}; install torch-npu 2.7.1 (made for CANN 8.3)"
+    if "learnable_sink" not in {argument.name for argument in overloads.default._schema.arguments}:
+        return (
+            f"{name} of torch-npu {release} has no learnable_sink, and gpt-oss attends with sinks; "
+            "install torch-npu 2.7.1 (made for CANN 8.3)"
+        )
+    return None
+
+
+def _option_objections(options: Mapping[str, Any]) -> list[str]:
+    """What --additional-config asks vllm-ascend for."""
+
+    def part(name: str, key: str) -> bool:
+        return bool((options.get(name) or {}).get(key))
+
+    table = [
+        (options.get("kv_cache_dtype") not in (None, "auto"), "kv_cache_dtype", "the KV cache has the model's dtype"),
+        (part("torchair_graph_config", "enabled"), "torchair_graph_config", "graphs are ACL graphs"),
+        (part("weight_prefetch_config", "enabled"), "weight_prefetch_config", "it looks for weights of other models"),
+        (options.get("dynamic_eplb"), "dynamic_eplb", "experts do not move between ranks"),
+        (options.get("expert_map_path"), "expert_map_path", "experts are placed in order"),
+        (options.get("expert_map_record_path"), "expert_map_record_path", "experts do not move between ranks"),
+        (options.get("init_redundancy_expert"), "init_redundancy_expert", "each expert lives on one rank"),
+        (options.get("enable_shared_expert_dp"), "enable_shared_expert_dp", "there are no shared experts"),
+    ]
+    return [f"--additional-config {name}: {why}; leave it out" for wrong, name, why in table if wrong]
+
+
+def _environment_objections() -> list[str]:
+    refused = {
+        "VLLM_ASCEND_ENABLE_FLASHCOMM": "sequence parallelism is not supported",
+        "VLLM_ASCEND_ENABLE_FLASHCOMM1": "sequence parallelism is not supported",
+        "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "it looks for weights of other models",
+    }
+    return [f"{name}=1: {why}; unset it" for name, why in refused.items() if os.environ.get(name) in _ON]
+
+
+def objections(config: VllmConfig) -> list[str]:
+    """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
+    found = [objection for objection in (version_objection(installed()), operator_objection()) if objection]
+    if config.compilation_config.pass_config.enable_sequence_parallelism:
+        found.append("enable_sequence_parallelism: not supported; leave it out")
+    return found + _option_objections(config.additional_config or {}) + _environment_objections()
+
+
+def dtypes() -> tuple[str, ...]:
+    """The operator with sinks takes bfloat16; the emulated one float32 too, on demand."""
+    return ("bfloat16", "float32") if envs.get("NPU_GPTOSS_EMULATED_FP32") else ("bfloat16",)

@@ -1,0 +1,86 @@
+"""gpt-oss's experts between vllm-ascend's dispatch and combine.
+
+Which way tokens travel (all-gather, multicast, all-to-all, MC2) is vllm-ascend's choice of the step. Its own experts
+drop the biases and the activation; so only `token_dispatch` and `token_combine` of its dispatchers are used, and what
+lies between them is `npu_gptoss.moe.ascend.grouped_mlp`, which takes counts and cumulative group lists alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm_ascend.ops.moe.moe_comm_method import MoECommMethod
+from vllm_ascend.ops.moe.token_dispatcher import TokenDispatcherWithAllGather
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe import PreparedExperts, expert_mlp, route
+from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
+from npu_gptoss.serving.moe import GptOssExpertsMethod
+
+# What vllm-ascend's layer passes beyond vLLM's, with the value that means that it is not used.
+UNUSED_OPTIONS: dict[str, Any] = {
+    "quantized_x_for_share": None,
+    "dynamic_scale_for_share": None,
+    "shared_experts": None,
+    "log2phy": None,
+    "global_redundant_expert_num": 0,
+}
+
+
+class AscendExpertsMethod(GptOssExpertsMethod):
+    unused_options: ClassVar[dict[str, Any]] = {**GptOssExpertsMethod.unused_options, **UNUSED_OPTIONS}
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        activation: str = "silu",
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        enable_force_load_balance: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts are to see."""
+        self._check(activation, renormalize, options)
+        prepared = layer.prepared_experts
+        topk_weights, topk_ids = route(router_logits, top_k)
+        if enable_force_load_balance:  # in the profile run, whose rows are all alike
+            topk_ids = torch.randint_like(topk_ids, 0, global_num_experts)
+        method = get_forward_context().moe_comm_method
+        if not isinstance(prepared.weights, AscendExperts):
+            return self._other_kernel(method, x, prepared, topk_weights, topk_ids)
+        dispatched = method.token_dispatcher.token_dispatch(
+            hidden_states=x,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            expert_map=expert_map,
+            mc2_mask=method.mc2_mask,
+        )
+        rows = grouped_mlp(
+            dispatched["hidden_states"], prepared.weights, dispatched["group_list"], dispatched["group_list_type"]
+        )
+        if expert_map is not None:
+            # all-gather points rows of other ranks at the second row, with a weight of zero
+            finite_first_rows(rows)
+        return method.token_dispatcher.token_combine(hidden_states=rows)
+
+    def _other_kernel(
+        self,
+        method: MoECommMethod,
+        x: torch.Tensor,
+        prepared: PreparedExperts,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """A kernel chosen by name, such as small_ops, sorts and sums by itself: right while all tokens are here."""
+        if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
+            raise InputError(
+                f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
+                f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
+            )
+        return expert_mlp(x, prepared, topk_weights, topk_ids)
