@@ -1,0 +1,70 @@
+"""A `torch_npu` made of the emulator's operators, for tests of the Ascend kernels beside the ordinary torch.
+
+It has no device and no dispatcher: every CPU tensor counts as one on the device, and the names that the installed
+wheel would carry call the contract-checked operators of `npu_gptoss.emulator.ops`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.emulator.context import OpContext, use
+from npu_gptoss.emulator.ops import OPS
+from npu_gptoss.kernels import platform_override
+
+# From CANN 8.5 on (torch-npu 2.7.1.post2).
+SINCE_8_5 = ("npu_clipped_swiglu",)
+
+
+class Packet:
+    """An operator with its overloads as attributes; counts its calls in the shared list."""
+
+    def __init__(self, name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        self._name, self._calls = name, calls
+        self._overloads: dict[str, Callable[..., Any]] = {}
+
+    def add(self, overload: str, function: Callable[..., Any]) -> None:
+        name = self._name + (f".{overload}" if overload else "")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append((name, kwargs))
+            return function(*args, **kwargs)
+
+        self._overloads[overload] = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._overloads[""](*args, **kwargs)
+
+    def __getattr__(self, overload: str) -> Callable[..., Any]:
+        try:
+            return self._overloads[overload]
+        except KeyError:
+            raise AttributeError(f"{self._name} has no overload {overload}") from None
+
+
+@contextmanager
+def ascend(cann: str = "8.3.rc1", **context: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Selects and runs kernels as on a 910B with this CANN; yields the list of operator calls (name, keywords)."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    module = ModuleType("torch_npu")
+    for full_name, function in OPS.items():
+        name, _, overload = full_name.partition("::")[2].partition(".")
+        if name in SINCE_8_5 and cann.startswith("8.3"):
+            continue
+        if not hasattr(module, name):
+            setattr(module, name, Packet(name, calls))
+        getattr(module, name).add(overload, function)
+    before = sys.modules.get("torch_npu")
+    sys.modules["torch_npu"] = module
+    try:
+        with platform_override("ascend", frozenset({"torch_npu"})), use(OpContext(cann=cann, **context)):
+            yield calls
+    finally:
+        if before is None:
+            del sys.modules["torch_npu"]
+        else:
+            sys.modules["torch_npu"] = before

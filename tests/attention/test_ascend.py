@@ -1,0 +1,204 @@
+"""The fused attention call on the emulated operators: against the definition, and when it is called wrongly.
+
+The operators check the contract of CANN 8.3 in strict mode, so a test that passes also says that none of it is broken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from npu_gptoss.attention import AttentionMetadata, ascend, write_kv_cache
+from npu_gptoss.emulator.rules import ContractError
+from npu_gptoss.kernels import KernelError
+from tests import ascend_ops
+from tests.attention import cases
+from tests.attention.cases import HEAD_DIM, KV_HEADS, STEPS, WINDOW, make_step
+from tests.tolerances import assert_close
+
+BF16 = torch.bfloat16
+FIA = "npu_fused_infer_attention_score_v2.out"
+
+
+@pytest.fixture(autouse=True)
+def block_size_of_the_device(monkeypatch):
+    monkeypatch.setattr(cases, "BLOCK_SIZE", 128)
+
+
+@pytest.fixture
+def calls():
+    with ascend_ops.ascend() as calls:
+        yield calls
+
+
+def fused(step, window):
+    return step.run(sliding_window=window, kernel="ascend")
+
+
+def check(run, step, sliding_window):
+    """The definition, but for the probabilities, which the operator rounds to bf16 before they meet the values."""
+    want = step.run(sliding_window=sliding_window, kernel="reference")
+    assert_close(run(step, sliding_window), want, atol=2**-8)
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+@pytest.mark.parametrize("sliding_window", [None, WINDOW, 1, 17])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_fused_call_equals_the_definition(name, sliding_window, cann):
+    with ascend_ops.ascend(cann):
+        check(fused, make_step(STEPS[name], BF16, padding=3), sliding_window)
+
+
+def test_it_is_what_runs_on_an_ascend_by_itself_and_in_one_call(calls):
+    step = make_step(STEPS["mixed, one without rows"], BF16, padding=5)
+    out = torch.full_like(step.query, float("nan"))
+    step.run(out=out)
+    assert [name for name, _ in calls] == [FIA]
+    assert (out[-5:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [[(1300, 1300)], [(1100, 2200)], [(1, 2200)], [(1, 300), (1100, 1100), (1, 129), (64, 200)]],
+    ids=["prefill", "chunk", "decode", "mixed"],
+)
+@pytest.mark.parametrize("sliding_window", [None, WINDOW])
+def test_more_tokens_than_half_the_mask(calls, requests, sliding_window):
+    """The mask is 2048 wide for any length: from 1024 rows on a cut one was read at shifted places upstream."""
+    check(fused, make_step(requests, BF16), sliding_window)
+
+
+@pytest.mark.parametrize("rows", [1300, 64, 1], ids=["prefill", "chunk", "decode"])
+@pytest.mark.parametrize(("back", "seen"), [(127, True), (128, False)])
+def test_window_keeps_128_keys_not_129(calls, rows, back, seen):
+    step = make_step([(rows, 1300)], BF16)
+    step.query[:] = 0  # all visible keys weigh the same, only the planted value counts
+    step.value_cache[:] = 0
+    block, offset = divmod(1299 - back, 128)
+    step.value_cache[step.metadata.block_table[0, block], offset] = 10000.0
+    assert bool((fused(step, WINDOW)[-1] > 1).all()) is seen
+    assert bool((fused(step, None)[-1] > 1).all()), "full attention sees it in any case"
+
+
+def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks_takes_two_calls(calls):
+    """The operator counts a shared block for each request that reads it, and refuses more than the cache has."""
+    step = make_step([(300, 300)], BF16)
+    together = AttentionMetadata(
+        (0, 100, 200, 300), (300, 300, 300), step.metadata.block_table.expand(3, -1).contiguous(), torch.arange(300)
+    )
+    shared = dataclasses.replace(step, metadata=together)
+    assert step.key_cache.shape[0] == 5, "three blocks in use, each of three requests reads them all"
+    check(fused, shared, WINDOW)
+    assert [kwargs["actual_seq_kvlen"] for _, kwargs in calls] == [[300], [300], [300]]
+    assert [kwargs["actual_seq_qlen"] for _, kwargs in calls] == [[100], [100], [100]]
+
+
+def test_more_requests_than_one_call_takes(calls, monkeypatch):
+    monkeypatch.setattr(ascend, "MAX_REQUESTS", 4)
+    check(fused, make_step(STEPS["decode at the window's edge"], BF16), WINDOW)
+    assert [len(kwargs["actual_seq_qlen"]) for _, kwargs in calls] == [4, 4, 3]
+
+
+def test_lists_are_made_once_a_step(calls):
+    step = make_step(STEPS["chunks that cross the window"], BF16)
+    for window in (None, WINDOW):
+        fused(step, window)
+    assert calls[0][1]["actual_seq_qlen"] is calls[1][1]["actual_seq_qlen"]
+
+
+def changed(monkeypatch, **changes):
+    """Every later call gets these arguments instead of ours; callables are given ours."""
+    original = ascend.call_arguments
+
+    def arguments(*args, **kwargs):
+        ours = original(*args, **kwargs)
+        return {**ours, **{k: change(ours[k]) if callable(change) else change for k, change in changes.items()}}
+
+    monkeypatch.setattr(ascend, "call_arguments", arguments)
+
+
+WRONG_RESULT = {
+    "pre_tokens=128, as upstream has it": {"pre_tokens": WINDOW},
+    "pre_tokens=126": {"pre_tokens": WINDOW - 2},
+    "causal mode on a window layer": {"sparse_mode": 3},
+    "scale of the default": {"softmax_scale": 1.0},
+    "sinks of another order": {"learnable_sink": lambda sinks: sinks.flip(0)},
+    "no sinks": {"learnable_sink": None},
+    "key and value exchanged": {"key": None, "value": None},
+    "keys one too short": {"actual_seq_kvlen": lambda lengths: [n - 1 for n in lengths]},
+    "block table of the next request": {"block_table": lambda table: table.roll(1, 0)},
+}
+
+
+@pytest.mark.parametrize("mutation", WRONG_RESULT)
+def test_the_check_sees(mutation, calls, monkeypatch):
+    step = make_step([(64, 164), (40, 300), (1, 200)], BF16, padding=2)
+    check(fused, step, WINDOW)
+    if mutation == "key and value exchanged":
+        step_run = dataclasses.replace(step, key_cache=step.value_cache, value_cache=step.key_cache)
+        with pytest.raises(AssertionError):
+            check(lambda s, w: fused(step_run, w), step, WINDOW)
+        return
+    changed(monkeypatch, **WRONG_RESULT[mutation])
+    with pytest.raises(AssertionError):
+        check(fused, step, WINDOW)
+
+
+REFUSED = {
+    "query list one short, as upstream builds it": ({"actual_seq_qlen": lambda ends: ends[:-1]}, "R1[35]"),
+    "query lengths instead of ends": ({"actual_seq_qlen": lambda ends: [1] * len(ends)}, "R15"),
+    "sinks in float32": ({"learnable_sink": lambda sinks: sinks.float()}, "R04"),
+    "sinks of all ranks": ({"learnable_sink": lambda sinks: sinks.repeat(2)}, "R03"),
+    "no mask": ({"atten_mask": None}, "R21"),
+    "mask cut at the window": ({"atten_mask": lambda mask: mask + mask.tril(-WINDOW - 1).add(1).tril(-129)}, "R24"),
+    "cache as vLLM has it": ({"key": lambda key: key.unflatten(2, (KV_HEADS, -1))}, "R30"),
+    "number of key heads left out": ({"num_key_value_heads": 0}, "R10"),
+    "layout of decode": ({"input_layout": "BSH"}, "R01"),
+    "block table of the whole batch": ({"block_table": lambda table: table.repeat(2, 1)}, "R28"),
+    "block table in int64": ({"block_table": lambda table: table.long()}, "R28"),
+}
+
+
+@pytest.mark.parametrize("mutation", REFUSED)
+def test_the_operator_refuses(mutation, calls, monkeypatch):
+    changes, rule = REFUSED[mutation]
+    changed(monkeypatch, **changes)
+    with pytest.raises(ContractError, match=rule):
+        fused(make_step([(1, 300), (1, 700), (1, 5)], BF16), WINDOW)
+
+
+def test_float32_and_foreign_block_sizes_are_refused_in_words(calls, monkeypatch):
+    with pytest.raises(KernelError, match="needs bfloat16 query, got float32"):
+        make_step(STEPS["one token"]).run(kernel="ascend")
+    monkeypatch.setattr(cases, "BLOCK_SIZE", 16)
+    with pytest.raises(KernelError, match="handles block_size 1024 or 128"):
+        make_step(STEPS["one token"], BF16).run(kernel="ascend")
+
+
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64], ids=str)
+def test_new_keys_and_values_land_in_their_slots_and_nowhere_else(calls, slots):
+    step = make_step([(3, 20), (1, 133)], BF16)
+    metadata = dataclasses.replace(step.metadata, slot_mapping=step.metadata.slot_mapping.to(slots))
+    caches = step.key_cache, step.value_cache
+    before = [cache.clone() for cache in caches]
+    new = [torch.randn(6, KV_HEADS, HEAD_DIM).to(BF16) for _ in range(2)]
+    write_kv_cache(*new, *caches, metadata)
+    assert [name for name, _ in calls] == ["_npu_reshape_and_cache"]
+    for rows, cache, old in zip(new, caches, before, strict=True):
+        flat = cache.view(-1, KV_HEADS, HEAD_DIM)
+        assert torch.equal(flat[step.metadata.slot_mapping], rows[:4])
+        flat[step.metadata.slot_mapping] = old.view_as(flat)[step.metadata.slot_mapping]
+        assert torch.equal(cache.nan_to_num(), old.nan_to_num())
+
+
+def test_heads_of_the_published_models_and_their_shards_fit(calls):
+    """64 query heads on 8 key heads, over 1, 2, 4 and 8 ranks."""
+    for ranks in (1, 2, 4, 8):
+        heads, kv_heads = 64 // ranks, 8 // ranks
+        cache = torch.randn(2, 4, 128, kv_heads, 64).to(BF16)
+        table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+        metadata = AttentionMetadata((0, 3, 4), (130, 5), table, torch.arange(4))
+        step = cases.Step(torch.randn(4, heads, 64).to(BF16), *cache, metadata, torch.randn(heads).to(BF16))
+        check(fused, step, WINDOW)

@@ -1,0 +1,215 @@
+"""The fused experts on the emulated operators: against the definition, and when they are called wrongly.
+
+The operators check the contract of CANN 8.3 in strict mode, so a test that passes also says that none of it is broken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from npu_gptoss.emulator.rules import ContractError
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import KernelError
+from npu_gptoss.moe import ascend, prepare_experts, route
+from npu_gptoss.moe.activation import swigluoai
+from tests import ascend_ops
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from tests.tolerances import assert_close
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def calls():
+    with ascend_ops.ascend() as calls:
+        yield calls
+
+
+def fused(layer):
+    return layer.run("ascend")
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 130])
+@pytest.mark.parametrize("one_expert", [False, True], ids=["spread", "same experts"])
+def test_the_fused_experts_equal_the_definition(cann, tokens, one_expert):
+    with ascend_ops.ascend(cann):
+        check(fused, make_layer(tokens, BF16, one_expert=one_expert))
+
+
+def test_they_are_what_runs_on_an_ascend_by_itself_in_six_operators(calls):
+    make_layer(5, BF16).run()
+    assert [name for name, _ in calls] == [
+        "npu_moe_gating_top_k_softmax",
+        "npu_moe_init_routing_v2",
+        "npu_grouped_matmul",
+        "npu_swiglu",
+        "npu_grouped_matmul",
+        "npu_moe_token_unpermute",
+    ]
+
+
+def test_the_activation_is_one_operator_where_the_wheel_has_it():
+    with ascend_ops.ascend("8.5") as calls:
+        layer = make_layer(5, BF16)
+        layer.run()
+    assert "npu_clipped_swiglu" in [name for name, _ in calls]
+    assert "npu_swiglu" not in [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+def test_both_forms_of_the_activation_clamp_as_the_definition_does(cann):
+    gate_up = (torch.randn(40, 2 * INTERMEDIATE) * 8).to(BF16)
+    with ascend_ops.ascend(cann):
+        experts = prepare_experts(make_layer(1, BF16).weights, kernel="ascend").weights
+        got = ascend.clipped_swiglu(ascend.halves(gate_up), experts)
+    # three roundings to bf16 on the way where it takes three operators
+    assert_close(got, swigluoai(gate_up.float()), scale=1.5)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (2, 5), (7, 8)])
+def test_shares_of_expert_parallel_ranks_equal_the_definition(calls, first, last):
+    """Rows of foreign experts are never computed: the operators leave NaN in them."""
+    layer = make_layer(33, BF16)
+    share = local_share(layer.weights, first, last)
+    check(lambda at: at.run("ascend", share), layer, share)
+
+
+def test_a_rank_to_which_no_token_comes_gives_zero_and_not_nan(calls):
+    layer = make_layer(9, BF16, one_expert=True)
+    share = local_share(layer.weights, 4, 8)
+    out = layer.run("ascend", share)
+    assert bool((out == 0).all())
+
+
+def test_experts_of_a_rank_must_be_a_range(calls):
+    share = local_share(make_layer(1, BF16).weights, 2, 4)
+    scattered = share.expert_map.roll(3)
+    scattered[0] = 1
+    for wrong in (scattered, share.expert_map.flip(0)):
+        with pytest.raises(InputError, match="contiguous range of the experts"):
+            prepare_experts(dataclasses.replace(share, expert_map=wrong))
+
+
+@pytest.mark.parametrize("group_list_type", [0, 1], ids=["cumulative", "counts"])
+def test_group_lists_of_both_types(calls, group_list_type):
+    """MC2 hands over cumulative lists, all other dispatchers counts; taking one for the other garbles."""
+    layer = make_layer(24, BF16)
+    experts = prepare_experts(layer.weights, kernel="ascend").weights
+    counts = torch.tensor([0, 5, 0, 7, 1, 0, 9, 2])
+    group_list = counts if group_list_type else counts.cumsum(0)
+    got = ascend.grouped_mlp(layer.hidden_states, experts, group_list, group_list_type)
+    for expert, (start, count) in enumerate(zip((counts.cumsum(0) - counts).tolist(), counts.tolist(), strict=True)):
+        rows = layer.hidden_states[start : start + count]
+        every = torch.zeros(count, TOP_K)
+        every[:, 0] = 1
+        one = dataclasses.replace(layer, hidden_states=rows)
+        want = one.run("reference", routing=(every, torch.full((count, TOP_K), expert)))
+        largest = want.float().abs().max().item() if count else 0
+        assert_close(got[start : start + count], want, atol=largest / 128)
+
+
+def test_the_other_type_is_seen(calls):
+    layer = make_layer(24, BF16)
+    experts = prepare_experts(layer.weights, kernel="ascend").weights
+    counts = torch.tensor([0, 5, 0, 7, 1, 0, 9, 2])
+    with pytest.raises(ContractError, match="R46"):
+        ascend.grouped_mlp(layer.hidden_states, experts, counts, 0)
+    with pytest.raises(ContractError, match="R46"):
+        ascend.grouped_mlp(layer.hidden_states, experts, counts.cumsum(0), 1)
+
+
+def with_experts(monkeypatch, change):
+    original = ascend.prepare
+    spec = next(k for k in ascend_ops_registry() if k.name == "moe.experts.ascend")
+    monkeypatch.setitem(spec.__dict__, "prepare", lambda *args: change(original(*args)))
+
+
+def ascend_ops_registry():
+    from npu_gptoss.kernels.registry import registry
+
+    return registry.kernels.values()
+
+
+def interleaved(halves):
+    return halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).contiguous()
+
+
+WRONG_RESULT = {
+    "interleaved weights with the activation of halves": lambda e: dataclasses.replace(
+        e, gate_up_proj=interleaved(e.gate_up_proj), gate_up_proj_bias=interleaved(e.gate_up_proj_bias)
+    ),
+    "gate and up exchanged": lambda e: dataclasses.replace(
+        e,
+        gate_up_proj=e.gate_up_proj.roll(INTERMEDIATE, -1),
+        gate_up_proj_bias=e.gate_up_proj_bias.roll(INTERMEDIATE, -1),
+    ),
+    "no clamp": lambda e: dataclasses.replace(e, lower=e.lower * 1000, upper=e.upper * 1000),
+    "no one added to up": lambda e: dataclasses.replace(e, offset=e.offset * 0),
+    "sigmoid not steeper": lambda e: dataclasses.replace(e, scale=torch.ones_like(e.scale)),
+    "first bias forgotten": lambda e: dataclasses.replace(e, gate_up_proj_bias=e.gate_up_proj_bias * 0),
+    "second bias forgotten": lambda e: dataclasses.replace(e, down_proj_bias=e.down_proj_bias * 0),
+    "bias of the next expert": lambda e: dataclasses.replace(e, down_proj_bias=e.down_proj_bias.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("mutation", WRONG_RESULT)
+def test_the_check_sees(mutation, calls, monkeypatch):
+    check(fused, make_layer(40, BF16))
+    with_experts(monkeypatch, WRONG_RESULT[mutation])
+    with pytest.raises(AssertionError):
+        check(fused, make_layer(40, BF16))
+
+
+def test_routing_weights_that_are_not_renormalised_are_seen(calls):
+    layer = make_layer(40, BF16)
+    weights, ids = torch.softmax(layer.logits.float(), -1).topk(TOP_K)
+    with pytest.raises(AssertionError):
+        check(lambda at: at.run("ascend", routing=(weights, ids)), layer)
+
+
+REFUSED = {
+    "bias in bf16, as upstream's parameters are": (
+        lambda e: dataclasses.replace(e, gate_up_proj_bias=e.gate_up_proj_bias.to(BF16)),
+        "R47",
+    ),
+    "bias of one expert for all": (lambda e: dataclasses.replace(e, down_proj_bias=e.down_proj_bias[0]), "R48"),
+    "weights as vLLM turns them": (
+        lambda e: dataclasses.replace(e, gate_up_proj=e.gate_up_proj.transpose(1, 2).contiguous()),
+        "R43",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", REFUSED)
+def test_the_operators_refuse(mutation, calls, monkeypatch):
+    change, rule = REFUSED[mutation]
+    with_experts(monkeypatch, change)
+    with pytest.raises(ContractError, match=rule):
+        fused(make_layer(3, BF16))
+
+
+def test_biases_and_halves_are_made_once_at_load(calls):
+    experts = prepare_experts(make_layer(1, BF16).weights).weights
+    assert experts.gate_up_proj_bias.dtype == experts.down_proj_bias.dtype == torch.float32
+    assert experts.gate_up_proj.is_contiguous() and experts.gate_up_proj.shape == (EXPERTS, HIDDEN, 2 * INTERMEDIATE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_routing_is_a_softmax_over_the_chosen_logits(calls, dtype):
+    logits = torch.randn(50, EXPERTS).to(dtype)
+    weights, ids = route(logits, TOP_K)
+    values, want_ids = logits.float().sort(descending=True, stable=True)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert torch.equal(logits.float().gather(1, ids.long()), values[:, :TOP_K])
+    if dtype == torch.float32:
+        assert torch.equal(ids.long(), want_ids[:, :TOP_K])
+    assert_close(weights, torch.softmax(values[:, :TOP_K], -1))
+
+
+def test_float32_is_refused_but_for_diagnosis(calls):
+    with pytest.raises(KernelError, match="needs bfloat16 hidden, got float32"):
+        make_layer(2).run("ascend")
