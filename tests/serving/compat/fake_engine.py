@@ -21,7 +21,7 @@ TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
 
 class FakeTokenizer:
     def decode(self, tokens: int | list[int]) -> str:
-        return f"<{tokens}>"
+        return f"decoded {tokens}"
 
     def get_vocab(self) -> dict[str, int]:
         return {}

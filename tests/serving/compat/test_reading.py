@@ -110,7 +110,7 @@ def test_a_call_with_a_badly_spelled_header_is_still_a_call(patched, tokens):
     assert (call["function"]["name"], call["function"]["arguments"]) == ("get_weather", '{"city": 1}')
 
 
-@pytest.mark.parametrize("header", ["user foo bar baz", "nonsense 1 2 3"])
+@pytest.mark.parametrize("header", ["user foo bar baz", "nonsense 1 2 3", "user<|channel|>final x y z"])
 def test_what_cannot_be_read_is_dropped_and_what_follows_is_not(read, header):
     parser = read(
         f"<|channel|>analysis<|message|>hm<|end|><|start|>{header}<|message|>???<|end|>"
@@ -189,6 +189,13 @@ def test_an_answer_without_reasoning_is_an_answer(patched, tokens):
     with patched(*READING):
         assert message_of(generated) == (None, "Four.", "stop")
         assert message_of(generated, tool_flags=False) == (None, "Four.", "stop")
+
+
+def test_an_empty_answer_is_an_answer(patched, tokens):
+    generated = tokens("<|channel|>final<|message|><|return|>")
+    with patched(*READING):
+        for flags in (True, False):
+            assert message_of(generated, tool_flags=flags) == (None, "", "stop")
 
 
 def test_an_answer_that_is_cut_off_keeps_its_text(patched, tokens):

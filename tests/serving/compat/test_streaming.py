@@ -11,7 +11,9 @@ from openai_harmony import Author, Message, Role
 from vllm.entrypoints.context import StreamingHarmonyContext
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from npu_gptoss.serving.compat.streaming import OneTokenAtATime
 from tests.serving.compat.fake_engine import (
     MODEL,
     WEATHER,
@@ -182,6 +184,19 @@ def test_a_client_that_goes_away_ends_the_generation(patched, tokens):
     assert engine.closed
 
 
+def test_taking_outputs_apart_hands_the_end_on_at_once(tokens):
+    engine = FakeEngine(tokens(ANSWER), bite=4)
+
+    async def leave() -> bool:
+        parameters = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        outputs = OneTokenAtATime(engine).generate({"prompt_token_ids": [1]}, parameters, "r")
+        await anext(outputs)
+        await outputs.aclose()
+        return engine.closed
+
+    assert asyncio.run(leave())
+
+
 def test_other_models_keep_their_engine_client(patched):
     with patched(*CHAT):
         engine = FakeEngine([1])
@@ -197,7 +212,8 @@ def test_a_response_stream_loses_no_text_when_several_tokens_come_at_once(patche
         stock = stream_responses(FakeEngine(tokens(ANSWER), bite=3))
         assert len(deltas(stock, "response.output_text.delta")) < len("Hello there! 🜁 How are you?")
     with patched(*RESPONSES):
-        expected = [event.type for event in stream_responses(FakeEngine(tokens(ANSWER)))]
+        one_by_one = stream_responses(FakeEngine(tokens(ANSWER)))
+        expected = [event.type for event in one_by_one]
         for bite in BITES:
             events = stream_responses(FakeEngine(tokens(ANSWER), bite))
             assert deltas(events, "response.output_text.delta") == "Hello there! 🜁 How are you?"
@@ -205,6 +221,7 @@ def test_a_response_stream_loses_no_text_when_several_tokens_come_at_once(patche
             assert [event.type for event in events] == expected
             assert events[-1].response.output_text == "Hello there! 🜁 How are you?"
             assert events[-1].response.status == "completed"
+            assert events[-1].response.usage == one_by_one[-1].response.usage
 
 
 def test_a_response_stream_that_is_cut_off_is_incomplete(patched, tokens):

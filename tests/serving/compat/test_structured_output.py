@@ -85,4 +85,6 @@ def test_the_header_for_json_begins_the_answer(patched, answer_begins):
         assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json")
         assert not answer_begins("<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>")
         assert not answer_begins("<|start|>user<|message|>final")
+        assert not answer_begins("<|start|>user<|channel|>final<|message|>")
+        assert not answer_begins("<|start|>assistant<|channel|>analysis<|message|><|channel|>final<|message|>")
         assert not answer_begins("no message at all")

@@ -62,6 +62,8 @@ def test_a_forced_call_that_the_model_makes_by_itself_is_left_as_it_is(patched, 
     with patched(*PATCHES):
         for choice in ("required", NAMED):
             assert answer(CALL, tool_choice=choice)[1] == [("get_weather", '{"city": "Paris"}')]
+        preamble = '<|channel|>commentary<|message|>{"city": "Rome"}<|end|><|start|>assistant'
+        assert answer(preamble + CALL, tool_choice=NAMED)[1] == [("get_weather", '{"city": "Paris"}')]
 
 
 @pytest.mark.parametrize("written", ['[{"name": "get_wea', '["get_weather"]', "Sorry."])
