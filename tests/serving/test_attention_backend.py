@@ -141,8 +141,9 @@ def test_the_window_cannot_be_forgotten() -> None:
 
 
 def test_sinks_that_the_checkpoint_did_not_fill_are_refused() -> None:
-    with pytest.raises(InputError, match="not filled by the checkpoint"):
-        implementation(sinks=torch.full((HEADS,), float("nan"))).process_weights_after_loading(torch.float32)
+    unfilled = implementation(sinks=torch.full((HEADS,), float("nan")), owner="model.layers.3.self_attn")
+    with pytest.raises(InputError, match=r"^model\.layers\.3\.self_attn\.sinks was not filled by the checkpoint"):
+        unfilled.process_weights_after_loading(torch.float32)
     implementation().process_weights_after_loading(torch.float32)
 
 

@@ -109,6 +109,29 @@ def test_a_prefix_cache_hit_changes_nothing(
     assert worst(got, [expected[-1][-1], expected[-1][-1], oracle_logits(oracle, other)[-1]]) < TOLERANCE
 
 
+def test_requests_that_lose_their_cache_and_start_again_give_the_same_tokens(
+    directory: Path,
+    prompts: list[list[int]],
+    expected_tokens: list[tuple[int, ...]],
+    start_engine: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """60 blocks hold the longest request, but not all: vLLM takes blocks away from requests that already answer."""
+    small = start_engine(directory, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=60)
+    preempted = []
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def watched() -> Any:
+        output = schedule()
+        preempted.extend(output.scheduled_cached_reqs.resumed_from_preemption)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    assert tokens(ask(small, prompts, max_tokens=GREEDY)) == expected_tokens
+    assert any(preempted)
+
+
 def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(
     engine: LLM, prompts: list[list[int]], tmp_path: Path, start_engine: Callable[..., LLM]
 ) -> None:

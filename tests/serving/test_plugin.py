@@ -355,12 +355,6 @@ def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[
     assert objection.startswith(option)
 
 
-def test_an_npu_takes_bfloat16_only() -> None:
-    assert limits.objections(configuration(), "npu") == []
-    (objection,) = limits.objections(configuration(dtype=torch.float32), "npu")
-    assert objection == "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16"
-
-
 def test_a_server_says_the_sentence_and_ends(directory: Path) -> None:
     """The same through the command that users type: it must not hang, and the sentence must stand in its log."""
     result = subprocess.run(
