@@ -23,6 +23,7 @@ FAMILIES = (
     "norm",
     "rope",
     "simple",
+    "traffic",
 )
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")

@@ -55,7 +55,7 @@ _NO_SINK = {"learnable_sink": 2}
 _LENGTHS_V1 = ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_shared_prefix_len")
 
 
-def _from_v2(a: Arguments) -> FiaCall:
+def from_v2(a: Arguments) -> FiaCall:
     return FiaCall(
         version=2,
         query=a.query,
@@ -83,7 +83,7 @@ def _from_v2(a: Arguments) -> FiaCall:
     )
 
 
-def _from_v1(a: Arguments) -> FiaCall:
+def from_v1(a: Arguments) -> FiaCall:
     return FiaCall(
         version=1,
         query=a.query,
@@ -159,29 +159,29 @@ def _max_workspace(call: Call, fia: FiaCall) -> torch.Tensor:
 @kernel(f"npu::{V2}({_V2_ARGUMENTS}) -> (Tensor, Tensor)", host=_LENGTHS_V2, bundle=True)
 def fused_infer_attention_score_v2(arguments: Arguments) -> Pair:
     """(attention_out, softmax_lse); the second is empty unless return_softmax_lse."""
-    return _compute(Call.of(V2, _ACLNN_V2), _from_v2(arguments))
+    return _compute(Call.of(V2, _ACLNN_V2), from_v2(arguments))
 
 
 @kernel(f"npu::{V2}.out({_V2_ARGUMENTS}{_OUT}", host=_LENGTHS_V2, bundle=True)
 def fused_infer_attention_score_v2_out(arguments: Arguments) -> Pair:
-    return _compute_into(Call.of(f"{V2}.out", _ACLNN_V2), _from_v2(arguments), arguments.workspace, arguments.out)
+    return _compute_into(Call.of(f"{V2}.out", _ACLNN_V2), from_v2(arguments), arguments.workspace, arguments.out)
 
 
 @kernel(f"npu::_{V2}_get_max_workspace({_V2_ARGUMENTS}) -> Tensor", host=_LENGTHS_V2, bundle=True)
 def fused_infer_attention_score_v2_get_max_workspace(arguments: Arguments) -> torch.Tensor:
-    return _max_workspace(Call.of(f"_{V2}_get_max_workspace", _ACLNN_V2), _from_v2(arguments))
+    return _max_workspace(Call.of(f"_{V2}_get_max_workspace", _ACLNN_V2), from_v2(arguments))
 
 
 @kernel(f"npu::{V1}({_V1_ARGUMENTS}) -> (Tensor, Tensor)", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
 def fused_infer_attention_score(arguments: Arguments) -> Pair:
-    return _compute(Call.of(V1, _ACLNN_V1), _from_v1(arguments))
+    return _compute(Call.of(V1, _ACLNN_V1), from_v1(arguments))
 
 
 @kernel(f"npu::{V1}.out({_V1_ARGUMENTS}{_OUT}", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
 def fused_infer_attention_score_out(arguments: Arguments) -> Pair:
-    return _compute_into(Call.of(f"{V1}.out", _ACLNN_V1), _from_v1(arguments), arguments.workspace, arguments.out)
+    return _compute_into(Call.of(f"{V1}.out", _ACLNN_V1), from_v1(arguments), arguments.workspace, arguments.out)
 
 
 @kernel(f"npu::_{V1}_get_max_workspace({_V1_ARGUMENTS}) -> Tensor", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
 def fused_infer_attention_score_get_max_workspace(arguments: Arguments) -> torch.Tensor:
-    return _max_workspace(Call.of(f"_{V1}_get_max_workspace", _ACLNN_V1), _from_v1(arguments))
+    return _max_workspace(Call.of(f"_{V1}_get_max_workspace", _ACLNN_V1), from_v1(arguments))

@@ -18,11 +18,13 @@ from npu_gptoss.emulator.context import current
 from npu_gptoss.emulator.rules import Call, ContractError, Layer
 
 Kernel = Callable[..., Any]
+Traffic = tuple[int, int]
 
 OPS: dict[str, Kernel] = {}
 SCHEMAS: dict[str, str] = {}
 
 _EMPTY = inspect.Parameter.empty
+_binders: dict[str, Callable[..., Arguments]] = {}
 
 
 class Arguments(SimpleNamespace):
@@ -123,7 +125,23 @@ def kernel(
 
         OPS[name] = entry
         SCHEMAS[name] = schema
+        _binders[name] = bind
         return entry
+
+    return register
+
+
+def measured(*names: str) -> Callable[[Callable[[Arguments], Traffic]], Callable[[Arguments], Traffic]]:
+    """Gives operators a `traffic(*args, **kwargs)`: bytes read and written, where operands do not tell.
+
+    Called with the operands of a call that has run.
+    """
+
+    def register(function: Callable[[Arguments], Traffic]) -> Callable[[Arguments], Traffic]:
+        for name in names:
+            bind = _binders[name]
+            OPS[name].traffic = lambda *args, bind=bind, **kwargs: function(bind(*args, **kwargs))
+        return function
 
     return register
 

@@ -251,8 +251,8 @@ def test_R27_the_band_needs_head_size_64_or_128():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: t.long(), lambda t: t[0], lambda t: t[:, :0], lambda t: t[:1]],
-    ids=["int64", "one dimension", "empty", "a row short"],
+    [lambda t: t.long(), lambda t: t[0], lambda t: t[:, :0], lambda t: t[:1], lambda t: torch.cat([t, t])],
+    ids=["int64", "one dimension", "empty", "a row short", "rows to spare"],
 )
 def test_R28_block_table_is_an_int32_row_per_request(change):
     with rejects(28):

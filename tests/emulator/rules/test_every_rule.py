@@ -17,7 +17,7 @@ ONLY_8_3 = {7, 18, 25, 27, 34, 37, 59, 66, 72, 90}
 
 
 @cache
-def tests_by_rule() -> dict[int, list[ast.FunctionDef]]:
+def functions_by_rule() -> dict[int, list[ast.FunctionDef]]:
     found: dict[int, list[ast.FunctionDef]] = {}
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -46,7 +46,7 @@ def test_ninety_rules_with_a_sentence_each():
 
 @pytest.mark.parametrize("number", OPERATOR_RULES)
 def test_each_operator_rule_is_triggered_by_its_own_test(number):
-    functions = tests_by_rule().get(number, [])
+    functions = functions_by_rule().get(number, [])
     assert functions, f"no test_R{number:02d}_*"
     for function in functions:
         assert triggered(function) == {number}, f"{function.name} expects {sorted(triggered(function))}"

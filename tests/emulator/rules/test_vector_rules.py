@@ -218,8 +218,14 @@ def test_R76_reshape_and_cache():
         write(*new, key_cache.transpose(1, 2), value_cache.transpose(1, 2), slots)
     with use(format_of=lambda t: FORMAT_FRACTAL_NZ if t is key_cache else 2), rejects(76, "one format"):
         write(*new, key_cache, value_cache, slots)
+    wild = torch.tensor([3, 12], dtype=torch.int32)
     with rejects(76, "[12]"):
-        write(*new, key_cache, value_cache, torch.tensor([0, 12], dtype=torch.int32))
+        write(*new, key_cache, value_cache, wild)
+    with use(strict=False, findings=[]) as context:
+        write(*new, key_cache, value_cache, wild)
+    assert [f.rule for f in context.findings] == [76]
+    assert torch.equal(key_cache.view(12, 2, 16)[3], new[0][0])
+    assert not key_cache.view(12, 2, 16)[[1, 2, 4, 11]].any()
 
 
 def test_R76_scatter_pa_kv_cache():
