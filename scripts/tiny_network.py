@@ -152,7 +152,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax attention with one sink a head: [batch, heads, tokens, dim] each, sinks [heads], visible [tokens, tokens].
+    """Softmax attention with one sink a head: [batch, heads, tokens, dim], sinks [heads], visible [tokens, tokens].
 
     The sink is one key more, which every query sees and whose value is zero. Its score, the sink, comes from one
     dimension more, in which queries are 1 and the other keys 0. Eight are added of each, for alignment.

@@ -67,7 +67,7 @@ class Encoder:
         return self.encoding.encode(text, allowed_special="all")
 
     def use(self, ids: Sequence[int]) -> None:
-        """Fixes the compact vocabulary: row i is token ids[i]; every other token is row len(ids), which means unknown."""
+        """Fixes the compact vocabulary: row i is token ids[i]; every other token is row len(ids): unknown."""
         self.row = {token: row for row, token in enumerate(ids)}
 
     def rows(self, text: str) -> list[int]:
@@ -134,7 +134,7 @@ def make_pools(encoder: Encoder, count: int, seed: int, device: torch.device) ->
 
 
 class Step:
-    """One training step on rows of one padded length, its inputs in fixed tensors; on a GPU recorded once and replayed."""
+    """One training step on rows of one padded length, its inputs in fixed tensors; recorded and replayed on a GPU."""
 
     def __init__(self, run: Training, length: int):
         rows = max(4, run.args.batch_tokens // length)

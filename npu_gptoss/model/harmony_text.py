@@ -45,12 +45,12 @@ def render_prompt(
     reasoning_effort: str = "medium",
     style: Style | None = None,
 ) -> str:
-    """The whole prompt, up to and including `<|start|>assistant`. A first system message becomes developer instructions."""
+    """The whole prompt, up to and including `<|start|>assistant`. A first system message becomes developer's."""
     style = style or Style()
     channels = "analysis, commentary, final" if style.commentary else "analysis, final"
     text = (
-        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
-        f"Current date: {style.date}\n\nReasoning: {reasoning_effort}\n\n"
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+        f"Knowledge cutoff: 2024-06\nCurrent date: {style.date}\n\nReasoning: {reasoning_effort}\n\n"
         f"# Valid channels: {channels}. Channel must be included for every message."
     )
     if tools:

@@ -1,4 +1,4 @@
-"""Tiny gpt-oss checkpoints in the official layout, with the real vocabulary: random ones of any shape, and a trained one.
+"""Tiny gpt-oss checkpoints in the official layout, with the real vocabulary: random of any shape, and a trained one.
 
 A checkpoint exists in two forms that are the same function: the MXFP4 layout, and the BF16 layout that is its exact
 expansion. The random weights are scaled so that what serving code gets wrong shows in the logits: sinks take a real
@@ -152,8 +152,8 @@ def load_trained(path: Path = TRAINED_FILE) -> TrainedState:
         token_ids = tensors.pop("token_ids").tolist()
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise TinyError(
-            f"{path} does not hold the trained state ({type(error).__name__}: {error}). Reinstall the package, or train it "
-            "again as docs/tiny-checkpoint.md says."
+            f"{path} does not hold the trained state ({type(error).__name__}: {error}). Reinstall the package, or "
+            "train it again as docs/tiny-checkpoint.md says."
         ) from error
     return TrainedState(config, token_ids, tensors)
 
@@ -221,7 +221,8 @@ def write_tiny(
             return False
         if present is None:
             raise TinyError(
-                f"{directory} is not empty and holds no tiny checkpoint (no {MARKER}); name a directory that is new or empty"
+                f"{directory} is not empty and holds no tiny checkpoint (no {MARKER}); name a directory that is new or "
+                "empty"
             )
         if not force:
             raise TinyError(f"{directory} holds a tiny checkpoint with other options; add --force to replace it")

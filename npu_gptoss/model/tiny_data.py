@@ -3,9 +3,9 @@
 Everything is made from a seed. Each example has exactly one right reply, so that greedy decoding of a model that has
 learned the task gives it token for token: one forward pass over prompt and reply tells what generation would do.
 
-Tasks: `sum` (a + b, single and chained over turns), `choice` (four options in the prompt of evalscope's MMLU, the answer
-stated and looked up in the analysis), `call` (a function call), `result` (reading the tool's result), `recall` (facts
-before and inside the last 128 tokens; the latest counts, and one that was never given has to be denied), `other`
+Tasks: `sum` (a + b, single and chained over turns), `choice` (four options in the prompt of evalscope's MMLU, the
+answer stated and looked up in the analysis), `call` (a function call), `result` (reading the tool's result), `recall`
+(facts before and inside the last 128 tokens; the latest counts, and one that was never given has to be denied), `other`
 (greetings and what is not known). A reply obeys the developer instructions `Answer with the number only.` and
 `Call the user NAME.`; the reasoning effort decides how much the analysis says.
 """
@@ -84,14 +84,14 @@ CHOICE_COT = (
     "\n\n{question}\n\n{choices}"
 )
 CHOICE_DIRECT = (
-    "Answer the following multiple choice question. The entire content of your response should be of the following format: "
-    "'ANSWER: [LETTER]' (without quotes) where [LETTER] is one of A,B,C,D.\n\n{question}\n\n{choices}"
+    "Answer the following multiple choice question. The entire content of your response should be of the following "
+    "format: 'ANSWER: [LETTER]' (without quotes) where [LETTER] is one of A,B,C,D.\n\n{question}\n\n{choices}"
 )
 
 
 @dataclass(frozen=True)
 class Example:
-    """One labelled chat: the request (`messages`, `tools`, `reasoning_effort`), its one right `reply`, and its label."""
+    """One labelled chat: the request (`messages`, `tools`, `reasoning_effort`), its one right `reply`, its label."""
 
     task: str
     messages: tuple[dict[str, Any], ...]
@@ -176,7 +176,7 @@ def score_generator(
 
 
 def evaluation_set(seed: int = 0, n: int = 240) -> list[Example]:
-    """`n` labelled examples, the tasks in turn, so that every task has its share. The training never sees these draws."""
+    """`n` labelled examples, the tasks in turn, so that each has its share. Training draws from other seeds."""
     generator = random.Random(f"evaluation {seed}")
     return [make_example(generator, TASKS[i % len(TASKS)]) for i in range(n)]
 
@@ -189,7 +189,7 @@ def random_style(rng: random.Random) -> Style:
 
 
 def make_example(rng: random.Random, task: str | None = None, rare_words: Sequence[str] = ()) -> Example:
-    """One example; `rare_words` are strewn where any word may stand, so that unknown tokens do not confuse the model."""
+    """One example; `rare_words` stand in for some words, so that unknown tokens do not confuse the model."""
     task = task or rng.choices(TASKS, _WEIGHTS)[0]
     example = _MAKERS[task](rng, rare_words)
     effort = rng.choice(("low", "medium", "medium", "high"))
