@@ -52,6 +52,8 @@ class OpContext:
     tnd_max_workspace: let `_npu_fused_infer_attention_score*_get_max_workspace` answer for TND on CANN 8.3 (R37).
     is_device, format_of: whether a tensor lives on the emulated device, and its storage format (2 ND, 29 FRACTAL_NZ).
     set_format: told by npu_format_cast.
+    is_whole: whether a FRACTAL_NZ tensor is all of its storage; None judges by the tensor's own storage, which aliases
+        into a larger block of device memory must not.
     findings: what was seen and not raised, in order.
     """
 
@@ -64,6 +66,7 @@ class OpContext:
     is_device: Callable[[torch.Tensor], bool] = _always
     format_of: Callable[[torch.Tensor], int] = _nd
     set_format: Callable[[torch.Tensor, int], None] = _ignore_format
+    is_whole: Callable[[torch.Tensor], bool] | None = None
     findings: list[Finding] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:

@@ -41,9 +41,21 @@ def is_nz(tensor: torch.Tensor) -> bool:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage: a view of a FRACTAL_NZ tensor means nothing."""
-    held = tensor.untyped_storage().nbytes()
-    return tensor.storage_offset() == 0 and (held == 0 or held == tensor.numel() * tensor.element_size())
+    """Whether a FRACTAL_NZ tensor is all of its storage, padding included: a view of one means nothing."""
+    told = current().is_whole
+    if told is not None:
+        return told(tensor)
+    held, size = tensor.untyped_storage().nbytes(), tensor.element_size()
+    rows, columns = NZ_TILE.get(tensor.dtype, (16, 16))
+    leading = tensor.numel() // max(tensor.size(-2) * tensor.size(-1), 1) if tensor.dim() > 1 else 1
+    padded = (
+        leading * _up(tensor.size(-2), rows) * _up(tensor.size(-1), columns) if tensor.dim() > 1 else tensor.numel()
+    )
+    return tensor.storage_offset() == 0 and held in (0, tensor.numel() * size, padded * size)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def check_nz_weight(call: Call, weight: torch.Tensor) -> None:
@@ -71,9 +83,11 @@ def check_nz_weight(call: Call, weight: torch.Tensor) -> None:
     )
 
 
-def _check_cast(call: Call, tensor: torch.Tensor, acl_format: int) -> None:
+def check_cast(tensor: torch.Tensor, acl_format: int, op: str = "npu_format_cast") -> Call:
+    """Casting expert weights [E, K, N] to FRACTAL_NZ only makes sense if npu_grouped_matmul can take them [R77]."""
+    call = Call.of(op, "aclnnNpuFormatCast")
     if acl_format != FORMAT_FRACTAL_NZ or tensor.dim() != 3:
-        return
+        return call
     tile = NZ_TILE.get(tensor.dtype)
     call.require(
         tile is not None,
@@ -87,14 +101,14 @@ def _check_cast(call: Call, tensor: torch.Tensor, acl_format: int) -> None:
         f"FRACTAL_NZ expert weights of {name_of(tensor.dtype)} need sizes of whole {tile}, got {shape(tensor)}",
         Layer.PARAMETER,
     )
+    return call
 
 
 @kernel("npu::npu_format_cast(Tensor input, int acl_format, int? customize_dtype=None) -> Tensor")
 def format_cast(input: torch.Tensor, acl_format: int, customize_dtype: int | None = None) -> torch.Tensor:
-    call = Call.of("npu_format_cast", "aclnnNpuFormatCast")
     if current().format_of(input) == acl_format:
         return input
-    _check_cast(call, input, acl_format)
+    call = check_cast(input, acl_format)
     result = input.clone(memory_format=torch.contiguous_format)
     call.context.set_format(result, acl_format)
     return result
@@ -102,8 +116,7 @@ def format_cast(input: torch.Tensor, acl_format: int, customize_dtype: int | Non
 
 @kernel("npu::npu_format_cast_.acl_format(Tensor(a!) input, int acl_format, int? customize_dtype=None) -> Tensor(a!)")
 def format_cast_(input: torch.Tensor, acl_format: int, customize_dtype: int | None = None) -> torch.Tensor:
-    call = Call.of("npu_format_cast_", "aclnnNpuFormatCast")
-    _check_cast(call, input, acl_format)
+    call = check_cast(input, acl_format, "npu_format_cast_")
     call.require(
         acl_format == FORMAT_ND or is_whole(input),
         77,

@@ -256,5 +256,7 @@ def test_R77_formats_of_expert_weights():
         formats[id(part)] = FORMAT_FRACTAL_NZ  # as torch_npu reports for a view
         with rejects(77, "view"):
             gmm([bf16(2, 32)], [part], group_list=torch.tensor([1, 1]), split_item=2, group_type=0, group_list_type=1)
+        with use(is_whole=lambda t: True):
+            gmm([bf16(2, 32)], [part], group_list=torch.tensor([1, 1]), split_item=2, group_type=0, group_list_type=1)
         with rejects(77, "in place"):
             OPS["npu::npu_format_cast_.acl_format"](torch.zeros(4, 32, 32).bfloat16()[1:], FORMAT_FRACTAL_NZ)
