@@ -80,3 +80,22 @@ def top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Te
         values = values.masked_fill(drop, float("-inf"))
     out.copy_(torch.empty_like(values).scatter_(-1, order, values))
     return out
+
+
+@kernel("atb::_npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor(a!) C) -> ()")
+def matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) -> None:
+    """C [m, n] float32 += x [k, m] transposed times weight [k, n]; what vllm-ascend wakes ATB with."""
+    call = Call.of("_npu_matmul_add_fp32", "LinearParams")
+    call.require(
+        x.dtype == weight.dtype
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and C.dtype == torch.float32
+        and x.dim() == weight.dim() == 2
+        and x.size(0) == weight.size(0)
+        and list(C.shape) == [x.size(1), weight.size(1)],
+        None,
+        f"x {shape(x)} and weight {shape(weight)} should be 16-bit [k, m] and [k, n], C float32 [m, n], got {shape(C)}",
+        Layer.BINDING,
+    )
+    if call.context.execute:
+        C.add_(x.float().t() @ weight.float())
