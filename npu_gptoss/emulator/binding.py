@@ -23,7 +23,7 @@ for _name, _result, _arguments in (
     ("emulator_release", None, [c_void_p]),
     ("emulator_submit", c_int, [c_void_p, c_uint64]),
     ("emulator_stream_id", c_int, [c_void_p]),
-    ("emulator_in_task_group", c_int, [c_void_p]),
+    ("emulator_capturing", c_int, [c_void_p]),
     ("emulator_refuse", c_int, [c_void_p, c_int, c_char_p]),
     ("emulator_update_target", c_uint64, [c_void_p]),
     ("emulator_block", c_int, [c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_int)]),

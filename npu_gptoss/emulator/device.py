@@ -38,7 +38,7 @@ HOST_READS = frozenset(
     "aten::" + name
     for name in (
         "nonzero nonzero.out masked_select masked_select.out _unique2 _unique unique_dim unique_consecutive "
-        "unique_dim_consecutive bincount equal is_nonzero repeat_interleave.Tensor argwhere"
+        "unique_dim_consecutive bincount equal is_nonzero argwhere"
     ).split()
 )
 INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
@@ -115,26 +115,30 @@ class Kernel:
         return graphs.launch(self.operation, args, kwargs, device)
 
     def reads_on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self.operation.name == "aten::repeat_interleave.Tensor":
-            return kwargs.get("output_size") is None
+        if self.base == "aten::repeat_interleave":
+            return kwargs.get("output_size") is None and not self.operation.name.endswith("_int")
         if self.indexing:
             return any(index.dtype in (torch.bool, torch.uint8) for index in leaves(args[1]))
         return self.operation.name in HOST_READS
 
     def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
         """Random numbers come from a CPU generator that follows the seed and offset of the device's generator."""
+        graphs.check_capturable(self.operation, memory.raw_stream(device.index), random=True)
         own = kwargs.get("generator") or torch.npu.default_generators[device.index]
         if any(argument.name == "generator" for argument in self.schema.arguments):
             generator = torch.Generator()
             generator.manual_seed((own.initial_seed() * 1000003 + own.get_offset()) % 2**63)
             kwargs["generator"] = generator
-        result = graphs.launch(self.operation, args, kwargs, device, random=True)
+        result = graphs.launch(self.operation, args, kwargs, device)
         own.set_offset(own.get_offset() + 4)
         return result
 
 
 def _not_emulated(name: str) -> Callable[..., Any]:
+    operation = Operation(name, torch.empty, ours=True)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        graphs.check_capturable(operation, memory.raw_stream(torch.npu.current_device()))
         raise NotImplementedError(
             f"The emulated NPU has no kernel for {name}. It never guesses: add one to npu_gptoss/emulator/ops."
         )

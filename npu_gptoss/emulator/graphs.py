@@ -117,9 +117,7 @@ def _on_meta(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
-def launch(
-    operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, *, random: bool = False
-) -> Any:
+def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Runs, captures, queues or updates a call, whichever the state of the device's current stream asks for."""
     stream = memory.raw_stream(device.index)
     state = library.emulator_acquire(stream)
@@ -129,7 +127,7 @@ def launch(
         finally:
             library.emulator_release(stream)
     if state == CAPTURING:
-        _check_capturable(operation, stream, random)
+        check_capturable(operation, stream)
     if state == UPDATING:
         return _update(operation, args, kwargs, device, stream)
     with context.use(capturing=state == CAPTURING):
@@ -149,7 +147,10 @@ def _trace_launch(call: Call, phase: str, args: tuple, kwargs: dict, targets: li
     trace.operator(call.operation.name, phase, number, inputs, written, fresh, moved=(0, 0))
 
 
-def _check_capturable(operation: Operation, stream: int, random: bool) -> None:
+def check_capturable(operation: Operation, stream: int, random: bool = False) -> None:
+    """Refuses, if the stream is being captured, what no capture can hold."""
+    if not library.emulator_capturing(stream):
+        return
     refuse = functools.partial(binding.refuse, stream, operation.name)
     if random:
         refuse(binding.NOT_ON_CAPTURED_STREAM, f"{operation.name} draws random numbers, which cannot be captured [R83]")

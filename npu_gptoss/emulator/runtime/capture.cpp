@@ -35,6 +35,7 @@ void advance(Capture &capture, Stream *stream) { capture.clocks[stream][stream] 
 extern "C" {
 aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
   static int ids = 1;
+  if (std::string(setting("TASK_QUEUE", "")) == "2") return fail(not_on_captured_stream, "capture with TASK_QUEUE_ENABLE=2; use 1 or 0 [R81]");
   if (!handle) return fail(not_on_captured_stream, "the default stream cannot be captured [R81]");
   Stream *stream = stream_of(handle);
   Lock lock(machine().mutex);

@@ -259,10 +259,10 @@ int emulator_submit(aclrtStream handle, uint64_t call) {
   return submit(stream_of(handle), std::move(task));
 }
 int emulator_stream_id(aclrtStream handle) { return stream_of(handle)->id; }
-int emulator_in_task_group(aclrtStream handle) {
+int emulator_capturing(aclrtStream handle) {
   Stream *stream = stream_of(handle);
   Lock lock(machine().mutex);
-  return stream->capture && stream->capture->group;
+  return stream->capture != nullptr;
 }
 // Something that cannot be captured was asked for on a capturing stream.
 int emulator_refuse(aclrtStream handle, int code, const char *text) {

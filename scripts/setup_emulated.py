@@ -1,0 +1,190 @@
+"""Set up `.venv-emulated`: the real torch-npu and vllm-ascend wheels on an emulated Ascend 910B. No CANN, no NPU.
+
+The steps resume and stamp themselves like those of setup_venv.py, whose machinery this uses. torch 2.7.1 comes from
+wherever pip looks; on the package index that is the CUDA build, which is installed without its several GB of NVIDIA
+packages: `npu_gptoss.emulator.stubs` makes stand-ins for their libraries, as for CANN's. Run by `make setup-emulated`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from setup_venv import (
+    ROOT,
+    Environment,
+    Runner,
+    SetupError,
+    Step,
+    choose_python,
+    drop_half_installed,
+    is_done,
+    make_environment,
+    pip,
+    prepare,
+    read_pins,
+)
+
+VENV = ROOT / ".venv-emulated"
+LOCK = ROOT / "requirements/emulated.txt"
+EMULATOR = ROOT / "npu_gptoss/emulator"
+STUBS = "npu-gptoss-emulator/lib"  # in the environment; npu_gptoss/emulator/launch.py looks there
+TORCH, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
+PTH = "npu_gptoss_emulator.pth"
+HOOK = (
+    'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
+    '__import__("npu_gptoss.emulator.boot", fromlist=["hook"]).hook()\n'
+)
+
+
+def environment(env: Environment, run: Runner, python: str) -> str:
+    note = make_environment(env, run, python)
+    if not note.startswith(("Python 3.11", "Python 3.10")):
+        raise SetupError(f"torch-npu {TORCH_NPU} has wheels for Python 3.10 and 3.11, this is {note}. Use PYTHON=…")
+    return note
+
+
+def install_wheels(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "--no-deps", f"torch=={TORCH}", f"torch-npu=={TORCH_NPU}"))
+    return ""
+
+
+def install_packages(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "--no-deps", "-r", str(LOCK)))
+    return ""
+
+
+def install_package(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "--no-deps", "--no-build-isolation", "--editable", "."))
+    (site_packages(env) / PTH).write_text(HOOK)
+    return ""
+
+
+def site_packages(env: Environment) -> Path:
+    return next(env.path.glob("lib/python3.*/site-packages"))
+
+
+def make_libraries(env: Environment, run: Runner) -> str:
+    run.must([str(env.python), "-m", "npu_gptoss.emulator.stubs", str(env.path / STUBS)])
+    run.must(with_libraries(env, str(env.python), "-c", "import torch, torch_npu; assert torch.npu.is_available()"))
+    return ""
+
+
+def with_libraries(env: Environment, *command: str) -> list[str]:
+    variables = [f"LD_LIBRARY_PATH={env.path / STUBS}", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "TASK_QUEUE_ENABLE=0"]
+    return ["env", *variables, *command]
+
+
+def install_vllm(env: Environment, run: Runner) -> str:
+    # vLLM's build imports torch, which needs the libraries
+    how = ["--no-compile", "--progress-bar", "off", "--no-deps"]
+    run.must(with_libraries(env, str(env.python), "scripts/install_vllm.py", *how))
+    return ""
+
+
+def install_vllm_ascend(env: Environment, run: Runner) -> str:
+    run.must(pip(env, "--no-deps", f"vllm-ascend=={VLLM_ASCEND}"))
+    return ""
+
+
+def sources(*patterns: str) -> list[str]:
+    return [path.read_text() for pattern in patterns for path in sorted(EMULATOR.glob(pattern))]
+
+
+def steps(python: str) -> list[Step]:
+    builder = ROOT / "scripts/install_vllm.py"
+    return [
+        Step("environment", "a Python of its own", lambda env, run: environment(env, run, choose_python(python))),
+        Step(
+            "wheels",
+            f"torch {TORCH} and torch-npu {TORCH_NPU}, 850 MB",
+            install_wheels,
+            [TORCH, TORCH_NPU],
+            {"torch": "", "torch-npu": TORCH_NPU},
+        ),
+        Step("packages", "what vLLM and vllm-ascend import, 400 MB", install_packages, [LOCK.read_text()], read_pins(LOCK)),
+        Step(
+            "vllm-ascend",
+            f"vllm-ascend {VLLM_ASCEND}, unmodified",
+            install_vllm_ascend,
+            [VLLM_ASCEND],
+            {"vllm-ascend": VLLM_ASCEND},
+        ),
+        Step(
+            "npu_gptoss",
+            "this folder, as an editable package",
+            install_package,
+            [(ROOT / "pyproject.toml").read_text(), HOOK],
+            {"npu-gptoss": ""},
+        ),
+        Step(
+            "libraries",
+            "the emulated CANN: stubs from the wheels, the runtime compiled",
+            make_libraries,
+            sources("runtime/*", "elf.py", "stubs.py") + [TORCH, TORCH_NPU, VLLM_ASCEND],
+        ),
+        Step(
+            "vllm",
+            "vLLM 0.11.0 from its source release, pure Python",
+            install_vllm,
+            [builder.read_text()],
+            {"vllm": "0.11.0+empty"},
+        ),
+    ]
+
+
+def set_up(env: Environment, python: str) -> None:
+    start = time.monotonic()
+    prepare(env, python)
+    table = steps(python)
+    to_do = [step for step in table if not is_done(step, env)]
+    if any(step.name in ("wheels", "vllm-ascend") for step in to_do):  # the stubs are made for these wheels
+        to_do += [step for step in table if step.name == "libraries" and step not in to_do]
+    if not to_do:
+        print(f"set-up: {env.path.name} is up to date", flush=True)
+        return
+    print(f"set-up: {len(to_do)} of {len(table)} steps to do in {env.path} (about 2.6 GB when complete)", flush=True)
+    env.state.mkdir(parents=True, exist_ok=True)
+    drop_half_installed(env)
+    for number, step in enumerate(table, 1):
+        if step in to_do:
+            (env.state / step.name).unlink(missing_ok=True)
+            label = f"[{number}/{len(table)}] {step.name + ':':<12} {step.purpose} …"
+            run = Runner(env.state / f"{step.name}.log", label)
+            run.done(step.action(env, run))
+            (env.state / step.name).write_text(step.key)
+    problem = env.inspect()
+    if problem:
+        raise SetupError(f"{env.path} was set up but cannot be used: {problem}. Remove the folder and run again.")
+    print(f"set-up: complete after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=VENV, help="where (default: .venv-emulated)")
+    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
+    options = parser.parse_args(arguments)
+    venv = options.venv.resolve()
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(venv.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        set_up(Environment(venv), options.python)
+    except SetupError as error:
+        print(f"\nset-up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
+        return 130
+    finally:
+        os.close(lock)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,570 @@
+"""ACL graphs: what capture and replay do, and the rules R81 to R90."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch_npu
+from tools import captured, refused
+
+npu = torch.npu
+
+
+def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).npu()
+
+
+# --- what capture and replay do
+
+
+def case_capture_records_and_does_not_execute() -> None:
+    x, counter = tensor(1, 2), tensor(0)
+
+    def body() -> torch.Tensor:
+        counter.add_(1)
+        return x * 2
+
+    graph, out = captured(body)
+    assert counter.item() == 0, "a side effect happened during capture"
+    assert out.isnan().all(), "the output was written during capture"
+    graph.replay()
+    graph.replay()
+    assert counter.item() == 2
+    assert out.tolist() == [2, 4]
+
+
+def case_replay_reads_the_captured_addresses() -> None:
+    x = tensor(1, 2)
+    graph, out = captured(lambda: (x + 1).sum())
+    x.copy_(torch.tensor([10.0, 20.0]))
+    graph.replay()
+    assert out.item() == 32
+
+
+def case_host_tensors_are_copied_at_capture() -> None:
+    x, scale = tensor(1, 2), torch.tensor(3.0)
+    graph, out = captured(lambda: x * scale)
+    scale.fill_(100)
+    graph.replay()
+    assert out.tolist() == [3, 6]
+
+
+def case_memory_that_a_replay_does_not_write_is_poison() -> None:
+    def body() -> torch.Tensor:
+        out = torch.empty(4, device="npu")
+        out[:2] = 1
+        return out
+
+    graph, out = captured(body)
+    for _ in range(2):
+        graph.replay()
+        assert out[:2].tolist() == [1, 1]
+        assert out[2:].isnan().all()
+
+
+def case_pinned_copy_is_part_of_the_graph() -> None:
+    source, x = torch.ones(2).pin_memory(), tensor(0, 0)
+    graph, _ = captured(lambda: x.copy_(source, non_blocking=True))
+    source.fill_(7)
+    graph.replay()
+    assert x.tolist() == [7, 7]
+
+
+def case_forked_and_joined_stream_is_captured() -> None:
+    x, side = tensor(1, 2), npu.Stream()
+
+    def body() -> torch.Tensor:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        with npu.stream(side):
+            y = x * 2
+        main.wait_stream(side)
+        return y + 1
+
+    graph, out = captured(body)
+    graph.replay()
+    assert out.tolist() == [3, 5]
+
+
+def case_two_graphs_share_a_pool() -> None:
+    x, pool = tensor(1, 2), npu.graph_pool_handle()
+    first, second = npu.NPUGraph(), npu.NPUGraph()
+    with npu.graph(first, pool=pool):
+        y = x * 2
+    with npu.graph(second, pool=pool):
+        z = y + 1
+    first.replay()
+    second.replay()
+    assert z.tolist() == [3, 5]
+
+
+def external_graph(x: torch.Tensor, out: torch.Tensor, after: torch.Tensor) -> tuple:
+    """after = (out = x + alpha * x) * 10, with alpha updatable behind an external event."""
+    graph, event = npu.NPUGraph(), npu.ExternalEvent()
+    with npu.graph(graph):
+        stream = npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, alpha=1, out=out)
+        handle = npu.graph_task_group_end(stream)
+        torch.mul(out, 10, out=after)
+    return graph, event, handle
+
+
+def update(stream: object, event: object, handle: object, x: torch.Tensor, out: torch.Tensor, alpha: int) -> None:
+    with npu.stream(stream):
+        npu.graph_task_update_begin(stream, handle)
+        torch.add(x, x, alpha=alpha, out=out)
+        npu.graph_task_update_end(stream)
+        event.record(stream)
+
+
+def case_replay_waits_for_the_external_event() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    for alpha in (2, 5):
+        graph.replay()  # suspended: the update comes afterwards, as vllm-ascend does it
+        update(side, event, handle, x, out, alpha)
+        assert after.tolist() == [10 * (1 + alpha), 20 * (1 + alpha)]
+
+
+def case_update_before_the_replay() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    update(side, event, handle, x, out, 3)
+    graph.replay()
+    assert after.tolist() == [40, 80]
+
+
+def case_work_behind_a_suspended_replay_queues() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    graph.replay()
+    late = after + 1  # a launch behind the replay: its result must not be of now
+    late_host = torch.empty(2).pin_memory()
+    late_host.copy_(late, non_blocking=True)
+    x_late = x.clone()
+    x.add_(100)
+    update(side, event, handle, x, out, 2)
+    npu.synchronize()
+    assert late.tolist() == [31, 61], late
+    assert late_host.tolist() == [31, 61], late_host
+    assert x_late.tolist() == [1, 2]
+    assert x.tolist() == [101, 102]
+
+
+def case_a_dropped_update_leaves_the_captured_arguments() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, _ = external_graph(x, out, after)
+    graph.replay()
+    event.record(side)
+    assert after.tolist() == [20, 40]
+
+
+def case_a_graph_that_was_not_replayed_leaves_its_output() -> None:
+    x = tensor(1, 2)
+    _, out = captured(lambda: x + 1)
+    assert out.isnan().all()
+
+
+# --- R81
+
+
+def case_R81_default_stream_cannot_be_captured() -> None:
+    with refused("default stream"):
+        npu.NPUGraph().capture_begin()
+
+
+def case_R81_capture_inside_capture() -> None:
+    x, library = tensor(1, 2), ctypes.CDLL("libascendcl.so")
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    graph = npu.NPUGraph()  # torch_npu itself aborts when NPUGraph.capture_begin fails half-way
+    with refused("107025", "R81"), npu.graph(graph):
+        x + 1
+        stream = ctypes.c_void_p(npu.current_stream().npu_stream)
+        assert library.aclmdlRICaptureBegin(stream, 0) == 107027
+        assert b"R81" in library.aclGetRecentErrMsg()
+
+
+def case_R81_second_capture_on_one_object() -> None:
+    x = tensor(1, 2)
+    graph, _ = captured(lambda: x + 1)
+    with refused("capture"), npu.graph(graph):
+        x + 1
+
+
+def case_R81_end_on_another_stream() -> None:
+    first, second, graph = npu.Stream(), npu.Stream(), npu.NPUGraph()
+    with npu.stream(first):
+        graph.capture_begin()
+    with refused("same stream"), npu.stream(second):
+        graph.capture_end()
+
+
+def case_R81_replay_before_capture() -> None:
+    with refused("capture"):
+        npu.NPUGraph().replay()
+
+
+# --- R82
+
+
+def refused_while_capturing(function: object, *fragments: str) -> None:
+    with refused(*fragments, "R82"):
+        captured(function)
+
+
+def case_R82_item() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.item(), "107027")
+
+
+def case_R82_truth_value() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: bool(x > 0), "107027")
+
+
+def case_R82_to_the_host() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.cpu(), "107027")
+
+
+def case_R82_tolist() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.tolist(), "107027")
+
+
+def case_R82_asynchronous_copy_to_pinned_memory() -> None:
+    x, host = tensor(1), torch.empty(1).pin_memory()
+    refused_while_capturing(lambda: host.copy_(x, non_blocking=True), "107030")
+
+
+def case_R82_pageable_host_to_device() -> None:
+    npu.synchronize()
+    refused_while_capturing(lambda: torch.tensor([1.0, 2.0], device="npu"), "107027")
+
+
+def case_R82_pageable_host_to_device_non_blocking() -> None:
+    host = torch.ones(3)
+    refused_while_capturing(lambda: host.to("npu", non_blocking=True), "107030")
+
+
+def case_R82_device_synchronisation() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: (x + 1, npu.synchronize()), "107027")
+
+
+def case_R82_stream_synchronisation() -> None:
+    refused_while_capturing(lambda: npu.current_stream().synchronize(), "107027")
+
+
+def case_R82_event_synchronisation() -> None:
+    event = npu.Event()
+    refused_while_capturing(lambda: (event.record(), event.synchronize()), "107028")
+
+
+def case_R82_repeat_interleave_without_size() -> None:
+    x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
+    refused_while_capturing(lambda: x.repeat_interleave(repeats), "107027")
+
+
+def case_repeat_interleave_with_size_is_captured() -> None:
+    x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
+    graph, out = captured(lambda: x.repeat_interleave(repeats, output_size=3))
+    graph.replay()
+    assert out.tolist() == [1, 2, 2]
+
+
+def case_R82_nonzero() -> None:
+    x = tensor(1, 0)
+    refused_while_capturing(lambda: x.nonzero(), "107027")
+
+
+def case_R82_masked_indexing() -> None:
+    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
+    refused_while_capturing(lambda: x[mask], "107027")
+
+
+def case_R82_masked_assignment() -> None:
+    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
+    refused_while_capturing(lambda: x.index_put_((mask,), torch.zeros((), device="npu")), "107027")
+
+
+def case_R82_unique() -> None:
+    x = tensor(1, 2)
+    refused_while_capturing(lambda: x.unique(), "107027")
+
+
+def case_R82_host_index_tensor() -> None:
+    x = tensor(1, 2)
+    refused_while_capturing(lambda: x[torch.tensor([1])], "107027")
+
+
+def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
+    import threading
+
+    x, errors = tensor(1), []
+
+    def other() -> None:
+        try:
+            torch.ones(3).npu()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def body() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        x + 1
+
+    with refused("107025"):
+        captured(body)
+    assert "107030" in errors[0]
+    assert "R82" in errors[0]
+
+
+# --- R83
+
+
+def case_R83_random_numbers() -> None:
+    with refused("R83"):
+        captured(lambda: torch.randn(3, device="npu"))
+
+
+def case_R83_in_place_random_numbers() -> None:
+    x = tensor(1, 2)
+    with refused("R83"):
+        captured(lambda: x.exponential_())
+
+
+def case_R83_operator_without_aclnn() -> None:
+    x = tensor(1, 2, 3)
+    with refused("aclop", "R83"):
+        captured(lambda: torch_npu.npu_broadcast(x, (2, 3)))
+
+
+# --- R84
+
+
+def case_R84_stream_not_joined() -> None:
+    x, side = tensor(1, 2), npu.Stream()
+
+    def body() -> None:
+        side.wait_stream(npu.current_stream())
+        with npu.stream(side):
+            x * 2
+
+    with refused("107025", "R84"):
+        captured(body)
+
+
+def case_R84_wait_for_an_event_from_outside() -> None:
+    event, side, x = npu.Event(), npu.Stream(), tensor(1)
+    event.record(side)
+    with refused("107024", "R84"):
+        captured(lambda: (npu.current_stream().wait_event(event), x + 1))
+
+
+# --- R85
+
+
+def group_of(count: int) -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        stream = npu.current_stream()
+        npu.graph_task_group_begin(stream)
+        for _ in range(count):
+            torch.add(x, x, out=out)
+        npu.graph_task_group_end(stream)
+
+    captured(body)
+
+
+def case_a_group_of_one_operator_is_captured() -> None:
+    group_of(1)
+
+
+def case_R85_empty_group() -> None:
+    with refused("107033", "R85"):
+        group_of(0)
+
+
+def case_R85_two_operators_in_a_group() -> None:
+    with refused("107033", "R85"):
+        group_of(2)
+
+
+def case_R85_nested_groups() -> None:
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        npu.graph_task_group_begin(npu.current_stream())
+
+    with refused("107033", "R85"):
+        captured(body)
+
+
+def case_R85_group_ends_on_another_stream() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+
+    def body() -> None:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        npu.graph_task_group_begin(main)
+        torch.add(x, x, out=out)
+        npu.graph_task_group_end(side)
+
+    with refused("107033", "R85"):
+        captured(body)
+
+
+def case_R85_group_outside_of_a_capture() -> None:
+    with refused("107029", "R85"):
+        npu.graph_task_group_begin(npu.Stream())
+
+
+# --- R86
+
+
+def case_R86_update_with_another_operator() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.sub(x, x, alpha=2, out=out)
+
+
+def case_R86_update_with_another_address() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    other = x.clone()
+    with refused("207019", "R86", "fill the captured tensor in place"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(other, x, alpha=2, out=out)
+
+
+def case_R86_update_without_an_operator() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        npu.graph_task_update_end(side)
+
+
+def case_R86_update_with_two_operators() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, x, alpha=2, out=out)
+        torch.add(x, x, alpha=2, out=out)
+
+
+def case_R86_update_that_returns_new_memory() -> None:
+    x, side = tensor(1, 2), npu.Stream()
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        stream = npu.current_stream()
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, alpha=1)
+        handle = npu.graph_task_group_end(stream)
+    with refused("R86", ".out"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, x, alpha=2)
+
+
+def case_R86_update_on_the_captured_stream() -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+    stream, graph = npu.Stream(), npu.NPUGraph()
+    with npu.graph(graph, stream=stream):
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, out=out)
+        handle = npu.graph_task_group_end(stream)
+    with refused("R86"):
+        npu.graph_task_update_begin(stream, handle)
+
+
+def case_R86_handle_of_a_destroyed_graph() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    graph.reset()
+    with refused("R86"):
+        npu.graph_task_update_begin(side, handle)
+
+
+def case_R86_event_that_is_never_recorded_deadlocks() -> None:
+    x, out, after = tensor(1, 2), tensor(0, 0), tensor(0, 0)
+    graph, _, _ = external_graph(x, out, after)
+    graph.replay()
+    with refused("107020", "deadlock", "R86"):
+        npu.synchronize()
+
+
+# --- R87
+
+
+def case_R87_freed_input() -> None:
+    x = tensor(1, 2)
+    graph, _ = captured(lambda: x + 1)
+    del x
+    with refused("R87"):
+        graph.replay()
+
+
+def case_R87_rebound_input() -> None:
+    holder = {"x": tensor(1, 2)}
+    graph, _ = captured(lambda: holder["x"] + 1)
+    holder["x"] = tensor(3, 4)
+    with refused("R87"):
+        graph.replay()
+
+
+def case_a_view_keeps_the_captured_tensor() -> None:
+    x = torch.zeros(8, device="npu")
+    view = x[:4]
+    graph, out = captured(lambda: view + 1)
+    del view
+    x.fill_(5)
+    graph.replay()
+    assert out.tolist() == [6] * 4
+
+
+# --- R88
+
+
+def case_R88_stream_budget() -> None:
+    x, graphs = tensor(1), []
+    library, stream = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
+    for _ in range(1800):
+        assert library.aclrtCreateStream(ctypes.byref(stream)) == 0
+    with refused("207008", "R88"):
+        for _ in range(200):
+            graphs.append(captured(lambda: x + 1)[0])
+    assert 50 < len(graphs) < 184, len(graphs)
+
+
+# --- R89
+
+
+def case_R89_update_with_another_shape() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R89"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x[:1], x[:1], alpha=2, out=out[:1])
+
+
+# --- R90
+
+
+def case_R90_attention_v2_under_auto_dispatch() -> None:
+    query, cache = torch.ones(1, 2, 64, device="npu", dtype=torch.bfloat16), torch.ones(1, 128, 64, device="npu", dtype=torch.bfloat16)
+    table = torch.zeros(1, 1, dtype=torch.int32, device="npu")
+    graph = npu.NPUGraph()
+    with refused("R90"), npu.graph(graph, auto_dispatch_capture=True):
+        torch_npu.npu_fused_infer_attention_score_v2(
+            query, cache, cache, actual_seq_qlen=[1], actual_seq_kvlen=[1], block_table=table, num_query_heads=2,
+            num_key_value_heads=1, block_size=128, input_layout="TND",
+        )  # fmt: skip
