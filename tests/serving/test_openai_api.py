@@ -107,7 +107,7 @@ def test_reasoning_effort_reaches_the_model(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_instructions_are_obeyed(client: OpenAI, role: str) -> None:
-    """vLLM 0.11.0 renders a system message as a second system turn, which gpt-oss was not trained on."""
+    """Whichever role a client uses, they have to become harmony's developer instructions."""
     answer = chat(client, {"role": role, "content": "Answer with the number only."}, user("What is 3 + 4?"))
     assert answer.choices[0].message.content == "7"
 
