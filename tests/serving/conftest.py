@@ -21,13 +21,21 @@ ENVIRONMENT = {
 }
 
 
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Waiting OpenMP threads spin: two of them on a busy machine of two cores made these tests twelve times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def start_engine() -> Iterator[Callable[..., LLM]]:
     """Starts an engine on a checkpoint without a tokenizer: prompts are token ids. Keywords go to `LLM`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        threads = torch.get_num_threads()
 
         def start(directory: Path, **options: Any) -> LLM:
             from vllm import LLM
@@ -36,4 +44,3 @@ def start_engine() -> Iterator[Callable[..., LLM]]:
             return LLM(str(directory), skip_tokenizer_init=True, **{**settings, **options})
 
         yield start
-        torch.set_num_threads(threads)
