@@ -51,8 +51,9 @@ def cos_sin_cache(
     Returns `[num_positions, head_dim]`. Computed in float32 on the CPU, so that every device rotates by the same
     numbers; then cast to `dtype` and moved.
     """
-    inv_freq, scale = yarn_inv_freq(config)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+    with torch.device("cpu"):  # also where a loader has made an accelerator the default device
+        inv_freq, scale = yarn_inv_freq(config)
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(dtype).to(device)
 
 

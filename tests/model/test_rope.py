@@ -104,6 +104,14 @@ def test_cache_holds_cosines_then_sines_scaled() -> None:
     assert torch.equal(cos_sin_cache(config, 300, torch.bfloat16), cache.to(torch.bfloat16))
 
 
+def test_cache_is_computed_on_the_cpu_whatever_the_default_device() -> None:
+    """A loader makes the accelerator the default device, whose own cosines would differ in the last bits."""
+    config = gpt_oss_20b()
+    with torch.device("meta"):
+        cache = cos_sin_cache(config, 50, torch.float32)
+    assert torch.equal(cache, cos_sin_cache(config, 50, torch.float32))
+
+
 def test_cache_equals_transformers_rotary_embedding() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
