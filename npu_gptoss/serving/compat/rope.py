@@ -36,14 +36,8 @@ def fill(rotary: Any, config: GptOssConfig) -> None:
         truncate=False,
     )
     cache = rotary.cos_sin_cache
-    # vLLM builds models under the device of the model; the table is made on the CPU, the same for every device
-    with torch.device("cpu"):
-        table = cos_sin_cache(
-            SimpleNamespace(head_dim=config.head_dim, rope_theta=config.rope_theta, rope_scaling=yarn),
-            cache.shape[0],
-            cache.dtype,
-        )
-    cache.copy_(table)
+    yarn_of_model = SimpleNamespace(head_dim=config.head_dim, rope_theta=config.rope_theta, rope_scaling=yarn)
+    cache.copy_(cos_sin_cache(yarn_of_model, cache.shape[0], cache.dtype))
     setattr(rotary, _FILLED, True)
 
 
