@@ -13,7 +13,7 @@ BIN = .venv/bin
 
 .PHONY: help
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 .PHONY: serve
 serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
@@ -40,6 +40,6 @@ format: setup ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: clean
-clean: ## remove .venv, the tiny checkpoint and all caches
-	rm -rf .venv .checkpoints .pytest_cache .ruff_cache build *.egg-info
+clean: ## remove the environments, the tiny checkpoint and all caches
+	rm -rf .venv .venv-emulated .checkpoints .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -101,7 +101,7 @@ class Step:
 def clean_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in DROPPED_VARIABLES}
     pip = {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    return {**kept, **pip, "PYTHONNOUSERSITE": "1", "NPU_GPTOSS_PLATFORM": "cpu"}
+    return {**kept, **pip, "PYTHONNOUSERSITE": "1"}
 
 
 class Runner:
@@ -247,7 +247,8 @@ def install_package(env: Environment, run: Runner) -> str:
 
 
 def import_server(env: Environment, run: Runner) -> str:
-    run.must([str(env.python), "-c", f"import {', '.join(SERVER_MODULES)}"])
+    # as the server will be started: on the CPU, also where an accelerator is
+    run.must(["env", "NPU_GPTOSS_PLATFORM=cpu", str(env.python), "-c", f"import {', '.join(SERVER_MODULES)}"])
     return ""
 
 

@@ -44,14 +44,14 @@ def test_every_place_of_the_tree_exists() -> None:
 
 
 def test_every_make_target_that_a_page_names_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {(page.name, t) for page in PAGES for t in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(), re.M)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {(page.name, t) for page in PAGES for t in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.M)}
     assert {target for _, target in named} >= {"serve", "test"}
     assert [(page, target) for page, target in sorted(named) if target not in targets] == []
 
 
 def test_every_make_target_is_listed_with_its_meaning() -> None:
-    phony = set(re.findall(r"^\.PHONY: (\w+)", (ROOT / "Makefile").read_text(), re.M))
+    phony = set(re.findall(r"^\.PHONY: ([\w-]+)", (ROOT / "Makefile").read_text(), re.M))
     listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {line.split()[1] for line in listed.splitlines()} == phony
     assert all(len(line.split()) > 3 for line in listed.splitlines())
