@@ -11,8 +11,6 @@ import functools
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from npu_gptoss.model.config import YarnScaling
 from npu_gptoss.model.rope import cos_sin_cache
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
