@@ -40,7 +40,7 @@ def full_graph_objection(
         try:
             want, got = _eager_and_replayed(arguments, sliding_window)
         except Exception as error:  # whatever the driver, the graph or the operator has against it
-            return f"{name}: {_first_sentence(error)}"
+            return f"{name}: {_one_line(error)}"
         if not torch.allclose(got.float(), want.float(), atol=2**-8, rtol=2**-6):
             return f"{name}: the replayed call did not follow its update"
     return None
@@ -63,6 +63,5 @@ def _eager_and_replayed(arguments: dict[str, Any], window: int | None) -> tuple[
     return want.cpu(), got.cpu()
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__

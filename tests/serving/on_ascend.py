@@ -1,0 +1,177 @@
+"""`python on_ascend.py JOB.json`: serves a checkpoint with vLLM's `LLM` on the emulated 910B and writes what it said.
+
+Runs in the emulated environment, started by `test_ascend_emulated.py`. The job holds `checkpoint`, `options` of `LLM`,
+`rounds` (prompts of one call to `generate` each, and what is spoilt meanwhile), `spoil` (from the start on),
+`tnd_workspace` (R37 off) and `out`, where for each round goes a list of `{tokens, logprobs}`, or an error's text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def updates_dropped() -> Iterator[None]:
+    """Graphs replay with the lengths of their capture; only the events come."""
+    from npu_gptoss.serving.ascend import full_graph
+
+    def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
+        event.record(stream)
+
+    with mock.patch.object(full_graph, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def updates_late() -> Iterator[None]:
+    """Each replay gets the lengths of the one before."""
+    from npu_gptoss.serving.ascend import full_graph
+
+    right, before = full_graph.update, {}
+
+    def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
+        key = id(handle)
+        right(stream, call, handle, event, before.get(key, lengths))
+        before[key] = lengths
+
+    with mock.patch.object(full_graph, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def replay_dropped() -> Iterator[None]:
+    import torch
+
+    with mock.patch.object(torch.npu.NPUGraph, "replay"):
+        yield
+
+
+@contextlib.contextmanager
+def block_table_rebound() -> Iterator[None]:
+    """Graphs are captured with a copy of the block table, which nobody fills."""
+    from npu_gptoss.serving.ascend.attention import AscendSinkMetadataBuilder
+
+    right = AscendSinkMetadataBuilder.build_for_graph_capture
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = right(self, *args, **kwargs)
+        build.kept.append(metadata.block_table.clone())
+        return dataclasses.replace(metadata, block_table=build.kept[-1])
+
+    build.kept = []
+    with mock.patch.object(AscendSinkMetadataBuilder, "build_for_graph_capture", build):
+        yield
+
+
+@contextlib.contextmanager
+def window_of_129() -> Iterator[None]:
+    from npu_gptoss.attention import ascend
+
+    with mock.patch.object(ascend, "keys_before", lambda window: window):
+        yield
+
+
+@contextlib.contextmanager
+def sinks_dropped() -> Iterator[None]:
+    from npu_gptoss.attention import ascend
+
+    right = ascend.call_arguments
+    with mock.patch.object(ascend, "call_arguments", lambda *a, **k: {**right(*a, **k), "learnable_sink": None}):
+        yield
+
+
+@contextlib.contextmanager
+def interleaved_weights() -> Iterator[None]:
+    """The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts."""
+    from npu_gptoss.moe import ascend
+
+    with mock.patch.object(ascend, "halves", lambda columns: columns):
+        yield
+
+
+@contextlib.contextmanager
+def biases_in_bf16() -> Iterator[None]:
+    from npu_gptoss.moe import ascend
+
+    right = ascend.grouped_mlp
+
+    def grouped_mlp(rows: Any, experts: Any, *group_list: Any) -> Any:
+        import torch
+
+        biases = {name: getattr(experts, name).to(torch.bfloat16) for name in ("gate_up_proj_bias", "down_proj_bias")}
+        return right(rows, dataclasses.replace(experts, **biases), *group_list)
+
+    from npu_gptoss.serving.ascend import moe
+
+    with mock.patch.object(moe, "grouped_mlp", grouped_mlp):
+        yield
+
+
+@contextlib.contextmanager
+def upstream_lists() -> Iterator[None]:
+    """The query list as vllm-ascend's builder makes it for a padded decode step: one short of the rows."""
+    from npu_gptoss.attention import ascend
+
+    right = ascend.call_arguments
+
+    def arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        ours = right(*args, **kwargs)
+        return {**ours, "actual_seq_qlen": ours["actual_seq_qlen"][:-1] or [1]}
+
+    with mock.patch.object(ascend, "call_arguments", arguments):
+        yield
+
+
+def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
+    return globals()[name]() if name else contextlib.nullcontext()
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
+    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [
+        {
+            "tokens": list(answer.outputs[0].token_ids),
+            "logprobs": [[step[token].logprob for token in range(vocabulary)] for step in answer.outputs[0].logprobs],
+        }
+        for answer in answers
+    ]
+
+
+def main(job: dict[str, Any]) -> None:
+    from vllm import LLM
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if job.get("tnd_workspace"):
+        from npu_gptoss.emulator import context
+
+        context.set_default(dataclasses.replace(context.current(), tnd_max_workspace=True))
+    results = []
+    with spoilt(job.get("spoil")):
+        engine = LLM(job["checkpoint"], skip_tokenizer_init=True, max_logprobs=-1, seed=0, **job["options"])
+        for turn in job["rounds"]:
+            try:
+                with spoilt(turn.get("spoil")):
+                    results.append(generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"]))
+            except Exception as error:  # what the operators refuse; the engine is of no use afterwards
+                results.append(f"{type(error).__name__}: {error}")
+                break
+    Path(job["out"]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    main(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    os._exit(0)  # whatever engines and process groups still want to say at exit
