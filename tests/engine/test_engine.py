@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from npu_gptoss.engine.engine import HARMONY_STOP_TOKENS, NonFiniteLogits
 from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
-from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
+from tests.oracle import oracle_greedy, oracle_logits, random_prompts
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 130, 255, 300, 700)
@@ -103,38 +102,6 @@ def test_greedy_tokens_equal_transformers_one_by_one(
 ) -> None:
     alone = [engine.generate([prompt], SamplingParams(max_tokens=GREEDY))[0] for prompt in prompts]
     assert tokens(alone) == expected_tokens
-
-
-def test_bf16_is_as_good_as_transformers_bf16(
-    directory: Path, oracle: GptOssForCausalLM, prompts: list[list[int]], expected_logits: list[torch.Tensor]
-) -> None:
-    """Both round, so tokens differ; measured against fp32 on the same text, ours must not be the worse.
-
-    Where the greedy answers part, the two tokens are near-ties for fp32, or rounding has flipped a router's choice
-    (seen at margins of 0.002 between the fourth and the fifth expert), transformers' as well as ours.
-    """
-    engine, rounded = Engine(directory, dtype="bfloat16", num_blocks=200), load_oracle(directory, torch.bfloat16)
-    want = torch.cat(expected_logits)
-    ours = torch.cat(engine.batch_logits(prompts))
-    theirs = torch.cat([oracle_logits(rounded, prompt) for prompt in prompts])
-    error, agreement = ({}, {})
-    for name, got in (("ours", ours), ("theirs", theirs)):
-        error[name] = float((got - want).abs().mean())
-        agreement[name] = float((got.argmax(-1) == want.argmax(-1)).float().mean())
-
-    greedy, regrets = engine.generate(prompts[:6], SamplingParams(max_tokens=32)), []
-    for prompt, result in zip(prompts[:6], greedy, strict=True):
-        expected = oracle_greedy(rounded, prompt, 32)
-        same = next((i for i in range(32) if result.token_ids[i] != expected[i]), None)
-        if same is not None:
-            logprobs = oracle_logits(oracle, [*prompt, *result.token_ids[:same]])[-1].log_softmax(-1)
-            regrets.append(float(logprobs.max() - logprobs[result.token_ids[same]]))
-    print(f"bf16 on {len(want)} rows: mean logit {error=}, argmax as in fp32 {agreement=}; greedy {regrets=}")
-
-    assert 0 < error["ours"] < 1.1 * error["theirs"]
-    assert agreement["ours"] > agreement["theirs"] - 0.02
-    assert agreement["ours"] > 0.9
-    assert not regrets or statistics.median(regrets) < 0.1
 
 
 def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None:
