@@ -1,0 +1,151 @@
+"""What can be told about the vllm-ascend side without vllm-ascend; the rest is in test_ascend_emulated.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.serving.ascend import full_graph, limits, sizes
+
+pytestmark = pytest.mark.serving
+
+
+@pytest.mark.parametrize("release", ["0.11.0", "0.11.0rc1", "0.11.0rc3", "0.11.0+local"])
+def test_releases_inside_of_the_window(release):
+    assert limits.version_objection(release) is None
+
+
+@pytest.mark.parametrize("release", ["0.11.0rc0", "0.12.0rc1", "0.10.2rc1", "0.11.1", None])
+def test_releases_outside_of_the_window_are_named_with_what_to_install(release):
+    objection = limits.version_objection(release)
+    assert (release or "without a version") in objection
+    assert objection.endswith("served on vllm-ascend 0.11.0rc1 to 0.11.0; install 0.11.0")
+
+
+def operator(*arguments: str) -> SimpleNamespace:
+    schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in arguments])
+    return SimpleNamespace(default=SimpleNamespace(_schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("operators", "sentence"),
+    [
+        ({}, "has no npu_fused_infer_attention_score_v2; install torch-npu 2.7.1"),
+        ({"npu_fused_infer_attention_score_v2": operator("query")}, "has no learnable_sink, and gpt-oss attends with"),
+        ({"npu_fused_infer_attention_score_v2": operator("query", "learnable_sink")}, None),
+    ],
+)
+def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, operators, sentence):
+    monkeypatch.setitem(__import__("sys").modules, "torch_npu", SimpleNamespace(__version__="2.5.1"))
+    monkeypatch.setattr(torch.ops, "npu", SimpleNamespace(**operators), raising=False)
+    objection = limits.operator_objection()
+    assert objection is None if sentence is None else ("torch-npu 2.5.1" in objection and sentence in objection)
+
+
+def configuration(additional_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
+    """The parts of VllmConfig that this side looks at."""
+    parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
+    parts |= changes
+    return SimpleNamespace(
+        additional_config=additional_config,
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=parts["max_num_seqs"], cuda_graph_sizes=parts["cuda_graph_sizes"]
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=parts["cudagraph_capture_sizes"],
+            pass_config=SimpleNamespace(enable_sequence_parallelism=parts["sequence_parallel"]),
+        ),
+    )
+
+
+@pytest.fixture
+def right_stack(monkeypatch):
+    monkeypatch.setattr(limits, "installed", lambda: "0.11.0")
+    monkeypatch.setattr(limits, "operator_objection", lambda: None)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"torchair_graph_config": {"enabled": True}},
+        {"weight_prefetch_config": {"enabled": True}},
+        {"dynamic_eplb": True},
+        {"expert_map_path": "map.json"},
+        {"expert_map_record_path": "map.json"},
+        {"init_redundancy_expert": 1},
+        {"enable_shared_expert_dp": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, option):
+    assert limits.objections(configuration({"ascend_scheduler_config": {"enabled": True}})) == []
+    (objection,) = limits.objections(configuration(option))
+    assert objection.startswith(f"--additional-config {next(iter(option))}: ")
+
+
+@pytest.mark.parametrize("name", ["VLLM_ASCEND_ENABLE_FLASHCOMM", "VLLM_ASCEND_ENABLE_FLASHCOMM1"])
+def test_sequence_parallelism_is_refused_however_it_is_asked_for(right_stack, monkeypatch, name):
+    assert "sequence_parallelism" in limits.objections(configuration(sequence_parallel=True))[0]
+    monkeypatch.setenv(name, "1")
+    assert limits.objections(configuration())[0].startswith(f"{name}=1: sequence parallelism")
+
+
+def test_float32_is_for_diagnosis_only(monkeypatch):
+    assert limits.dtypes() == ("bfloat16",)
+    monkeypatch.setenv("NPU_GPTOSS_EMULATED_FP32", "1")
+    assert limits.dtypes() == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("requests", "want"),
+    [
+        (1, [1, 2]),
+        (2, [1, 2]),
+        (4, [1, 2, 4]),
+        (10, [1, 2, 4, 8, 10]),
+        (16, [1, 2, 4, 8, 16]),
+        (17, [1, 2, 4, 8, 16, 17]),
+    ],
+)
+def test_graphs_are_captured_up_to_the_largest_decode_step_and_include_it(requests, want):
+    assert sizes.capture_sizes(requests) == want
+
+
+def test_sizes_are_capped_unless_the_user_chose_them():
+    ours = configuration()
+    sizes.cap(ours)
+    assert ours.scheduler_config.cuda_graph_sizes == [1, 2, 4, 8, 16]
+    for chosen in ({"cuda_graph_sizes": [64]}, {"cuda_graph_sizes": [1, 7]}, {"cudagraph_capture_sizes": [3]}):
+        theirs = configuration(**chosen)
+        sizes.cap(theirs)
+        assert theirs.scheduler_config.cuda_graph_sizes == chosen.get("cuda_graph_sizes", [32])
+
+
+def metadata(rows: list[int], keys: list[int]) -> AttentionMetadata:
+    start = [0]
+    for count in rows:
+        start.append(start[-1] + count)
+    return AttentionMetadata(
+        tuple(start), tuple(keys), torch.zeros(len(rows), 8, dtype=torch.int32), torch.zeros(start[-1])
+    )
+
+
+def test_three_requests_in_a_graph_of_four_get_lists_of_four():
+    """Upstream's list of query ends is one short in this case."""
+    step = metadata([1, 1, 1], [700, 3, 129])
+    assert full_graph.padded_lengths(step, 4) == ([1, 2, 3, 4], [700, 3, 129, 1])
+    assert full_graph.padded_lengths(step, 4) is full_graph.padded_lengths(step, 4), "once for all layers of a step"
+    assert full_graph.padded_lengths(step, 3) == ([1, 2, 3], [700, 3, 129])
+
+
+@pytest.mark.parametrize(("rows", "graph"), [([1, 1, 1], 2), ([1, 2], 4)])
+def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
+    with pytest.raises(RuntimeError, match=f"a graph of {graph} decode rows was chosen"):
+        full_graph.padded_lengths(metadata(rows, [200] * len(rows)), graph)
