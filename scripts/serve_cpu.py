@@ -149,10 +149,17 @@ def stop(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
     process.wait()
 
 
-def tail(log: Path, lines: int) -> list[str]:
-    """The last lines that say something, without colours."""
+def tail(log: Path, lines: int = 0) -> list[str]:
+    """The last lines that say something, all by default, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
     return [line for line in plain.splitlines() if line.strip()][-lines:]
+
+
+def likely_reason(log: Path) -> str:
+    """The first error in the log, preferably one of this package; the last one is mostly 'see above'."""
+    errors = [found[1] for line in tail(log) if (found := re.search(r"(?:\w*Error: |Value error, )(.+)", line))]
+    own = [error for error in errors if "npu-gptoss" in error]
+    return (own or errors or [""])[0]
 
 
 def wait_until_ready(
@@ -182,7 +189,9 @@ def wait_until_ready(
                 time.sleep(0.5)
                 continue
         end = "\n".join("    " + line for line in tail(log, 25))
-        raise ServeError(f"vllm serve {problem}. The end of its log, {log}:\n{end}")
+        reason = likely_reason(log)
+        probably = f"\nProbably because: {reason}" if reason else ""
+        raise ServeError(f"vllm serve {problem}. The end of its log, {log}:\n{end}{probably}")
 
 
 def show_progress(log: Path) -> Callable[[float], None]:

@@ -69,6 +69,17 @@ def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
         serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=20)
 
 
+def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    errors = ["INFO npu-gptoss loads", "\x1b[1;36m(Core)\x1b[0;0m ValueError: first", "RuntimeError: see above"]
+    log.write_text("\n".join(errors))
+    assert serve_cpu.likely_reason(log) == "first"
+    log.write_text("\n".join([*errors, "  Value error, npu-gptoss cannot serve this: float16."]))
+    assert serve_cpu.likely_reason(log) == "npu-gptoss cannot serve this: float16."
+    log.write_text("all is well")
+    assert serve_cpu.likely_reason(log) == ""
+
+
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, log)
