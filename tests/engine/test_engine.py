@@ -266,7 +266,10 @@ def test_logprobs_come_only_where_they_were_asked_for(engine: Engine) -> None:
     assert nothing.prompt_logprobs is None
     assert [len(entry.top) for entry in own.logprobs] == [0, 0]
     assert [len(entry.top) for entry in two.logprobs] == [2, 2]
-    assert [entry.logprob for entry in own.logprobs] == [entry.top[0][1] for entry in two.logprobs]
+    # rows of one batch may differ in the last bits: a matrix product sums each in its own order
+    assert [entry.logprob for entry in own.logprobs] == pytest.approx(
+        [entry.top[0][1] for entry in two.logprobs], abs=1e-4
+    )
 
 
 # Wrong input

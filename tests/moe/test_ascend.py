@@ -195,7 +195,8 @@ def test_the_operators_refuse(mutation, calls, monkeypatch):
 def test_biases_and_halves_are_made_once_at_load(calls):
     experts = prepare_experts(make_layer(1, BF16).weights).weights
     assert experts.gate_up_proj_bias.dtype == experts.down_proj_bias.dtype == torch.float32
-    assert experts.gate_up_proj.is_contiguous() and experts.gate_up_proj.shape == (EXPERTS, HIDDEN, 2 * INTERMEDIATE)
+    assert experts.gate_up_proj.is_contiguous()
+    assert experts.gate_up_proj.shape == (EXPERTS, HIDDEN, 2 * INTERMEDIATE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
