@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.emulator import pyacl
+
 
 def boot(_module: ModuleType | None = None) -> None:
     """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
@@ -83,5 +85,6 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def hook() -> None:
     """Called by the .pth file of the emulated environment when NPU_GPTOSS_EMULATED is set."""
+    pyacl.provide()
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

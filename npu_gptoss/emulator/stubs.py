@@ -30,13 +30,14 @@ SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthre
 RUNTIME = Path(__file__).parent / "runtime"
 # soname -> sources in runtime/ that implement a part of it
 IMPLEMENTED: dict[str, tuple[str, ...]] = {
-    "libascendcl.so": ("memory.cpp", "machine.cpp", "capture.cpp", "streams.cpp", "device.cpp"),
+    "libascendcl.so": ("memory.cpp", "machine.cpp", "capture.cpp", "streams.cpp", "device.cpp", "aclop.cpp"),
     "libhccl.so": ("hccl.cpp", "hccl_shm.cpp"),
+    "libopapi.so": ("opapi.cpp",),
     "libacl_op_compiler.so": ("op_compiler.cpp",),
     "libascendalog.so": ("log.cpp",),
     "liberror_manager.so": ("error_manager.cpp",),
 }
-# libraries that are opened by name (dlopen) at import: they must exist, and offer nothing
+# libraries that are opened by name (dlopen) at import: they must exist
 OPENED_BY_NAME = ("libopapi.so",)
 FLAGS = ("-std=c++17", "-fPIC", "-O2", "-w", "-fno-builtin")
 CUDA = re.compile(r"lib(cu|nv|nccl)")
@@ -82,19 +83,20 @@ def system_symbols(names: Iterable[str] = SYSTEM) -> set[str]:
     return defined
 
 
-def plan(libraries: Sequence[elf.Library], defined_elsewhere: set[str]) -> list[Stub]:
-    """Which libraries are missing and what each must export.
+def plan(libraries: Sequence[elf.Library], others: Sequence[elf.Library], defined: set[str]) -> list[Stub]:
+    """Which libraries `libraries` miss and what each must export. `others` are there, so are the symbols in `defined`.
 
     A versioned symbol says which library it is expected in. An unversioned one goes to the first missing library that
     its user needs, which is where the loader will find it: lookup is by name, not by library.
     """
-    present = {library.path.name for library in libraries} | {library.soname for library in libraries} | set(SYSTEM)
+    there = [*libraries, *others]
+    present = {library.path.name for library in there} | {library.soname for library in there} | set(SYSTEM)
     missing: dict[str, dict[str, str]] = {}
     for library in libraries:
         for name in library.needed:
             if name not in present:
                 missing.setdefault(name, {})
-    defined = set(defined_elsewhere).union(*(library.defined for library in libraries))
+    defined = defined.union(*(library.defined for library in there))
     for library in libraries:
         own = [name for name in library.needed if name in missing]
         for symbol in library.undefined:
@@ -213,17 +215,14 @@ def build(stubs: Sequence[Stub], out: Path, include: Sequence[Path]) -> dict[str
 
 def torch_stubs(site_packages: Path) -> list[Stub]:
     """The CUDA libraries that torch's wheel lacks when it was installed without its dependencies; maybe none."""
-    return plan(wheel_libraries(site_packages, ["torch"]), system_symbols())
+    return plan(wheel_libraries(site_packages, ["torch"]), [], system_symbols())
 
 
 def ascend_stubs(site_packages: Path) -> list[Stub]:
     """The CANN libraries that torch-npu's and vllm-ascend's wheels need."""
     packages = [name for name in ("torch_npu", "vllm_ascend") if (site_packages / name).is_dir()]
     torch = wheel_libraries(site_packages, ["torch"])
-    defined = system_symbols().union(*(library.defined for library in torch))
-    present = {library.path.name for library in torch} | {library.soname for library in torch}
-    libraries = wheel_libraries(site_packages, packages)
-    stubs = [stub for stub in plan(libraries, defined) if stub.soname not in present]
+    stubs = plan(wheel_libraries(site_packages, packages), torch, system_symbols())
     have = {stub.soname for stub in stubs}
     return stubs + [Stub(name, {}) for name in OPENED_BY_NAME if name not in have]
 
@@ -236,7 +235,7 @@ def generate(site_packages: Path, out: Path) -> dict[str, dict[str, int]]:
         manifest.update(build(cuda, out, []))
     if (site_packages / "torch_npu").is_dir():
         third_party = site_packages / "torch_npu/include/third_party"
-        include = [third_party / "acl/inc", third_party / "hccl/inc"]
+        include = [third_party.parent, third_party / "acl/inc", third_party / "hccl/inc"]
         manifest.update(build(ascend_stubs(site_packages), out, include))
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return manifest
