@@ -1,5 +1,5 @@
 // aclop, the older way to launch an operator: only what torch_npu's C++ launches so by itself, which is Fill and a
-// one-dimensional PadV3 (it aligns the buffers of collectives to 512 bytes). Any other operator fails by its name.
+// PadV3 of the last dimension (it aligns the buffers of collectives to 512 bytes). Any other operator fails by its name.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -11,7 +11,7 @@
 
 using namespace emulator;
 
-struct aclTensorDesc { aclDataType type; size_t elements; int dimensions; };
+struct aclTensorDesc { aclDataType type; size_t elements; int dimensions; size_t last; };
 struct aclDataBuffer { void *data; size_t bytes; };
 struct aclopAttr { int unused; };
 
@@ -19,7 +19,7 @@ extern "C" {
 aclTensorDesc *aclCreateTensorDesc(aclDataType type, int dimensions, const int64_t *sizes, aclFormat) {
   size_t elements = 1;
   for (int i = 0; i < dimensions; i++) elements *= sizes[i];
-  return new aclTensorDesc{type, elements, dimensions};
+  return new aclTensorDesc{type, elements, dimensions, dimensions ? (size_t)sizes[dimensions - 1] : 1};
 }
 void aclDestroyTensorDesc(const aclTensorDesc *desc) { delete desc; }
 aclDataBuffer *aclCreateDataBuffer(void *data, size_t bytes) { return new aclDataBuffer{data, bytes}; }
@@ -55,15 +55,19 @@ aclError aclopCompileAndExecute(const char *name, int inputs, const aclTensorDes
       return 0;
     });
   }
-  if (std::string(name) == "PadV3" && inputs == 3 && outputs == 1 && input_descs[0]->dimensions == 1) {
+  if (std::string(name) == "PadV3" && inputs == 3 && outputs == 1 && input_descs[0]->dimensions) {
     auto amounts = value_of(in[1], in[1]->bytes)(), fill = value_of(in[2], width)();
-    int64_t left = input_descs[1]->type == ACL_INT64 ? *(const int64_t *)amounts.data() : *(const int32_t *)amounts.data();
-    size_t count = input_descs[0]->elements, total = output_descs[0]->elements;
+    auto amount = [&](size_t i) { return input_descs[1]->type == ACL_INT64 ? ((const int64_t *)amounts.data())[i] : ((const int32_t *)amounts.data())[i]; };
+    size_t pairs = input_descs[1]->elements / 2, row = input_descs[0]->last, wide = output_descs[0]->last;
+    size_t rows = row ? input_descs[0]->elements / row : 0;
+    for (size_t i = 0; i + 2 < 2 * pairs; i++)
+      if (amount(i)) return fail(500099, "the emulated NPU pads the last dimension only");
+    int64_t left = amount(2 * pairs - 2), right = amount(2 * pairs - 1);
+    if (left < 0 || right < 0 || left + row + right != wide) return fail(500099, "the emulated NPU has no PadV3 that cuts");
     const char *source = (const char *)in[0]->data;
-    if (left < 0 || left + count > total) return fail(500099, "the emulated NPU has no PadV3 that cuts");
     return submit_work(stream, [=] {
-      for (size_t i = 0; i < total; i++) memcpy(target + i * width, fill.data(), width);
-      memcpy(target + left * width, source, count * width);
+      for (size_t i = 0; i < rows * wide; i++) memcpy(target + i * width, fill.data(), width);
+      for (size_t r = 0; r < rows; r++) memcpy(target + (r * wide + left) * width, source + r * row * width, row * width);
       return 0;
     });
   }
