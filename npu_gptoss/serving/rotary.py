@@ -11,10 +11,12 @@ import torch
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import cos_sin_cache
 
 _OWNER = "npu_gptoss_config"
+_first_table: list[tuple[object, ...]] = []  # of this process
 
 
 def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
@@ -37,6 +39,20 @@ def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
     )
     if getattr(rotary, _OWNER, None) != config:  # another layer of this model has not filled it yet
         cache = rotary.cos_sin_cache
+        if cache.device.type == "npu":
+            _check_first_table(config, cache)
         cache.copy_(cos_sin_cache(config, cache.shape[0], cache.dtype))
         setattr(rotary, _OWNER, config)
     return rotary
+
+
+def _check_first_table(config: GptOssConfig, cache: torch.Tensor) -> None:
+    """torch_npu's `_npu_rotary_embedding` keeps the first table that it sees for the life of the process."""
+    table = (config.rope_theta, config.rope_scaling, tuple(cache.shape), cache.dtype)
+    if not _first_table:
+        _first_table.append(table)
+    if table != _first_table[0]:
+        raise InputError(
+            "the rotary operator of torch_npu keeps the table of the first model of a process, and this model has "
+            f"another (theta, scaling, shape, dtype): {table} after {_first_table[0]}; start it in a process of its own"
+        )

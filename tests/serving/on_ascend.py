@@ -7,6 +7,7 @@ Runs in the emulated environment, started by `test_ascend_emulated.py`. The job 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -135,10 +136,14 @@ def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
+    from vllm import LLM, SamplingParams
 
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
-    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if isinstance(engine, LLM):
+        answers = engine.generate(inputs, sampling, use_tqdm=False)
+    else:
+        answers = asyncio.get_event_loop().run_until_complete(_together(engine, inputs, sampling))
     return [
         {
             "tokens": list(answer.outputs[0].token_ids),
@@ -148,8 +153,30 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int
     ]
 
 
+async def _together(engine: Any, inputs: list[Any], sampling: Any) -> list[Any]:
+    async def one(number: int, prompt: Any) -> Any:
+        async for answer in engine.generate(prompt, sampling, f"request-{number}"):
+            last = answer
+        return last
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(inputs)))
+
+
+def start(checkpoint: str, options: dict[str, Any]) -> Any:
+    """`LLM`, or with data parallelism the engine of the server, which starts one engine core a rank."""
+    settings = {"skip_tokenizer_init": True, "max_logprobs": -1, "seed": 0, **options}
+    if "data_parallel_size" not in options:
+        from vllm import LLM
+
+        return LLM(checkpoint, **settings)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **settings))
+
+
 def main(job: dict[str, Any]) -> None:
-    from vllm import LLM
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -159,7 +186,7 @@ def main(job: dict[str, Any]) -> None:
         context.set_default(dataclasses.replace(context.current(), tnd_max_workspace=True))
     results = []
     with spoilt(job.get("spoil")):
-        engine = LLM(job["checkpoint"], skip_tokenizer_init=True, max_logprobs=-1, seed=0, **job["options"])
+        engine = start(job["checkpoint"], job["options"])
         for turn in job["rounds"]:
             try:
                 with spoilt(turn.get("spoil")):

@@ -188,7 +188,8 @@ def test_the_comparison_sees_what_is_spoilt_in_full_decode_graphs(checkpoint, ex
         rounds += [turn(SPOILT, seed=seed, spoil=spoil), turn(SPOILT, seed=seed + 10)]
     results, _ = serve(tmp_path, checkpoint, rounds, options=FULL, tnd_workspace=True)
     seen = [worst(of_round) > 100 * TOLERANCE for of_round in errors(rounds, results, expected)]
-    assert seen == [False, True, False, True, False, True, False]
+    # a replay that did not take place leaves its events behind, which let every later one run too early
+    assert seen == [False, True, False, True, False, True, True]
 
 
 def test_the_comparison_sees_a_block_table_that_was_rebound(checkpoint, expected, tmp_path):
@@ -229,6 +230,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "TP=2": {"tensor_parallel_size": 2},
     "TP=2, experts in parallel": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "PP=2": {"pipeline_parallel_size": 2},
+    "DP=2": {"data_parallel_size": 2},
+    "DP=2, experts in parallel": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 
 
