@@ -10,6 +10,11 @@ PYTEST_ARGS ?=
 # any Python 3 can run the set-up; it looks for the right one itself
 SETUP = $(or $(PYTHON),python3) scripts/setup_venv.py $(if $(PYTHON),--python $(PYTHON))
 BIN = .venv/bin
+# the emulated Ascend 910B has an environment of its own, because torch-npu wants another torch
+SETUP_EMULATED = $(or $(PYTHON),python3) scripts/setup_emulated.py $(if $(PYTHON),--python $(PYTHON))
+EMULATED_VENV = $(CURDIR)/.venv-emulated
+EMULATED ?= 1
+EMULATE ?=
 
 .PHONY: help
 help: ## list the targets
@@ -20,9 +25,21 @@ serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (
 	@$(SETUP)
 	@exec $(BIN)/python scripts/serve_cpu.py --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
 
+.PHONY: serve-emulated
+serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
+	@$(SETUP_EMULATED)
+	@exec $(EMULATED_VENV)/bin/npu-gptoss emulate $(EMULATE) -- python scripts/serve_cpu.py \
+	  --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
+
 .PHONY: test
-test: check ## set up, check and run all the tests (PYTEST_ARGS="tests/kernels -x" for some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: check ## set up, check and run all the tests (PYTEST_ARGS="tests/kernels -x" for some; EMULATED=0 without the 910B)
+ifeq ($(EMULATED),0)
+	$(BIN)/python -m pytest -m 'not emulated' $(PYTEST_ARGS)
+else
+	@$(SETUP_EMULATED) --tools || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
+	Without them: make test EMULATED=0"; exit 1; }
+	NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 .PHONY: check
 check: setup ## ruff's lint and format, spelling
@@ -33,6 +50,10 @@ check: setup ## ruff's lint and format, spelling
 .PHONY: setup
 setup: ## set up .venv with the test tools, nothing else
 	@$(SETUP) --tools
+
+.PHONY: setup-emulated
+setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
+	@$(SETUP_EMULATED) --tools
 
 .PHONY: format
 format: setup ## let ruff format and mend what it can

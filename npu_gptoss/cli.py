@@ -11,6 +11,7 @@ from npu_gptoss import __version__
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
     "tiny": ("npu_gptoss.model.tiny_command", "write a tiny checkpoint in the official layout, random or trained"),

@@ -3,6 +3,8 @@
 Without a checkpoint it serves the trained tiny one, made on first use. It sets the few environment variables and flags
 that a CPU wants (each can be overridden), starts the server in its own process group, waits for `/health`, prints the
 URL and a request that works, and on Ctrl-C stops everything it started.
+
+Inside `npu-gptoss emulate` the same script serves on the emulated Ascend 910B: `make serve-emulated`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ TINY = ROOT / ".checkpoints" / "gpt-oss-tiny"
 TINY_NAME = "gpt-oss-tiny"
 TINY_QUESTION = "What is 3 + 4?"
 OWN_QUESTION = "What does an attention sink do? One sentence."
-LOG = ROOT / "serve.log"
+# set by `npu-gptoss emulate` for all that it runs
+EMULATED = os.environ.get("NPU_GPTOSS_EMULATED") == "1"
+TARGET = "serve-emulated" if EMULATED else "serve"
+LOG = ROOT / f"{TARGET}.log"
+# a graph is captured for each batch size: few sizes, a quick start
+EMULATED_FLAGS = ("--max-num-seqs", "16")
 PATIENCE = 15  # seconds between asking the server to stop and killing it
 
 
@@ -93,7 +100,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         remedy = (
-            f"Choose another port: make serve PORT={port + 1}" if error.errno == errno.EADDRINUSE else "Check HOST."
+            f"Choose another port: make {TARGET} PORT={port + 1}" if error.errno == errno.EADDRINUSE else "Check HOST."
         )
         raise ServeError(f"the server cannot listen on {host} port {port}: {error.strerror}. {remedy}") from None
 
@@ -105,7 +112,7 @@ def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.
         # The tiny model gains nothing from a second thread, and several busy OpenMP processes starve each other.
         "OMP_NUM_THREADS": "1" if tiny else str(len(os.sched_getaffinity(0))),
         "VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "4",  # GiB
-        "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is
+        "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is; the emulator has said "ascend"
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         BASE_VARIABLE: str(vocabulary),
@@ -223,12 +230,14 @@ def run(options: argparse.Namespace) -> int:
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
     environment = cpu_environment(model, ensure_vocabulary(model))
-    command = serve_command(model, name, options.host, options.port, options.vllm)
+    flags = [*(EMULATED_FLAGS if EMULATED else ()), *options.vllm]
+    command = serve_command(model, name, options.host, options.port, flags)
     url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    print(f"vllm serve: starting, its output goes to {LOG}\n  {shlex.join(command)}", flush=True)
+    where = " on the emulated Ascend 910B" if EMULATED else ""
+    print(f"vllm serve: starting{where}, its output goes to {LOG}\n  {shlex.join(command)}", flush=True)
     process = start(command, environment, LOG)
     try:
         seconds = wait_until_ready(process, url, LOG, progress=show_progress(LOG))
@@ -253,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(parser.parse_args(arguments))
     except InputError as error:
-        print(f"\nmake serve: {error}", file=sys.stderr)
+        print(f"\nmake {TARGET}: {error}", file=sys.stderr)
         return 2
 
 

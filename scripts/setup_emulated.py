@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import platform
+import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +37,10 @@ VENV = ROOT / ".venv-emulated"
 LOCK = ROOT / "requirements/emulated.txt"
 EMULATOR = ROOT / "npu_gptoss/emulator"
 STUBS = "npu-gptoss-emulator/lib"  # in the environment; npu_gptoss/emulator/launch.py looks there
+WHEELS = "npu-gptoss-emulator/wheels"
 TORCH, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
+SECOND_TORCH_NPU = "2.7.1.post2"
+PYTHON_VERSIONS = ("3.11",)  # the versions of the lock have no others in common
 PTH = "npu_gptoss_emulator.pth"
 HOOK = (
     'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
@@ -42,11 +48,16 @@ HOOK = (
 )
 
 
-def environment(env: Environment, run: Runner, python: str) -> str:
-    note = make_environment(env, run, python)
-    if not note.startswith(("Python 3.11", "Python 3.10")):
-        raise SetupError(f"torch-npu {TORCH_NPU} has wheels for Python 3.10 and 3.11, this is {note}. Use PYTHON=…")
-    return note
+def check_machine() -> None:
+    """Raises SetupError where the wheels or the compiler are out of reach: before anything is downloaded."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise SetupError(f"torch-npu has wheels for Linux on x86_64 and aarch64, this is {platform.platform()}.")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise SetupError(
+            f"the C++ compiler {compiler} is not there, and the emulated CANN has to be compiled. "
+            "On Debian and Ubuntu: apt install g++; or name one in CXX."
+        )
 
 
 def install_wheels(env: Environment, run: Runner) -> str:
@@ -92,14 +103,27 @@ def install_vllm_ascend(env: Environment, run: Runner) -> str:
     return ""
 
 
+def download_second(env: Environment, run: Runner) -> str:
+    """Not installed: the tests read the operators' schemas out of it."""
+    target = env.path / WHEELS
+    shutil.rmtree(target, ignore_errors=True)
+    pip_download = [str(env.python), "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]
+    run.must([*pip_download, "--only-binary", ":all:", "--dest", str(target), f"torch-npu=={SECOND_TORCH_NPU}"])
+    return ""
+
+
 def sources(*patterns: str) -> list[str]:
     return [path.read_text() for pattern in patterns for path in sorted(EMULATOR.glob(pattern))]
 
 
-def steps(python: str) -> list[Step]:
+def steps(with_tools: bool, python: str) -> list[Step]:
     builder = ROOT / "scripts/install_vllm.py"
-    return [
-        Step("environment", "a Python of its own", lambda env, run: environment(env, run, choose_python(python))),
+    table = [
+        Step(
+            "environment",
+            "a Python of its own",
+            lambda env, run: make_environment(env, run, choose_python(python, PYTHON_VERSIONS)),
+        ),
         Step(
             "wheels",
             f"torch {TORCH} and torch-npu {TORCH_NPU}, 850 MB",
@@ -107,7 +131,13 @@ def steps(python: str) -> list[Step]:
             [TORCH, TORCH_NPU],
             {"torch": "", "torch-npu": TORCH_NPU},
         ),
-        Step("packages", "what vLLM and vllm-ascend import, 400 MB", install_packages, [LOCK.read_text()], read_pins(LOCK)),
+        Step(
+            "packages",
+            "what vLLM and vllm-ascend import, 400 MB",
+            install_packages,
+            [LOCK.read_text()],
+            read_pins(LOCK),
+        ),
         Step(
             "vllm-ascend",
             f"vllm-ascend {VLLM_ASCEND}, unmodified",
@@ -126,7 +156,7 @@ def steps(python: str) -> list[Step]:
             "libraries",
             "the emulated CANN: stubs from the wheels, the runtime compiled",
             make_libraries,
-            sources("runtime/*", "elf.py", "stubs.py") + [TORCH, TORCH_NPU, VLLM_ASCEND],
+            [*sources("runtime/*", "elf.py", "stubs.py"), TORCH, TORCH_NPU, VLLM_ASCEND],
         ),
         Step(
             "vllm",
@@ -136,12 +166,17 @@ def steps(python: str) -> list[Step]:
             {"vllm": "0.11.0+empty"},
         ),
     ]
+    if with_tools:
+        purpose = f"torch-npu {SECOND_TORCH_NPU}, to compare schemas with, 26 MB"
+        table.append(Step("second", purpose, download_second, [SECOND_TORCH_NPU]))
+    return table
 
 
-def set_up(env: Environment, python: str) -> None:
+def set_up(env: Environment, with_tools: bool, python: str) -> None:
     start = time.monotonic()
+    check_machine()
     prepare(env, python)
-    table = steps(python)
+    table = steps(with_tools, python)
     to_do = [step for step in table if not is_done(step, env)]
     if any(step.name in ("wheels", "vllm-ascend") for step in to_do):  # the stubs are made for these wheels
         to_do += [step for step in table if step.name == "libraries" and step not in to_do]
@@ -167,14 +202,21 @@ def set_up(env: Environment, python: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=VENV, help="where (default: .venv-emulated)")
+    parser.add_argument("--tools", action="store_true", help="also download what only the tests need")
     parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
     options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     venv = options.venv.resolve()
     venv.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(venv.parent, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        set_up(Environment(venv), options.python)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("set-up: another one is at work in this folder; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        set_up(Environment(venv), options.tools, options.python)
     except SetupError as error:
         print(f"\nset-up: {error}", file=sys.stderr)
         return 1

@@ -168,7 +168,7 @@ def read_pins(path: Path) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name.strip()).lower(): version.strip() for name, version in pairs}
 
 
-def choose_python(wanted: str = "") -> str:
+def choose_python(wanted: str = "", versions: Sequence[str] = ("3.11", "3.10", "3.12")) -> str:
     """The interpreter for the environment: `wanted` or the first suitable of PYTHONS. Raises with all the reasons."""
     probe = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
     reasons = []
@@ -184,14 +184,13 @@ def choose_python(wanted: str = "") -> str:
             )
         elif run.returncode:
             reasons.append(f"{name} does not start")
-        elif run.stdout.strip() not in ("3.10", "3.11", "3.12"):
+        elif run.stdout.strip() not in versions:
             reasons.append(f"{name} is Python {run.stdout.strip()}")
         else:
             return path
+    others = f" ({' and '.join(versions[1:])} work too)" if versions[1:] else ""
     raise SetupError(
-        "Python 3.11 is needed (3.10 and 3.12 work too), and none was found: "
-        + "; ".join(dict.fromkeys(reasons))
-        + ". "
+        f"Python {versions[0]} is needed{others}, and none was found: " + "; ".join(dict.fromkeys(reasons)) + ". "
         "Install one, or name it: make serve PYTHON=/path/to/python3.11"
     )
 

@@ -1,4 +1,4 @@
-"""One thread for all tests and for the processes that they start.
+"""One thread for all tests and for the processes that they start; and an emulated 910B that was promised must be there.
 
 Waiting OpenMP threads spin: two processes with two threads each made the tests of the server twelve times slower on two
 cores.
@@ -8,4 +8,17 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from npu_gptoss.emulator.launch import VENV_VARIABLE, EmulationError, find_venv
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` names the emulated environment: then no test may skip because it is missing."""
+    if os.environ.get(VENV_VARIABLE):
+        try:
+            find_venv()
+        except EmulationError as error:
+            raise pytest.UsageError(str(error)) from None
