@@ -8,7 +8,7 @@ either; the weights are expanded to the model's dtype while they load (loading.p
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 NAME = "gptoss_mxfp4"
 CLAIMED = "mxfp4"  # what config.json says
@@ -23,6 +23,9 @@ def _config_class() -> type:
 
     class GptOssMxfp4Config(QuantizationConfig):
         """Stands for "MXFP4 on disk, the model's dtype in memory"."""
+
+        # vllm-ascend's RMSNorm looks for biases of its own formats in whatever quantization a model has
+        quant_description: ClassVar[dict[str, Any]] = {}
 
         def get_name(self) -> str:
             return NAME

@@ -187,6 +187,10 @@ def main(job: dict[str, Any]) -> None:
     results = []
     with spoilt(job.get("spoil")):
         engine = start(job["checkpoint"], job["options"])
+        from npu_gptoss.serving import compat
+
+        states = {entry.patch.name: entry.state for entry in compat.status() if entry.patch.name.startswith("ascend")}
+        print("PATCHES", json.dumps(states))
         for turn in job["rounds"]:
             try:
                 with spoilt(turn.get("spoil")):

@@ -220,6 +220,35 @@ def test_the_comparison_sees_interleaved_weights(checkpoint, expected, tmp_path)
     assert worst(errors(rounds, results, expected)[0]) > 1000 * TOLERANCE
 
 
+def test_the_published_format_is_claimed_before_ascend_claims_it(expected, tmp_path):
+    """vllm-ascend takes any quantised checkpoint for its own; ours are the same values as the BF16 checkpoint's."""
+    write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
+    rounds = [turn((5, 140))]
+    results, printed = serve(tmp_path, tmp_path / "mxfp4", rounds, options={"enforce_eager": True})
+    assert worst(errors(rounds, results, expected)[0]) < TOLERANCE
+    assert json.loads(printed.partition("PATCHES ")[2].splitlines()[0]) == {
+        "ascend-host-mask": "applied",
+        "ascend-full-graph": "applied",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dtype": "float16"}, "--dtype float16: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16."),
+        ({"dtype": "float32"}, "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16."),
+        ({"quantization": "ascend"}, "--quantization ascend: the checkpoint says whether it is MXFP4 or BF16;"),
+        ({"additional_config": {"kv_cache_dtype": "int8"}}, "--additional-config kv_cache_dtype: the KV cache has the"),
+    ],
+)
+def test_what_this_stack_cannot_do_is_refused_in_words(options, sentence, checkpoint, tmp_path):
+    machine = Machine()
+    with pytest.raises(AssertionError, match="nothing was served") as refusal:
+        serve(tmp_path, checkpoint, [], options={"dtype": "bfloat16", **options}, machine=machine)
+    assert "npu-gptoss cannot serve this. " in str(refusal.value)
+    assert sentence in str(refusal.value)
+
+
 def test_biases_in_bf16_are_refused(checkpoint, tmp_path):
     rounds = [turn(SPOILT, spoil="biases_in_bf16")]
     results, _ = serve(tmp_path, checkpoint, rounds, options={"enforce_eager": True, "dtype": "bfloat16"})
