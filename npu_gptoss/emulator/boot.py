@@ -18,19 +18,18 @@ from npu_gptoss.emulator import pyacl
 
 def boot(_module: ModuleType | None = None) -> None:
     """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
-    import torch_npu
-
-    from npu_gptoss.emulator import context, device, graphs, memory
-
-    def format_of(tensor: Any) -> int:
-        return int(torch_npu.get_npu_format(tensor)) if tensor.is_npu else context.FORMAT_ND
+    from npu_gptoss.emulator import context, device, graphs, memory, storage
 
     context.set_default(
         context.OpContext(
             cann=os.environ.get("NPU_GPTOSS_EMULATED_CANN") or "8.3.rc1",
             strict=os.environ.get("NPU_GPTOSS_EMULATED_STRICT", "1") != "0",
             diagnostic_fp32=os.environ.get("NPU_GPTOSS_EMULATED_FP32", "0") == "1",
+            tnd_max_workspace=os.environ.get("NPU_GPTOSS_EMULATED_TND_WORKSPACE", "0") == "1",
             is_device=memory.is_alias,
+            format_of=storage.format_of,
+            set_format=storage.set_format,
+            is_whole=storage.is_whole,
         )
     )
     graphs.connect()

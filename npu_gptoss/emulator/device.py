@@ -152,8 +152,8 @@ def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -
         return native.KERNELS[name]
     if name in table:
         function, ours = table[name], True
-    elif name in native.BODIES or name.startswith("aten::"):
-        function, ours = native.BODIES.get(name, overload), False
+    elif name.startswith("aten::"):
+        function, ours = overload, False
     else:
         return _not_emulated(name)
     kernel = Kernel(Operation(name, function, ours, _written_arguments(overload._schema)), overload)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 import torch
 import torch_npu
 
+from npu_gptoss.emulator import storage
 from npu_gptoss.emulator.binding import block_of, check, library
 
 POISON_FLOAT, POISON_INTEGER = 0xFF, 0x7F
@@ -43,10 +44,10 @@ class _Blocks:
             )
         start, size, _ = block
         buffer = (ctypes.c_char * size).from_address(start)
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        whole = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         self.starts.insert(index + 1, start)
-        self.storages.insert(index + 1, (start, start + size, storage))
-        return start, storage
+        self.storages.insert(index + 1, (start, start + size, whole))
+        return start, whole
 
 
 _blocks = _Blocks()
@@ -54,9 +55,9 @@ _blocks = _Blocks()
 
 def alias_at(address: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor over device memory. Raises R87 when the memory is not allocated."""
-    start, storage = _blocks.find(address)
+    start, block = _blocks.find(address)
     tensor = torch.empty(0, dtype=dtype, device="cpu")
-    return tensor.set_(storage, (address - start) // tensor.element_size(), size, stride)
+    return tensor.set_(block, (address - start) // tensor.element_size(), size, stride)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,16 +84,22 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _new(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    tensor = _allocate(size, dtype=dtype, device=device)
+    storage.forget_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor
+
+
 def unwritten(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous device tensor that holds whatever the allocator's block held."""
-    return _allocate(size, dtype=dtype, device=device)
+    return _new(size, dtype, device)
 
 
 def unwritten_strided(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    return _allocate((extent,), dtype=dtype, device=device).as_strided(size, stride)
+    return _new((extent,), dtype, device).as_strided(size, stride)
 
 
 def contiguous_stride(size: tuple[int, ...], memory_format: torch.memory_format | None) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from npu_gptoss.emulator import copies, memory
+from npu_gptoss.emulator import context, copies, memory, storage
 from npu_gptoss.emulator.calls import Operation
 
 _cast = Operation("npu::npu_format_cast", torch.ops.aten.copy_.default, ours=False, writes=frozenset({0}))
@@ -77,23 +77,21 @@ def empty_like(
 
 def format_cast(self: torch.Tensor, acl_format: int | torch.Tensor, customize_dtype: int | None = None) -> torch.Tensor:
     from npu_gptoss.emulator import graphs
+    from npu_gptoss.emulator.ops import OPS
 
     wanted = int(torch_npu.get_npu_format(acl_format)) if isinstance(acl_format, torch.Tensor) else int(acl_format)
-    if int(torch_npu.get_npu_format(self)) == wanted:
+    if storage.format_of(self) == wanted:
         return self
+    with context.use(execute=False, set_format=lambda tensor, acl_format: None):
+        OPS["npu::npu_format_cast"](memory.alias(self), wanted, customize_dtype)
     source = self if self.is_contiguous() else self.contiguous()
     result = torch.ops.npu.empty_with_format(list(self.size()), dtype=self.dtype, device=self.device, acl_format=wanted)
+    storage.forget_at(result.data_ptr(), result.untyped_storage().nbytes())
+    if wanted != context.FORMAT_ND:
+        storage.remember(result, wanted)
     graphs.launch(_cast, (result, source), {}, self.device)
     return result
 
-
-def dtype_cast(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `tensor.to(dtype)` becomes on an NPU."""
-    return input.to(dtype, copy=True)
-
-
-# torch_npu's operators that are plain arithmetic of torch, by their bodies on CPU tensors
-BODIES: dict[str, Callable[..., Any]] = {"npu::_npu_dtype_cast": dtype_cast, "npu::npu_dtype_cast": dtype_cast}
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "aten::empty.memory_format": empty,

@@ -1,0 +1,119 @@
+"""`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or what differed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+
+
+def exchange(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, bool]:
+    """Name of each collective -> whether it gave what it must."""
+    base = [(torch.arange(12) + 100 * r).to(dtype) for r in range(ranks)]
+    mine, part = base[rank].npu(), 12 // ranks
+    total = sum(tensor.float() for tensor in base).to(dtype)
+    found = {}
+
+    x = mine.clone()
+    dist.all_reduce(x)
+    found["all_reduce"] = torch.equal(x.cpu(), total)
+    x = mine.clone()
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    found["all_reduce max"] = torch.equal(x.cpu(), base[-1])
+    x = torch.empty(12 * ranks, dtype=dtype, device="npu")
+    dist.all_gather_into_tensor(x, mine)
+    found["all_gather_into_tensor"] = torch.equal(x.cpu(), torch.cat(base))
+    several = [torch.empty(12, dtype=dtype, device="npu") for _ in range(ranks)]
+    dist.all_gather(several, mine)
+    found["all_gather"] = all(torch.equal(a.cpu(), b) for a, b in zip(several, base, strict=True))
+    x = torch.empty(part, dtype=dtype, device="npu")
+    dist.reduce_scatter_tensor(x, mine)
+    found["reduce_scatter_tensor"] = torch.equal(x.cpu(), total[rank * part : rank * part + part])
+    x = mine.clone()
+    dist.broadcast(x, 1)
+    found["broadcast"] = torch.equal(x.cpu(), base[1])
+    x = torch.empty(12, dtype=dtype, device="npu")
+    dist.all_to_all_single(x, mine)
+    found["all_to_all"] = torch.equal(x.cpu(), torch.cat([b[rank * part : rank * part + part] for b in base]))
+
+    counts = [[(r + s) % 3 for r in range(ranks)] for s in range(ranks)]  # counts[sender][receiver]
+    send, receive = counts[rank], [counts[s][rank] for s in range(ranks)]
+    x = torch.empty(sum(receive), dtype=dtype, device="npu")
+    dist.all_to_all_single(x, mine[: sum(send)], receive, send)
+    pieces = [base[s][sum(counts[s][:rank]) :][: counts[s][rank]] for s in range(ranks)]
+    found["all_to_all with sizes"] = torch.equal(x.cpu(), torch.cat(pieces))
+
+    x = torch.empty(12, dtype=dtype, device="npu")
+    if rank == 0:
+        dist.send(mine, 1)
+    if rank == 1:
+        dist.recv(x, 0)
+        found["send, recv"] = torch.equal(x.cpu(), base[0])
+    operations = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, x, (rank - 1) % ranks)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    found["a ring of send and recv"] = torch.equal(x.cpu(), base[(rank - 1) % ranks])
+    return {f"{name} {dtype}": value for name, value in found.items()}
+
+
+def others(rank: int, ranks: int) -> dict[str, bool]:
+    found = {}
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        x = torch.ones(3, device="npu")
+        dist.all_reduce(x, group=group)
+        found["all_reduce of a group"] = x.tolist() == [2, 2, 2]
+    dist.barrier()
+    large = torch.full((20_000_000,), 1.0, device="npu")  # more than one slot of shared memory
+    dist.all_reduce(large)
+    found["all_reduce of 80 MB"] = bool((large == ranks).all())
+
+    x, graph = torch.ones(4, device="npu"), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x * (rank + 1)
+        dist.all_reduce(y)
+        z = y + 1
+    for value in (1, 3):
+        x.fill_(value)
+        graph.replay()
+        found[f"all_reduce in a graph, {value}"] = z.tolist() == [value * ranks * (ranks + 1) / 2 + 1] * 4
+    return found
+
+
+def work(rank: int, ranks: int, port: int, queue: mp.Queue) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.npu.set_device(rank)
+    dist.init_process_group("hccl", rank=rank, world_size=ranks)
+    found = {}
+    for dtype in DTYPES:
+        found |= exchange(rank, ranks, dtype)
+    found |= others(rank, ranks)
+    queue.put((rank, found))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)
+
+
+def main(ranks: int) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=work, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get(timeout=240) for _ in processes)
+    wrong = [f"rank {rank}: {name}" for rank, found in answers.items() for name, right in found.items() if not right]
+    print("\n".join(wrong) if wrong else f"OK {sum(map(len, answers.values()))}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,205 @@
+"""Memory, copies and operators of the emulated device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch_npu
+from tools import refused
+
+npu = torch.npu
+
+
+def case_it_is_a_910B3() -> None:
+    assert npu.is_available()
+    assert npu.get_device_name(0) == "Ascend910B3"
+    properties = npu.get_device_properties(0)
+    assert (properties.cube_core_num, properties.vector_core_num) == (20, 40)
+
+
+def case_cann_version_is_the_selected_one() -> None:
+    from torch_npu.npu.utils import get_cann_version
+
+    assert get_cann_version() == "8.3.RC1"
+
+
+def case_new_memory_is_poison_every_time() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for _ in range(3):  # the second time the allocator hands out a block that held ones
+            x = torch.empty(100, device="npu", dtype=dtype)
+            assert x.isnan().all()
+            x.fill_(1)
+            del x
+    assert (torch.empty(10, device="npu", dtype=torch.int64) > 1 << 60).all()
+    assert torch.empty_strided((2, 3), (1, 2), device="npu").isnan().all()
+    assert torch.empty_like(torch.ones(3, device="npu")).isnan().all()
+
+
+def case_raw_memory_is_poisoned_when_freed() -> None:
+    library, pointer = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
+    assert library.aclrtMalloc(ctypes.byref(pointer), ctypes.c_size_t(64), 0) == 0
+    assert ctypes.string_at(pointer.value, 64) == b"\xff" * 64
+    assert library.aclrtFree(pointer) == 0
+    assert library.aclrtFree(pointer) == 107000, "freed twice"
+
+
+def case_out_of_memory() -> None:
+    with refused("out of memory"):
+        torch.empty(8 << 30, dtype=torch.uint8, device="npu")
+
+
+def case_memory_counts() -> None:
+    free, total = npu.mem_get_info()
+    x = torch.empty(256 << 20, dtype=torch.uint8, device="npu")
+    assert total == 4 << 30
+    assert free - npu.mem_get_info()[0] >= x.numel()
+    assert npu.memory_allocated() >= x.numel()
+
+
+def case_mixed_devices_are_refused() -> None:
+    x, host = torch.ones(3, device="npu"), torch.ones(3)
+    for function in (
+        lambda: x + host,
+        lambda: host + x,
+        lambda: torch.cat([x, host]),
+        lambda: torch.where(x > 0, x, host),
+        lambda: x.add_(host),
+        lambda: torch.mm(x[None], host[:, None]),
+        lambda: x.index_select(0, torch.tensor([1])),
+        lambda: torch.add(x, x, out=host),
+        lambda: torch_npu.npu_rms_norm(x[None], host),
+    ):
+        with refused("device"):
+            function()
+
+
+def case_host_scalars_mix() -> None:
+    x = torch.ones(3, device="npu")
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert (x * 2).tolist() == [2, 2, 2]
+
+
+def case_host_indices_are_copied() -> None:
+    x = torch.arange(4.0, device="npu")
+    assert x[torch.tensor([2, 0])].tolist() == [2, 0]
+    x[torch.tensor([1])] = 9
+    assert x.tolist() == [0, 9, 2, 3]
+
+
+def case_operators_agree_with_the_cpu() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a, b = torch.randn(5, 7).to(dtype), torch.randn(7, 3).to(dtype)
+        assert torch.equal((a.npu() @ b.npu()).cpu(), a @ b)
+        assert torch.equal(a.npu().softmax(-1).cpu(), a.softmax(-1))
+        assert torch.equal(a.npu().t().contiguous().cpu(), a.t().contiguous())
+        assert torch.equal(a.npu()[1:4, ::2].cpu(), a[1:4, ::2])
+        assert torch.equal(a.npu().to(torch.float32).cpu(), a.float())
+    a = torch.randint(0, 9, (4, 5))
+    assert torch.equal(a.npu().sort(-1).values.cpu(), a.sort(-1).values)
+    assert torch.equal(a.npu().cumsum(0).cpu(), a.cumsum(0))
+    assert torch.equal((a.npu() > 3).nonzero().cpu(), (a > 3).nonzero())
+    values, indices = a.npu().float().topk(2, -1)
+    assert torch.equal(values.cpu(), a.float().topk(2, -1).values)
+    chunks = a.npu().split(2)
+    assert [tuple(chunk.shape) for chunk in chunks] == [(2, 5), (2, 5)]
+
+
+def case_writes_through_views() -> None:
+    x = torch.zeros(3, 4, device="npu")
+    x[1].add_(1)
+    x[:, 2] = 5
+    x.view(-1)[0] = 7
+    torch.add(x, 1, out=x)
+    assert x.tolist() == [[8, 1, 6, 1], [2, 2, 6, 2], [1, 1, 6, 1]]
+
+
+def case_results_are_contiguous_as_on_an_npu() -> None:
+    x = torch.ones(3, 4, device="npu").t()
+    assert (x + 1).is_contiguous()
+
+
+def case_pinned_copies() -> None:
+    host = torch.arange(4.0).pin_memory()
+    assert host.is_pinned()
+    x = host.to("npu", non_blocking=True)
+    back = torch.empty(4).pin_memory()
+    back.copy_(x, non_blocking=True)
+    npu.synchronize()
+    assert back.tolist() == [0, 1, 2, 3]
+
+
+def case_copies_convert() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    y = torch.zeros(3, 2, dtype=torch.bfloat16, device="npu").t()
+    y.copy_(x)
+    z = torch.zeros(2, 3, dtype=torch.float64)
+    z.copy_(y)
+    assert torch.equal(z, x.double())
+
+
+def case_random_numbers_follow_the_seed() -> None:
+    npu.manual_seed(3)
+    first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
+    npu.manual_seed(3)
+    assert torch.equal(first.cpu(), torch.rand(4, device="npu").cpu())
+    assert not torch.equal(first.cpu(), second.cpu())
+
+
+def case_unknown_operators_raise() -> None:
+    try:
+        torch_npu.npu_lstm_cell(*[torch.ones(2, 2, device="npu")] * 6)
+    except NotImplementedError as error:
+        assert "npu_lstm_cell" in str(error)  # noqa: PT017
+        return
+    raise AssertionError("an operator without a kernel answered")
+
+
+def case_events_and_streams() -> None:
+    start, end, side = npu.Event(enable_timing=True), npu.Event(enable_timing=True), npu.Stream()
+    start.record()
+    with npu.stream(side):
+        x = torch.ones(3, device="npu") * 2
+    npu.current_stream().wait_stream(side)
+    end.record()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    assert x.sum().item() == 6
+
+
+def case_a_stream_held_up_by_an_external_event_keeps_its_order() -> None:
+    event, side, other = npu.ExternalEvent(), npu.Stream(), npu.Stream()
+    x = torch.zeros(2, device="npu")
+    with npu.stream(side):
+        event.wait(side)
+        x.add_(1)
+        y = x * 10
+        y.sub_(1)
+    assert x.tolist() == [0, 0]
+    assert not side.query()
+    event.record(other)
+    npu.synchronize()
+    assert side.query()
+    assert y.tolist() == [9, 9]
+
+
+def case_format_cast_is_remembered() -> None:
+    x = torch.arange(32 * 32, device="npu", dtype=torch.bfloat16).view(32, 32)
+    y = torch_npu.npu_format_cast(x, 29)
+    assert int(torch_npu.get_npu_format(y)) == 29
+    assert torch.equal(y.cpu(), x.cpu())
+    from npu_gptoss.emulator import storage
+
+    assert storage.format_of(y) == 29
+    assert storage.is_whole(y)
+    assert not storage.is_whole(y[1:])
+    address = y.data_ptr()
+    del y
+    assert storage.format_of(torch.empty(32, 32, dtype=torch.bfloat16, device="npu")) == 2, hex(address)
+
+
+def case_float32_weights_have_no_NZ_R77() -> None:
+    with refused("R77"):
+        torch_npu.npu_format_cast(torch.ones(4, 32, 32, device="npu"), 29)

@@ -1,0 +1,113 @@
+"""Finding the emulated environment, the variables of its processes, and `npu-gptoss emulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.emulator import command, launch
+from npu_gptoss.emulator.launch import EmulationError, Machine
+from tests.emulator import machine
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    library = tmp_path / "venv" / launch.FOLDER / "lib"
+    library.mkdir(parents=True)
+    (library / "manifest.json").write_text("{}")
+    return tmp_path / "venv"
+
+
+def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
+    assert launch.find_venv({launch.VENV_VARIABLE: str(venv)}) == venv.resolve()
+    with pytest.raises(EmulationError, match="make setup-emulated"):
+        launch.find_venv({launch.VENV_VARIABLE: str(venv / "elsewhere")})
+
+
+def test_variables_reach_the_machine(venv: Path) -> None:
+    wanted = Machine("8.3.rc2", 2, 0.5, False, True, Path("t.jsonl"))
+    found = launch.environment(wanted, venv, {"PATH": "/bin", "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": "/x", "KEEP": "1"})
+    assert found["LD_LIBRARY_PATH"] == str(venv / launch.FOLDER / "lib")
+    assert found["PATH"].startswith(str(venv / "bin"))
+    assert found["TASK_QUEUE_ENABLE"] == "0"
+    assert found["NPU_GPTOSS_EMULATED_TASK_QUEUE"] == "2"
+    assert found["NPU_GPTOSS_EMULATED_MEMORY"] == str(512 << 20)
+    assert found["NPU_GPTOSS_EMULATED_STRICT"] == "0"
+    assert found["NPU_GPTOSS_EMULATED_TRACE"] == str(Path.cwd() / "t.jsonl")
+    assert found["NPU_GPTOSS_PLATFORM"] == "ascend"
+    assert found["KEEP"] == "1"
+    assert "PYTHONPATH" not in found, "packages of another environment would leak in"
+
+
+def test_toolkit_folder_names_the_version(venv: Path) -> None:
+    root = launch.toolkit(venv, "8.3.rc2")
+    (info,) = root.glob("*-linux/ascend_toolkit_install.info")
+    assert "version=8.3.RC2" in info.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"cann": "9.0"}, "8.3.rc1, 8.3.rc2, 8.5"), ({"devices": 0}, "1 to 16"), ({"memory": -1.0}, "more than 0")],
+)
+def test_machines_that_cannot_be_emulated_are_refused(changes: dict, text: str) -> None:
+    with pytest.raises(EmulationError, match=text):
+        Machine(**changes)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_options_after_the_dashes_belong_to_the_command() -> None:
+    args = parse("--devices", "2", "--", "vllm", "serve", "--devices", "3")
+    assert args.devices == 2
+    assert args.command[-4:] == ["vllm", "serve", "--devices", "3"]
+
+
+def test_nothing_to_run_and_unknown_programs_are_refused(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
+    with pytest.raises(EmulationError, match="nothing to run"):
+        command.run(parse())
+    with pytest.raises(EmulationError, match="no-such-program"):
+        command.run(parse("--", "no-such-program"))
+
+
+@pytest.mark.emulated
+def test_trace_lists_operators_copies_and_syncs(tmp_path: Path) -> None:
+    code = (
+        "import torch; x = torch.ones(4).npu(); y = x * 2 + 1; g = torch.npu.NPUGraph()\n"
+        "with torch.npu.graph(g): z = y @ y\n"
+        "g.replay(); z.item()"
+    )
+    trace = tmp_path / "trace.jsonl"
+    run = machine.emulate("-c", code, machine=Machine(trace=trace))
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    # torch_npu itself fills the seeds of a graph, at capture and replay
+    ours = [line for line in lines if line["event"] == "op" and not line["name"].startswith("aten::fill_")]
+    assert [(line["name"], line["phase"]) for line in ours] == [
+        ("aten::mul.Tensor", "eager"),
+        ("aten::add.Tensor", "eager"),
+        ("aten::matmul", "capture"),
+        ("aten::matmul", "replay"),
+    ]
+    assert (ours[0]["read"], ours[0]["written"]) == (16, 16)
+    assert [(line["kind"], line["bytes"]) for line in lines if line["event"] == "copy"] == [("h2d", 16), ("d2h", 4)]
+    assert [line["what"] for line in lines if line["event"] == "graph"] == ["begin", "end", "replay"]
+    assert any(line["event"] == "sync" for line in lines)
+
+
+@pytest.mark.emulated
+def test_children_run_on_the_machine_too() -> None:
+    code = (
+        "import subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', 'import torch; print(torch.ones(1).npu().device)'])"
+    )
+    assert machine.emulate("-c", code).stdout.strip() == "npu:0"
+    assert "NPU_GPTOSS_EMULATED" not in os.environ
