@@ -15,10 +15,10 @@ class Change:
     after: Any
 
 
-def expected(observation: str, repaired: bool) -> dict[str, Any]:
+def expected(values: dict[str, Any], repaired: bool) -> dict[str, Any]:
     return {
         name: (value.after if repaired else value.before) if isinstance(value, Change) else value
-        for name, value in EXPECTED[observation].items()
+        for name, value in values.items()
     }
 
 
@@ -274,5 +274,91 @@ EXPECTED: dict[str, dict[str, Any]] = {
             "IndexError",
             "Four.",
         ),
+    },
+}
+
+EXPECTED_ON_ASCEND: dict[str, dict[str, Any]] = {
+    "decode_query_list": {
+        "query ends": Change(
+            [1, 2, 3, 4],
+            [1, 2, 3, 4, 5],
+        ),
+        "key lengths": [5, 6, 7, 1, 1],
+        "on the device": Change(
+            [0, 1, 2, 3, 4],
+            [0, 1, 2, 3, 4, 5],
+        ),
+        "without padding": [1, 2, 3],
+    },
+    "attention_sinks": {
+        "PrefillNoCache, no sinks": True,
+        "PrefillNoCache, sinks": Change(
+            False,
+            True,
+        ),
+        "PrefillNoCache, and window": Change(
+            False,
+            True,
+        ),
+        "ChunkedPrefill, no sinks": True,
+        "ChunkedPrefill, sinks": Change(
+            False,
+            True,
+        ),
+        "ChunkedPrefill, and window": Change(
+            False,
+            True,
+        ),
+        "DecodeOnly, no sinks": True,
+        "DecodeOnly, sinks": Change(
+            False,
+            True,
+        ),
+        "DecodeOnly, and window": Change(
+            False,
+            True,
+        ),
+    },
+    "moe_bias_activation": {
+        "silu without biases": True,
+        "silu with biases": Change(
+            False,
+            True,
+        ),
+        "swigluoai without biases": Change(
+            False,
+            True,
+        ),
+        "swigluoai with biases": Change(
+            False,
+            True,
+        ),
+        "an activation that is not known": Change(
+            False,
+            True,
+        ),
+    },
+    "rope_buffer": {
+        "torch.float32 asked for": Change(
+            {"right": True, "buffer replaced in forward": True, "bytes of a row": 256},
+            {"right": True, "buffer replaced in forward": False, "bytes of a row": 128},
+        ),
+        "torch.bfloat16 asked for": {"right": True, "buffer replaced in forward": False, "bytes of a row": 128},
+    },
+    "yarn_truncate": {
+        "truncate": Change(
+            "got an unexpected keyword argument 'truncate'",
+            [False, True],
+        ),
+    },
+    "quantization_claim": {
+        "mxfp4": Change(
+            "ascend",
+            None,
+        ),
+        "mxfp4, with --quantization ascend": "ascend",
+        "ascend": "ascend",
+        "no method named": "ascend",
+        "what the platform says of mxfp4": "mxfp4 quantization is currently not supported in npu.",
     },
 }

@@ -1,8 +1,9 @@
 """Run observations on several copies of a package, a forked process for each.
 
-`python -m tests.patches.in_fork`, standard input: JSON `[[folder or null, [observation, …]], …]`; standard output: a
-JSON line for each, `{observation: value}`. The folder comes first on sys.path, so that its vllm is the one that is
-imported. What vLLM needs is imported once, before the forks, which is most of the time.
+`python -m tests.patches.in_fork PACKAGE MODULE`, where MODULE has the observations. Standard input: JSON `[[folder or
+null, [observation, …]], …]`; standard output: a JSON line for each, `{observation: value}`. The folder comes first on
+sys.path, so that its package is the one that is imported. What all of them need is imported once, before the forks,
+which is most of the time.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ THIRD_PARTIES = (
     "scipy",
     "triton",
     "aiohttp",
+    "torch_npu",
 )
 
 
 def observe(folder: str | None, names: list[str]) -> dict[str, object]:
     if folder is not None:
         sys.path.insert(0, folder)
-    import vllm
-
-    from tests.patches.observations import OBSERVATIONS
-
-    assert folder is None or Path(vllm.__file__).is_relative_to(folder)
+    package, module = sys.argv[1:]
+    observations = importlib.import_module(f"tests.patches.{module}").OBSERVATIONS
+    imported = importlib.import_module(package)
+    assert imported.__file__ is not None
+    assert folder is None or Path(imported.__file__).is_relative_to(folder)
     found: dict[str, object] = {}
     for name in names:
         try:
-            found[name] = OBSERVATIONS[name]()
+            found[name] = observations[name]()
         except Exception as error:
             traceback.print_exc()
             found[name] = f"the observation failed: {type(error).__name__}: {error}"
@@ -74,6 +76,6 @@ if __name__ == "__main__":
     for name in THIRD_PARTIES:
         with contextlib.suppress(ImportError):  # it only saves time
             importlib.import_module(name)
-    assert "vllm" not in sys.modules
+    assert sys.argv[1] not in sys.modules
     for folder, names in json.load(sys.stdin):
         print(json.dumps(in_child(folder, names)), flush=True)

@@ -1,7 +1,7 @@
 """The diffs of `patches/`: each applies to the release that it names, and takes away the defect that it is about.
 
 The released package is linked into a temporary folder, the changed files are copies, and what a client sees is observed
-in a fork that imports vLLM from there, without our plugin.
+in a fork that imports the package from there, without our plugin; vllm-ascend's on the emulated 910B.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-pytest.importorskip("openai_harmony")
-
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.emulator.launch import EmulationError, Machine, environment, find_venv
 from npu_gptoss.serving.compat import PATCHES as WORKAROUNDS
 from tests.patches import trees
-from tests.patches.expected import EXPECTED, Change, expected
-
-pytestmark = pytest.mark.serving
+from tests.patches.expected import EXPECTED, EXPECTED_ON_ASCEND, Change, expected
 
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = trees.pages("vllm")
+VLLM, ASCEND = trees.pages("vllm"), trees.pages("vllm-ascend")
 SECTIONS = ("Symptom", "Cause", "Change", "What stays")
 README = (trees.PATCHES / "README.md").read_text()
 
@@ -43,27 +38,48 @@ def table_of(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
+def need_git() -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed; the diffs are applied with `git apply`")
+
+
 @pytest.fixture(scope="session")
 def site() -> Path:
     """Where the released vLLM is installed."""
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed; the diffs are applied with `git apply`")
+    need_git()
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vllm is not installed")
     version = importlib.metadata.version("vllm")
     if version.partition("+")[0] != "0.11.0":
         pytest.skip(f"vllm is {version}; the diffs are for 0.11.0")
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
     return Path(spec.origin).parents[1]
 
 
 @pytest.fixture(scope="session")
-def copies(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Diff -> a folder with the released vLLM and that diff; "all" -> one with all of them, in their order."""
-    folders = {page.name: (page,) for page in VLLM} | {"all": tuple(VLLM)}
-    top = tmp_path_factory.mktemp("repaired")
+def emulated() -> Path:
+    """The environment of the emulated 910B."""
+    need_git()
+    try:
+        return find_venv()
+    except EmulationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def ascend_site(emulated: Path) -> Path:
+    """Where the released vllm-ascend is installed."""
+    (package,) = emulated.glob("lib/python3*/site-packages/vllm_ascend")
+    (release,) = package.parent.glob("vllm_ascend-*.dist-info")
+    if release.name != "vllm_ascend-0.11.0.dist-info":
+        pytest.skip(f"the emulated environment has {release.name}; the diffs are for 0.11.0")
+    return package.parent
+
+
+def make_copies(pages: list[trees.Page], site: Path, top: Path) -> dict[str, Path]:
+    """Diff -> a folder with the released package and that diff; "all" -> one with all of them, in their order."""
     result = {}
-    for name, applied in folders.items():
+    for name, applied in [*((page.name, [page]) for page in pages), ("all", pages)]:
         folder = top / name.replace("/", "-")
         trees.copy_for([page.diff for page in applied], site, folder)
         for page in applied:
@@ -74,29 +90,17 @@ def copies(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return result
 
 
-@pytest.fixture(scope="session")
-def observed(copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name of a copy, or "released" -> observation -> what was seen."""
-    pytest.importorskip("bpe_openai")
-    from npu_gptoss.model.tokenizer_files import packaged_vocabulary
+Seen = dict[str, dict[str, Any]]  # name of a copy, or "released" -> observation -> what was seen
 
-    vocabulary = tmp_path_factory.mktemp("vocabulary")
-    (vocabulary / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
-    jobs: dict[str, tuple[str | None, list[str]]] = {"released": (None, list(EXPECTED))}
-    jobs |= {page.name: (str(copies[page.name]), [page.observation]) for page in VLLM}
-    jobs["all"] = (str(copies["all"]), list(EXPECTED))
-    jobs["all, with our plugin"] = (str(copies["all"]), ["with_our_plugin"])
+
+def observe(
+    python: str | Path, package: str, module: str, jobs: dict[str, tuple[str | None, list[str]]], **variables: str
+) -> Seen:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.patches.in_fork"],
+        [str(python), "-m", "tests.patches.in_fork", package, module],
         input=json.dumps(list(jobs.values())),
         cwd=ROOT,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            BASE_VARIABLE: str(vocabulary),
-            "VLLM_PLUGINS": "npu_gptoss_cpu",  # so that vLLM knows its platform; our patches are another plugin
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        },
+        env={"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -105,20 +109,67 @@ def observed(copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return dict(zip(jobs, map(json.loads, run.stdout.splitlines()), strict=True))
 
 
+def jobs_for(pages: list[trees.Page], copies: dict[str, Path], every: list[str]) -> dict[str, tuple[str | None, list]]:
+    """The released package and all diffs together with every observation, each diff alone with its own."""
+    alone = {page.name: (str(copies[page.name]), [page.observation]) for page in pages}
+    return {"released": (None, every), **alone, "all": (str(copies["all"]), every)}
+
+
+@pytest.fixture(scope="session")
+def copies(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_copies(VLLM, site, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def ascend_copies(ascend_site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_copies(ASCEND, ascend_site, tmp_path_factory.mktemp("vllm-ascend"))
+
+
+@pytest.fixture(scope="session")
+def observed(copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    pytest.importorskip("openai_harmony")
+    pytest.importorskip("bpe_openai")
+    from npu_gptoss.model.tokenizer_files import packaged_vocabulary
+    from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+
+    vocabulary = tmp_path_factory.mktemp("vocabulary")
+    (vocabulary / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
+    jobs = jobs_for(VLLM, copies, list(EXPECTED))
+    jobs["all, with our plugin"] = (str(copies["all"]), ["with_our_plugin"])
+    return observe(
+        sys.executable,
+        "vllm",
+        "observations",
+        jobs,
+        # the platform's plugin only, so that vLLM knows where it runs: our patches are another plugin
+        **os.environ | {BASE_VARIABLE: str(vocabulary), "VLLM_PLUGINS": "npu_gptoss_cpu"},
+    )
+
+
+@pytest.fixture(scope="session")
+def observed_on_ascend(emulated: Path, ascend_copies: dict[str, Path]) -> Seen:
+    jobs = jobs_for(ASCEND, ascend_copies, list(EXPECTED_ON_ASCEND))
+    variables = environment(Machine(), emulated) | {"VLLM_PLUGINS": "ascend"}
+    return observe(emulated / "bin/python", "vllm_ascend", "observations_ascend", jobs, **variables)
+
+
+@pytest.mark.serving
 @pytest.mark.parametrize("page", VLLM, ids=lambda page: page.name)
-def test_a_diff_takes_its_defect_away(observed: dict[str, dict[str, Any]], page: trees.Page) -> None:
+def test_a_diff_takes_its_defect_away(observed: Seen, page: trees.Page) -> None:
     name = page.observation
     assert any(isinstance(value, Change) for value in EXPECTED[name].values())
-    assert observed["released"][name] == expected(name, repaired=False)
-    assert observed[page.name][name] == expected(name, repaired=True)
+    assert observed["released"][name] == expected(EXPECTED[name], repaired=False)
+    assert observed[page.name][name] == expected(EXPECTED[name], repaired=True)
 
 
+@pytest.mark.serving
 @pytest.mark.parametrize("name", EXPECTED)
-def test_all_diffs_together_take_every_defect_away(observed: dict[str, dict[str, Any]], name: str) -> None:
-    assert observed["all"][name] == expected(name, repaired=True)
+def test_all_diffs_together_take_every_defect_away(observed: Seen, name: str) -> None:
+    assert observed["all"][name] == expected(EXPECTED[name], repaired=True)
 
 
-def test_the_plugin_serves_on_a_vllm_that_has_the_diffs(observed: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.serving
+def test_the_plugin_serves_on_a_vllm_that_has_the_diffs(observed: Seen) -> None:
     seen = observed["all, with our plugin"]["with_our_plugin"]
     four = {"content": "Four.", "reasoning": "hm", "calls": []}
     assert seen["whole"] == four
@@ -129,11 +180,21 @@ def test_the_plugin_serves_on_a_vllm_that_has_the_diffs(observed: dict[str, dict
     assert "reasoning-end" in seen["steps aside"]
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("page", ASCEND, ids=lambda page: page.name)
+def test_a_diff_for_ascend_takes_its_defect_away(observed_on_ascend: Seen, page: trees.Page) -> None:
+    values = EXPECTED_ON_ASCEND[page.observation]
+    assert any(isinstance(value, Change) for value in values.values())
+    assert observed_on_ascend["released"][page.observation] == expected(values, repaired=False)
+    assert observed_on_ascend[page.name][page.observation] == expected(values, repaired=True)
+    assert observed_on_ascend["all"][page.observation] == expected(values, repaired=True)
+
+
 def test_each_diff_has_a_page_and_a_row_of_the_table() -> None:
     pages = trees.pages()
     assert sorted(page.diff for page in pages) == sorted(trees.PATCHES.glob("*/*.diff"))
     rows = {re.match(r"\[(.+)\]\(\1\.md\)", row[0])[1]: row for row in table_of("The diffs")}
-    assert list(rows) == sorted(page.name for page in pages)
+    assert list(rows) == [page.name for package in ("vllm", "vllm-ascend") for page in trees.pages(package)]
     for page in pages:
         assert tuple(re.findall(r"^## (.+)$", page.body, re.M)) == SECTIONS, page.name
         parts = [f"`{name}`" for name in page.retires] + [f"part of `{name}`" for name in page.retires_part_of]
@@ -159,6 +220,7 @@ def test_the_diffs_are_in_the_style_of_the_releases() -> None:
         assert [line for line in added if len(line) > limit or "npu_gptoss" in line or "npu-gptoss" in line] == []
 
 
+@pytest.mark.serving
 def test_a_diff_that_does_not_fit_is_refused(site: Path, tmp_path: Path) -> None:
     page = next(page for page in VLLM if page.observation == "tools_without_flags")
     (file,) = trees.changed_files(page.diff)
@@ -173,6 +235,7 @@ def test_a_diff_that_does_not_fit_is_refused(site: Path, tmp_path: Path) -> None
     assert trees.apply(page.diff, tmp_path / "copy").returncode == 0
 
 
+@pytest.mark.serving
 def test_the_installed_package_is_never_written_to(site: Path, copies: dict[str, Path]) -> None:
     for page in trees.pages("vllm"):
         for file in trees.changed_files(page.diff):
