@@ -1,7 +1,7 @@
-"""`python greedy.py JOB.json`: a checkpoint's greedy answers from vLLM's `LLM`. Run in the emulated environment by tests.
+"""`python greedy.py JOB.json`: greedy answers from vLLM's `LLM`. Tests run it in the emulated environment.
 
-The job holds `checkpoint`, `prompts` (token ids), `tokens` (at most so many), `stop` (token ids) and `out`, where for each
-prompt goes {"tokens": [...], "first": {token: log-probability}} with the 20 likeliest first tokens.
+The job holds `checkpoint`, `prompts` (token ids), `tokens` (at most so many), `stop` (token ids) and `out`, where for
+each prompt goes {"tokens": [...], "first": {token: log-probability}} with the 20 likeliest first tokens.
 """
 
 from __future__ import annotations

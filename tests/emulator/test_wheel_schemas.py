@@ -1,7 +1,7 @@
 """Every operator of torch_npu that this package calls exists in the real wheels as it is called and as it is emulated.
 
-Two wheels are read, 2.7.1 (installed in the emulated environment) and 2.7.1.post2 (downloaded beside it, not installed):
-their libraries hold the schemas as text. The calls are collected from our sources.
+Two wheels are read, 2.7.1 (installed in the emulated environment) and 2.7.1.post2 (beside it, not installed): their
+libraries hold the schemas as text. The calls are collected from our sources.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""`make serve-emulated`: the trained tiny checkpoint served on the emulated 910B answers and scores as on the CPU.
+
+Everything as a user has it: the recipe's command, the line that says ready, the request that it prints, Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.model.tiny import load_trained
+from npu_gptoss.model.tiny_data import Example, evaluation_set, tally
+from tests.emulator.machine import venv
+from tests.model.test_trained_tiny import build, score
+from tests.serving.server import free_port
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT = 600  # seconds; 40 on two idle cores
+EXAMPLES = evaluation_set(101, 60)
+FEW = 3  # replies that bfloat16's rounding may turn
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[str]
+    printed: str
+    url: str
+
+
+def recipe(port: int) -> list[str]:
+    """What `make serve-emulated PORT=…` runs after its set-up."""
+    lines = subprocess.run(
+        ["make", "-n", "serve-emulated", f"PORT={port}", f"EMULATED_VENV={venv()}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.replace("\\\n", " ")
+    return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    port, out = free_port(), tmp_path_factory.mktemp("serve_emulated") / "out.txt"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            recipe(port), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+        )
+    try:
+        deadline = time.monotonic() + START_LIMIT
+        while "Ctrl-C stops" not in out.read_text():
+            assert process.poll() is None, out.read_text()[-6000:]
+            assert time.monotonic() < deadline, out.read_text()[-6000:]
+            time.sleep(0.5)
+        yield Served(process, out.read_text(), f"http://127.0.0.1:{port}")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, out.read_text()[-3000:]
+        assert "stopping" in out.read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)  # its handler stops the server's process group
+            process.wait(60)
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)["choices"][0]["message"]
+
+
+def test_the_printed_request_is_answered_rightly(served: Served) -> None:
+    assert "on the emulated Ascend 910B" in served.printed
+    words = shlex.split(next(line for line in served.printed.splitlines() if line.strip().startswith("curl ")))
+    message = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
+    assert message["content"] == "3 + 4 = 7."
+
+
+def test_it_really_is_vllm_ascend_with_graphs(served: Served) -> None:
+    log = Path(re.search(r"its output goes to (\S+)", served.printed)[1]).read_text()
+    assert "Platform plugin ascend is activated" in log
+    assert "mixed prefill-decode, PIECEWISE" in log
+
+
+def test_the_score_is_that_of_the_cpu(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harmony = pytest.importorskip("openai_harmony")
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(ROOT / ".checkpoints/gpt-oss-tiny"))
+    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+    def is_right(example: Example) -> bool:
+        body = {
+            "model": "gpt-oss-tiny",
+            "temperature": 0,
+            "max_tokens": 200,
+            "messages": list(example.messages),
+            "reasoning_effort": example.reasoning_effort,
+            **({"tools": list(example.tools)} if example.tools else {}),
+        }
+        message = post(f"{served.url}/v1/chat/completions", body)
+        call = message["tool_calls"][0]["function"] if message["tool_calls"] else {}
+        return example.is_right_reply(message["content"], call.get("name"), call.get("arguments"))
+
+    with ThreadPoolExecutor(16) as pool:
+        here = tally(EXAMPLES, pool.map(is_right, EXAMPLES))
+    state = load_trained()
+    cpu = score(
+        build(state.config, state.parameters, torch.bfloat16),
+        state,
+        EXAMPLES,
+        lambda text: encoding.encode(text, allowed_special="all"),
+    )
+    print(f"emulated 910B: {here}\nCPU: {cpu}")
+    assert here.overall >= 0.85, str(here)
+    assert abs(sum(here.right.values()) - sum(cpu.right.values())) <= FEW, f"{here}; on the CPU {cpu}"
