@@ -131,6 +131,20 @@ def upstream_lists() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_call_for_all() -> Iterator[None]:
+    """Shared prefixes are not counted."""
+    from npu_gptoss.attention import ascend
+    from npu_gptoss.serving.ascend import full_graph
+
+    right = ascend.parts
+    with (
+        mock.patch.object(ascend, "parts", lambda metadata, blocks, size: right(metadata, 1 << 30, size)),
+        mock.patch.object(full_graph, "fits_one_call", return_value=True),
+    ):
+        yield
+
+
 def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
     return globals()[name]() if name else contextlib.nullcontext()
 

@@ -151,6 +151,21 @@ def test_every_mode_equals_transformers_in_float32(mode, checkpoint, expected, t
     assert ("decode, FULL" in printed) == ("full" in mode)
 
 
+@pytest.mark.parametrize("options", [{}, FULL], ids=["piecewise", "full decode graphs"])
+def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks(options, checkpoint, expected, tmp_path):
+    """Eight requests read 2 shared blocks and their own one: 24 by the operator's count, in a cache of 14 (R32)."""
+    (prefix,) = prompts((256,))
+    rounds = [
+        {"prompts": [[*prefix, 7]], "tokens": 1},
+        {"prompts": [prefix + tail for tail in prompts(tuple(range(3, 11)), seed=2)], "tokens": TOKENS},
+    ]
+    rounds.append({**rounds[1], "spoil": "one_call_for_all"})
+    options = {"num_gpu_blocks_override": 14, "max_model_len": 512, "max_num_batched_tokens": 512, **options}
+    results, _ = serve(tmp_path, checkpoint, rounds, options=options, tnd_workspace=True)
+    assert [worst(of_round) < TOLERANCE for of_round in errors(rounds[:2], results[:2], expected)] == [True, True]
+    assert "[R32]" in results[2]
+
+
 def test_full_decode_graphs_turn_to_piecewise_with_one_line_where_the_probe_fails(checkpoint, expected, tmp_path):
     """CANN 8.3 as published refuses to say how much workspace a TND call needs (R37)."""
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]

@@ -57,6 +57,8 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
                 f"--block-size {kv_cache_spec.block_size}: the attention of gpt-oss on Ascend reads a cache in blocks "
                 "of 128 keys (or a multiple of 128 up to 1024); use --block-size 128"
             )
+        self.block_size = kv_cache_spec.block_size
+        self.fits_one_call = True  # the step that was built last; see full_graph.guard
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
@@ -65,9 +67,11 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
             raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
         common = common_attn_metadata
         query_start_loc = tuple(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
+        seq_lens = tuple(common.seq_lens_cpu[: common.num_reqs].tolist())
+        self.fits_one_call = full_graph.fits_one_call(seq_lens, self.block_size, self.vllm_config)
         return AttentionMetadata(
             query_start_loc=query_start_loc,
-            seq_lens=tuple(common.seq_lens_cpu[: common.num_reqs].tolist()),
+            seq_lens=seq_lens,
             block_table=common.block_table_tensor[: common.num_reqs],
             slot_mapping=common.slot_mapping[: query_start_loc[-1]],
         )

@@ -172,6 +172,31 @@ def update_attn_params(
     return True
 
 
+def fits_one_call(seq_lens: tuple[int, ...], block_size: int, config: VllmConfig) -> bool:
+    """Whether a graph's single call takes this step: with a shared prefix its count of blocks may exceed the cache.
+
+    The operator counts a shared block for each request that reads it, and one for each padding row.
+    """
+    blocks = config.cache_config.num_gpu_blocks
+    needed = sum(-(-length // block_size) for length in seq_lens) + config.scheduler_config.max_num_seqs
+    return blocks is None or needed <= blocks
+
+
+def guard(runner: Any) -> None:
+    """Lets steps that do not fit into a graph's single call run without a graph, where the call is split."""
+    dispatcher = runner.aclgraph_dispatcher
+    right = dispatcher.dispatch
+
+    def dispatch(*args: Any, **kwargs: Any) -> tuple[CUDAGraphMode, Any]:
+        mode, descriptor = right(*args, **kwargs)
+        builders = (group.get_metadata_builder() for groups in runner.attn_groups for group in groups)
+        if mode == CUDAGraphMode.FULL and not all(getattr(builder, "fits_one_call", True) for builder in builders):
+            return CUDAGraphMode.NONE, None
+        return mode, descriptor
+
+    dispatcher.dispatch = dispatch
+
+
 def prepare(config: VllmConfig, device: torch.device) -> None:
     """Before the runner reads its configuration: keeps FULL_DECODE_ONLY if it works here, else turns to PIECEWISE."""
     model, compilation = config.model_config, config.compilation_config

@@ -55,6 +55,7 @@ def install_full_graph(module: ModuleType) -> None:
 
         full_graph.prepare(vllm_config, device)
         original_init(self, vllm_config, device)
+        full_graph.guard(self)
 
     replace(module, "update_attn_params", update_attn_params)
     replace(runner, "__init__", __init__)
