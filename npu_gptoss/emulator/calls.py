@@ -22,7 +22,6 @@ from npu_gptoss.emulator.binding import block_of
 from npu_gptoss.emulator.rules import ContractError
 
 
-
 @dataclass(frozen=True)
 class TensorRef:
     """A device tensor as a launched kernel knows it. `owner` tells whether the tensor's storage is still alive."""
@@ -136,6 +135,7 @@ class Operation:
     function: Callable[..., Any]  # works on CPU tensors
     ours: bool  # from the op table: checks contracts and knows `execute=False`
     writes: frozenset[str | int] = frozenset()  # arguments that it writes: positions and names
+    scratch: frozenset[str | int] = frozenset()  # its workspace, which an update may replace
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         found = [args[key] for key in self.writes if isinstance(key, int) and key < len(args)]
@@ -173,7 +173,11 @@ class Call:
         )
 
     def references(self) -> list[TensorRef]:
-        return list(leaves([*self.args, *self.kwargs.values()], TensorRef))
+        """The device tensors of the call, without its workspace."""
+        scratch = self.operation.scratch
+        values = [value for position, value in enumerate(self.args) if position not in scratch]
+        values += [value for name, value in self.kwargs.items() if name not in scratch]
+        return list(leaves(values, TensorRef))
 
     def run(self, stream: int, graph: int) -> None:
         aliases = Aliases()

@@ -3,7 +3,8 @@
     npu-gptoss emulate -- vllm serve MODEL
     npu-gptoss emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
 
-What the real device refuses is refused here, with its errors and the number of the rule. Set up with: make setup-emulated
+What the real device refuses is refused here, with its errors and the number of the rule.
+`make setup-emulated` sets it up.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cann", default="8.3.rc1", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default 8.3.rc1)")
     parser.add_argument("--devices", type=int, default=1, help="how many devices the machine has (default 1)")
     parser.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
-    parser.add_argument("--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines")
+    parser.add_argument(
+        "--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines"
+    )
     parser.add_argument("--lenient", action="store_true", help="poison undefined results instead of raising")
-    parser.add_argument("--fp32", action="store_true", help="diagnosis: let float32 tensors through where bfloat16 is asked for")
+    parser.add_argument(
+        "--fp32", action="store_true", help="diagnosis: let float32 tensors through where bfloat16 is asked for"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="what to run")
 
 

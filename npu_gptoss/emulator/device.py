@@ -17,30 +17,28 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.emulator import binding, copies, graphs, memory, native
+from npu_gptoss.emulator import graphs, memory, native
 from npu_gptoss.emulator.binding import check, library
 from npu_gptoss.emulator.calls import Operation, convert, leaves
 
 NAMESPACES = ("aten", "npu", "atb", "_C_ascend")
 # torch_npu's own kernels that only make views, metadata or pinned memory stay.
-KEPT = frozenset(
-    "aten::" + name
-    for name in (
-        "as_strided as_strided_ view _reshape_alias unfold view_as_real view_as_complex squeeze squeeze.dim squeeze.dims "
-        "unsqueeze expand set_ set_.source_Storage set_.source_Tensor set_.source_Storage_storage_offset resize_ "
-        "resize_as_ is_set_to is_pinned _pin_memory record_stream _to_copy to.device to.dtype to.other to.dtype_layout "
-        "empty_with_format empty_with_format.names unsafe_empty_with_format empty_with_swapped_memory get_storage_size "
-        "_copy_from_and_resize"
-    ).split()
-) | frozenset("npu::" + name for name in "get_npu_format get_storage_size empty_with_format npu_change_data_ptr".split())
-# Operators whose result's size, or whose Python value, depends on what is in device memory.
-HOST_READS = frozenset(
-    "aten::" + name
-    for name in (
-        "nonzero nonzero.out masked_select masked_select.out _unique2 _unique unique_dim unique_consecutive "
-        "unique_dim_consecutive bincount equal is_nonzero argwhere"
-    ).split()
+_VIEWS = """
+    as_strided as_strided_ view _reshape_alias unfold view_as_real view_as_complex squeeze squeeze.dim
+    squeeze.dims unsqueeze expand set_ set_.source_Storage set_.source_Tensor
+    set_.source_Storage_storage_offset resize_ resize_as_ is_set_to is_pinned _pin_memory record_stream
+    _to_copy to.device to.dtype to.other to.dtype_layout empty_with_format empty_with_format.names
+    unsafe_empty_with_format empty_with_swapped_memory get_storage_size _copy_from_and_resize
+"""
+KEPT = frozenset(f"aten::{name}" for name in _VIEWS.split()) | frozenset(
+    "npu::" + name for name in ["get_npu_format", "get_storage_size", "empty_with_format", "npu_change_data_ptr"]
 )
+# Operators whose result's size, or whose Python value, depends on what is in device memory.
+_READS = """
+    nonzero nonzero.out masked_select masked_select.out _unique2 _unique unique_dim unique_consecutive
+    unique_dim_consecutive bincount equal is_nonzero argwhere
+"""
+HOST_READS = frozenset(f"aten::{name}" for name in _READS.split())
 INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
 
 
@@ -63,6 +61,11 @@ def _written_arguments(schema: torch._C.FunctionSchema) -> frozenset[str | int]:
     return frozenset(found)
 
 
+def _workspace_arguments(schema: torch._C.FunctionSchema) -> frozenset[str | int]:
+    found = [(i, a) for i, a in enumerate(schema.arguments) if a.name == "workspace"]
+    return frozenset(key for i, a in found for key in ((a.name,) if a.kwarg_only else (a.name, i)))
+
+
 def _refuse_mixed(name: str, host: torch.Tensor, device: torch.device) -> None:
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {device} and {host.device}! "
@@ -80,6 +83,7 @@ class Kernel:
 
     def __init__(self, operation: Operation, overload: Any) -> None:
         self.operation = operation
+        self.schema = overload._schema
         self.base = operation.name.partition(".")[0].rstrip("_")
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         self.indexing = self.base in INDEXING
@@ -156,8 +160,9 @@ def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -
         function, ours = overload, False
     else:
         return _not_emulated(name)
-    kernel = Kernel(Operation(name, function, ours, _written_arguments(overload._schema)), overload)
-    kernel.schema = overload._schema  # type: ignore[attr-defined]
+    schema = overload._schema
+    operation = Operation(name, function, ours, _written_arguments(schema), _workspace_arguments(schema))
+    kernel = Kernel(operation, overload)
     return lambda *args, **kwargs: kernel(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 
@@ -90,7 +90,7 @@ def _versions(file: _File) -> dict[int, tuple[str, str]]:
         position += following
 
 
-@lru_cache(maxsize=None)
+@cache
 def read(path: Path) -> Library:
     """The dynamic section and symbols of `path`; raises ValueError when it is no shared library."""
     with path.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:

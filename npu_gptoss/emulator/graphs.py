@@ -21,15 +21,26 @@ from npu_gptoss.emulator.binding import CANNOT_UPDATE, CAPTURING, IDLE, UPDATING
 from npu_gptoss.emulator.calls import Aliases, Call, Operation, Scratch, leaves
 from npu_gptoss.emulator.rules import ContractError
 
-# Operators of torch_npu 2.7.1 that exist only as aclop, the form that cannot be captured (op-plugin 7.2.0).
-ACLOP_ONLY = frozenset(
-    f"npu::{name}"
-    for name in (
-        "npu_transpose npu_broadcast npu_slice npu_indexing npu_sort_v2 npu_stride_copy npu_reshape npu_pad npu_iou "
-        "npu_bmmV2 npu_softmax_cross_entropy_with_logits npu_confusion_transpose npu_conv2d npu_conv3d npu_lstm npu_gru "
-        "npu_masked_fill_range npu_nms_v4 npu_nms_with_mask npu_random_choice_with_mask npu_one_hot npu_layer_norm_eval"
-    ).split()
-)
+# Operators that op-plugin 7.2.0 (torch_npu 2.7.1) has only as aclop, the form that cannot be captured:
+# op_plugin_functions.yaml, entries with `acl_op` and no `op_api`, without the backward ones.
+_ACLOP = """
+    _dropout_with_byte_mask _npu_ciou _npu_silent_check dropout_with_byte_mask fast_gelu npu_alloc_float_status
+    npu_anchor_response_flags npu_apply_adam npu_apply_adam_w npu_batch_nms npu_bert_apply_adam npu_bmmV2
+    npu_bounding_box_decode npu_bounding_box_encode npu_broadcast npu_ciou npu_clear_float_status
+    npu_confusion_transpose npu_conv2d npu_conv3d npu_conv_transpose2d npu_convolution npu_convolution_transpose
+    npu_deformable_conv2d npu_deformable_conv2dbk npu_diou npu_dropout_do_mask npu_dropout_gen_mask
+    npu_dropout_with_add_softmax npu_dtype_cast_ npu_fast_gelu npu_fused_attention_layernorm_qkv_fwd
+    npu_fused_attention_qkv_grad npu_fused_attention_score npu_fused_attention_score_fwd
+    npu_fused_attention_score_grad npu_get_float_status npu_giou npu_grid_assign_positive npu_gru npu_ifmr
+    npu_indexing npu_iou npu_layer_norm_eval npu_layernorm_grad npu_lstm npu_lstm_cell npu_lstm_data
+    npu_masked_fill_range npu_max npu_min npu_mish npu_multi_head_attention npu_nms_rotated npu_nms_v4
+    npu_nms_with_mask npu_normalize_batch npu_one_hot npu_pad npu_ps_roi_pooling npu_ptiou npu_quant_conv2d
+    npu_random_choice_with_mask npu_reshape npu_rotated_box_decode npu_rotated_box_encode npu_rotated_iou
+    npu_rotated_overlaps npu_scaled_masked_softmax npu_scatter npu_sign_bits_pack npu_sign_bits_unpack npu_silu
+    npu_silu_ npu_slice npu_softmax_cross_entropy_with_logits npu_sort_v2 npu_stride_add npu_stride_copy
+    npu_sub_sample npu_transpose npu_view_copy npu_yolo_boxes_encode
+"""
+ACLOP_ONLY = frozenset(f"npu::{name}" for name in _ACLOP.split())
 # Results whose strides follow the operand's, as in torch; everything else is contiguous on an NPU.
 KEEPS_STRIDES = frozenset({"aten::clone", "aten::_conj_physical", "aten::as_strided_copy"})
 ATTENTION_V2 = "npu::npu_fused_infer_attention_score_v2"
@@ -196,12 +207,12 @@ def _update(operation: Operation, args: tuple, kwargs: dict, device: torch.devic
             )
         if before.address != after.address:
             refuse(
-                f"{operation.name}: a tensor {list(before.size)} captured at {before.address:#x} is updated with one at "
-                f"{after.address:#x}; fill the captured tensor in place"
+                f"{operation.name}: a tensor {list(before.size)} captured at {before.address:#x} is updated with one "
+                f"at {after.address:#x}; fill the captured tensor in place"
             )
-    owners = iter(old)
-    call.args = tuple(_with_owners(value, owners) for value in call.args)
-    call.kwargs = {name: _with_owners(value, owners) for name, value in call.kwargs.items()}
+    owners, scratch = iter(old), operation.scratch
+    call.args = tuple(v if i in scratch else _with_owners(v, owners) for i, v in enumerate(call.args))
+    call.kwargs = {n: v if n in scratch else _with_owners(v, owners) for n, v in call.kwargs.items()}
     if trace.ENABLED:
         _trace_launch(call, "update", args, kwargs, targets, stream)
     binding.check(operation.name, library.emulator_submit(stream, calls.keep(call)))

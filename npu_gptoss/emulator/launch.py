@@ -49,10 +49,12 @@ class Machine:
 
 
 def find_venv(base: Mapping[str, str] = os.environ) -> Path:
-    """The emulated environment: named by a variable, the running one, or `.venv-emulated` of the folder or repository."""
+    """The emulated environment: named by a variable, the running one, or `.venv-emulated` here or in the repository."""
     named = base.get(VENV_VARIABLE, "")
     repository = Path(__file__).resolve().parents[2]
-    candidates = [Path(named)] if named else [Path(sys.prefix), Path.cwd() / ".venv-emulated", repository / ".venv-emulated"]
+    candidates = (
+        [Path(named)] if named else [Path(sys.prefix), Path.cwd() / ".venv-emulated", repository / ".venv-emulated"]
+    )
     for candidate in candidates:
         if (candidate / FOLDER / "lib/manifest.json").is_file():
             return candidate.resolve()

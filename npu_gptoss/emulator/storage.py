@@ -1,8 +1,8 @@
-"""Which device storages are in another format than ND. Contracts ask with CPU aliases, so storages are known by address.
+"""Which device storages are not in format ND. Contracts ask with CPU aliases, so storages are known by address.
 
 torch_npu keeps the format in its own description of a storage. That description is right for tensors that
-`npu_format_cast` made; it cannot be changed from outside, so after the in-place `npu_format_cast_` only the contracts know
-the new format, and `torch_npu.get_npu_format` still answers ND.
+`npu_format_cast` made; it cannot be changed from outside, so after the in-place `npu_format_cast_` only the contracts
+know the new format, and `torch_npu.get_npu_format` still answers ND.
 """
 
 from __future__ import annotations

@@ -74,7 +74,12 @@ def wheel_libraries(site_packages: Path, packages: Sequence[str]) -> list[elf.Li
 
 def system_symbols(names: Iterable[str] = SYSTEM) -> set[str]:
     """What the C and C++ libraries of this machine define."""
-    folders = (f"/lib/{os.uname().machine}-linux-gnu", f"/usr/lib/{os.uname().machine}-linux-gnu", "/lib64", "/usr/lib64")
+    folders = (
+        f"/lib/{os.uname().machine}-linux-gnu",
+        f"/usr/lib/{os.uname().machine}-linux-gnu",
+        "/lib64",
+        "/usr/lib64",
+    )
     defined: set[str] = set()
     for name in names:
         path = next((p for p in (Path(folder) / name for folder in folders) if p.exists()), None)
@@ -140,9 +145,8 @@ def source(stub: Stub, implemented: set[str]) -> str:
         '  else fprintf(stderr, "emulated NPU: %s of ' + stub.soname + ' is not implemented\\n", symbol);\n'
         f"  return {ACL_ERROR_NOT_EMULATED};\n}}\n"
         "#define FAILS(n) long n() { return fail(#n); }\n"
-        '#define THROWS(n) void n() { fail(#n); throw std::runtime_error("emulated NPU: " #n " is not implemented"); }\n'
-        + "\n".join(functions)
-        + "\n}\n"
+        "#define THROWS(n) void n() { fail(#n); "
+        'throw std::runtime_error("emulated NPU: " #n " is not implemented"); }\n' + "\n".join(functions) + "\n}\n"
     )
 
 
@@ -151,7 +155,9 @@ def _version_script(stub: Stub) -> str:
     for name, version in stub.symbols.items():
         if version:
             versions[version].append(name)
-    return "".join(f"{version} {{ global: {' '.join(n + ';' for n in names)} }};\n" for version, names in versions.items())
+    return "".join(
+        f"{version} {{ global: {' '.join(n + ';' for n in names)} }};\n" for version, names in versions.items()
+    )
 
 
 def _compile(arguments: Sequence[str]) -> None:

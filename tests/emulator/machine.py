@@ -1,7 +1,7 @@
 """Run cases inside the emulated environment, each in a process of its own, and report them one by one.
 
-A file in `on_device/` holds functions `case_…` and is run once by `on_device/runner.py` with the environment's Python. The
-tests of this folder are parametrised over its cases, found without importing it: it needs torch_npu, they do not.
+A file in `on_device/` holds functions `case_…` and is run once by `on_device/runner.py` with the environment's Python.
+The tests of this folder are parametrised over its cases, found without importing the file: it needs torch_npu.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def venv() -> Path:
         pytest.skip(str(error))
 
 
-def emulate(*command: str, machine: Machine | None = None, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+def emulate(
+    *command: str, machine: Machine | None = None, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs `python command…` of the emulated environment on the emulated machine."""
     place = venv()
     return subprocess.run(
@@ -44,7 +46,7 @@ def emulate(*command: str, machine: Machine | None = None, timeout: float = 300,
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _results(file: str, machine: Machine) -> Mapping[str, dict[str, object]]:
     run = emulate(str(FOLDER / "runner.py"), str(FOLDER / file), machine=machine, NPU_GPTOSS_EMULATED_HANG_SECONDS="1")
     lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]

@@ -30,7 +30,9 @@ def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
 
 def test_variables_reach_the_machine(venv: Path) -> None:
     wanted = Machine("8.3.rc2", 2, 0.5, False, True, Path("t.jsonl"))
-    found = launch.environment(wanted, venv, {"PATH": "/bin", "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": "/x", "KEEP": "1"})
+    found = launch.environment(
+        wanted, venv, {"PATH": "/bin", "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": "/x", "KEEP": "1"}
+    )
     assert found["LD_LIBRARY_PATH"] == str(venv / launch.FOLDER / "lib")
     assert found["PATH"].startswith(str(venv / "bin"))
     assert found["TASK_QUEUE_ENABLE"] == "0"

@@ -430,7 +430,7 @@ def case_R85_group_outside_of_a_capture() -> None:
 
 def case_R86_update_with_another_operator() -> None:
     x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
+    _graph, _, handle = external_graph(x, out, after)
     with refused("207019", "R86"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         torch.sub(x, x, alpha=2, out=out)
@@ -438,7 +438,7 @@ def case_R86_update_with_another_operator() -> None:
 
 def case_R86_update_with_another_address() -> None:
     x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
+    _graph, _, handle = external_graph(x, out, after)
     other = x.clone()
     with refused("207019", "R86", "fill the captured tensor in place"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
@@ -447,7 +447,7 @@ def case_R86_update_with_another_address() -> None:
 
 def case_R86_update_without_an_operator() -> None:
     x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
+    _graph, _, handle = external_graph(x, out, after)
     with refused("207019", "R86"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         npu.graph_task_update_end(side)
@@ -455,7 +455,7 @@ def case_R86_update_without_an_operator() -> None:
 
 def case_R86_update_with_two_operators() -> None:
     x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
+    _graph, _, handle = external_graph(x, out, after)
     with refused("207019", "R86"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         torch.add(x, x, alpha=2, out=out)
@@ -506,9 +506,9 @@ def case_R86_event_that_is_never_recorded_deadlocks() -> None:
 
 
 def case_R87_freed_input() -> None:
-    x = tensor(1, 2)
-    graph, _ = captured(lambda: x + 1)
-    del x
+    holder = [tensor(1, 2)]
+    graph, _ = captured(lambda: holder[0] + 1)
+    holder.clear()
     with refused("R87"):
         graph.replay()
 
@@ -523,9 +523,9 @@ def case_R87_rebound_input() -> None:
 
 def case_a_view_keeps_the_captured_tensor() -> None:
     x = torch.zeros(8, device="npu")
-    view = x[:4]
-    graph, out = captured(lambda: view + 1)
-    del view
+    holder = [x[:4]]
+    graph, out = captured(lambda: holder[0] + 1)
+    holder.clear()
     x.fill_(5)
     graph.replay()
     assert out.tolist() == [6] * 4
@@ -550,7 +550,7 @@ def case_R88_stream_budget() -> None:
 
 def case_R89_update_with_another_shape() -> None:
     x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
+    _graph, _, handle = external_graph(x, out, after)
     with refused("207019", "R89"), npu.stream(side):
         npu.graph_task_update_begin(side, handle)
         torch.add(x[:1], x[:1], alpha=2, out=out[:1])
@@ -560,7 +560,10 @@ def case_R89_update_with_another_shape() -> None:
 
 
 def case_R90_attention_v2_under_auto_dispatch() -> None:
-    query, cache = torch.ones(1, 2, 64, device="npu", dtype=torch.bfloat16), torch.ones(1, 128, 64, device="npu", dtype=torch.bfloat16)
+    query, cache = (
+        torch.ones(1, 2, 64, device="npu", dtype=torch.bfloat16),
+        torch.ones(1, 128, 64, device="npu", dtype=torch.bfloat16),
+    )
     table = torch.zeros(1, 1, dtype=torch.int32, device="npu")
     graph = npu.NPUGraph()
     with refused("R90"), npu.graph(graph, auto_dispatch_capture=True):
