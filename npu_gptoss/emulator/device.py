@@ -86,6 +86,7 @@ class Kernel:
         self.schema = overload._schema
         self.base = operation.name.partition(".")[0].rstrip("_")
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
+        self.asks_only = self.base.endswith(("_get_workspace", "_get_max_workspace"))
         self.indexing = self.base in INDEXING
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +117,8 @@ class Kernel:
             check(f"{self.operation.name}: aclrtSynchronizeStreamWithTimeout", library.aclrtSynchronizeStream(stream))
         if self.random:
             return self.draw(args, kwargs, device)
+        if self.asks_only:
+            return graphs.query(self.operation, args, kwargs, device)
         return graphs.launch(self.operation, args, kwargs, device)
 
     def reads_on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -150,6 +150,13 @@ def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return output
 
 
+def query(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """A call that only asks the host how much workspace another one needs: nothing is launched, nor recorded."""
+    capturing = bool(library.emulator_capturing(memory.raw_stream(device.index)))
+    with context.use(capturing=capturing):
+        return _prepare(operation, args, kwargs, device)[0]
+
+
 def _trace_launch(call: Call, phase: str, args: tuple, kwargs: dict, targets: list, stream: int) -> None:
     inputs = list(leaves([*args, *kwargs.values()]))
     fresh = [target for target in targets if target is not None]
