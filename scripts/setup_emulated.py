@@ -8,6 +8,7 @@ packages: `npu_gptoss.emulator.stubs` makes stand-ins for their libraries, as fo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import platform
@@ -46,6 +47,14 @@ HOOK = (
     'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
     '__import__("npu_gptoss.emulator.boot", fromlist=["hook"]).hook()\n'
 )
+
+
+def find_python(wanted: str) -> str:
+    """`wanted` when it fits, else the first that does: PYTHON=python3.12 may be meant for `.venv` alone."""
+    if wanted:
+        with contextlib.suppress(SetupError):
+            return choose_python(wanted, PYTHON_VERSIONS)
+    return choose_python("", PYTHON_VERSIONS)
 
 
 def check_machine() -> None:
@@ -122,7 +131,7 @@ def steps(with_tools: bool, python: str) -> list[Step]:
         Step(
             "environment",
             "a Python of its own",
-            lambda env, run: make_environment(env, run, choose_python(python, PYTHON_VERSIONS)),
+            lambda env, run: make_environment(env, run, find_python(python)),
         ),
         Step(
             "wheels",
@@ -175,7 +184,7 @@ def steps(with_tools: bool, python: str) -> list[Step]:
 def set_up(env: Environment, with_tools: bool, python: str) -> None:
     start = time.monotonic()
     check_machine()
-    prepare(env, python)
+    prepare(env, find_python(python) if python else "")
     table = steps(with_tools, python)
     to_do = [step for step in table if not is_done(step, env)]
     if any(step.name in ("wheels", "vllm-ascend") for step in to_do):  # the stubs are made for these wheels
