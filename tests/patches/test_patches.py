@@ -7,12 +7,9 @@ in a fork that imports the package from there, without our plugin; vllm-ascend's
 from __future__ import annotations
 
 import ast
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.emulator.launch import EmulationError, Machine, environment, find_venv
+from npu_gptoss.emulator.launch import Machine, environment
 from npu_gptoss.serving.compat import PATCHES as WORKAROUNDS
 from tests.patches import trees
 from tests.patches.expected import EXPECTED, EXPECTED_ON_ASCEND, Change, expected
@@ -36,44 +33,6 @@ def table_of(heading: str) -> list[list[str]]:
     text = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
-
-
-def need_git() -> None:
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed; the diffs are applied with `git apply`")
-
-
-@pytest.fixture(scope="session")
-def site() -> Path:
-    """Where the released vLLM is installed."""
-    need_git()
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        pytest.skip("vllm is not installed")
-    version = importlib.metadata.version("vllm")
-    if version.partition("+")[0] != "0.11.0":
-        pytest.skip(f"vllm is {version}; the diffs are for 0.11.0")
-    return Path(spec.origin).parents[1]
-
-
-@pytest.fixture(scope="session")
-def emulated() -> Path:
-    """The environment of the emulated 910B."""
-    need_git()
-    try:
-        return find_venv()
-    except EmulationError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def ascend_site(emulated: Path) -> Path:
-    """Where the released vllm-ascend is installed."""
-    (package,) = emulated.glob("lib/python3*/site-packages/vllm_ascend")
-    (release,) = package.parent.glob("vllm_ascend-*.dist-info")
-    if release.name != "vllm_ascend-0.11.0.dist-info":
-        pytest.skip(f"the emulated environment has {release.name}; the diffs are for 0.11.0")
-    return package.parent
 
 
 def make_copies(pages: list[trees.Page], site: Path, top: Path) -> dict[str, Path]:
