@@ -14,6 +14,9 @@ BIN = .venv/bin
 SETUP_EMULATED = $(or $(PYTHON),python3) scripts/setup_emulated.py $(if $(PYTHON),--python $(PYTHON))
 EMULATED_VENV = $(CURDIR)/.venv-emulated
 EMULATED ?= 1
+# files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EMULATE ?=
 
 .PHONY: help
@@ -34,11 +37,11 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 .PHONY: test
 test: check ## set up, check and run all the tests (PYTEST_ARGS="tests/kernels -x" for some; EMULATED=0 without the 910B)
 ifeq ($(EMULATED),0)
-	$(BIN)/python -m pytest -m 'not emulated' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not emulated' $(PYTEST_ARGS)
 else
 	@$(SETUP_EMULATED) --tools || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
 	Without them: make test EMULATED=0"; exit 1; }
-	NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV) $(PYTEST) $(PYTEST_ARGS)
 endif
 
 .PHONY: check

@@ -22,3 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
             find_venv()
         except EmulationError as error:
             raise pytest.UsageError(str(error)) from None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers the longest files start first: those that serve on the emulated 910B."""
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        long = {item.path for item in items if {"emulated", "slow"} <= {mark.name for mark in item.iter_markers()}}
+        items.sort(key=lambda item: ("serving" not in item.path.parts, item.path not in long))
