@@ -48,7 +48,7 @@ def write_kv_cache(
         return
     traits = {"head_dim": key.shape[2], "block_size": key_cache.shape[1]}
     run = select_kernel(WRITE_KV, signature(key=key.dtype, kv=key_cache.dtype), traits, override=kernel)
-    slots = metadata.slot_mapping[:tokens]
+    slots = unpad(metadata.slot_mapping, tokens, "slot_mapping")
     run(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots)
 
 
@@ -106,6 +106,6 @@ def paged_attention(
             sinks=sinks,
             scale=scale,
             sliding_window=sliding_window,
-            out=out[:tokens],
+            out=unpad(out, tokens, "out"),
         )
     return zero_tail(out, tokens)

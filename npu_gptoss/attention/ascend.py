@@ -24,6 +24,7 @@ import torch
 
 from npu_gptoss.attention.metadata import AttentionMetadata
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
+from npu_gptoss.attention.padding import unpad
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 
@@ -159,19 +160,25 @@ def paged_attention(
 
     lse = no_lse(query.device)
     for part in parts(metadata, *key_cache.shape[:2]):
+        # a part of all requests, as good as always, takes everything as it is: slices cost the host time in each layer
+        rows, written, blocks = (
+            (query, out, unpad(metadata.block_table, metadata.num_requests, "block_table"))
+            if len(part.seq_lens) == metadata.num_requests
+            else (query[part.rows], out[part.rows], metadata.block_table[part.requests])
+        )
         torch_npu.npu_fused_infer_attention_score_v2.out(
             **call_arguments(
-                query[part.rows],
+                rows,
                 key_cache,
                 value_cache,
                 query_ends=part.query_ends,
                 seq_lens=part.seq_lens,
-                block_table=metadata.block_table[part.requests],
+                block_table=blocks,
                 sinks=sinks,
                 scale=scale,
                 sliding_window=sliding_window,
             ),
-            out=[out[part.rows], lse],
+            out=[written, lse],
         )
 
 

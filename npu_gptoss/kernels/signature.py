@@ -6,6 +6,7 @@ A dtype is named as torch names it ("bfloat16"); packed formats that torch has n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class Signature:
         return ", ".join(f"{role} {dtype}" for role, dtype in self.roles)
 
 
+@functools.lru_cache(maxsize=256)
 def signature(**roles: object) -> Signature:
     return Signature(tuple(sorted((role, dtype_name(dtype)) for role, dtype in roles.items())))
 
