@@ -1,0 +1,211 @@
+"""`python traced_serving.py JOB.json`: serves on the emulated 910B with marks in the trace around what is counted.
+
+Started by `trace_table.py` in the emulated environment, one process a path. The marks are put from outside, by
+wrapping classes of vllm-ascend and of the package: a `begin` and an `end` for each step, layer, attention (KV write
+included, as the splitting operator calls one layer's implementation) and experts (from the router's logits to the
+combined sum). The `end` holds the host's CPU time in between, without what the emulated device spent.
+
+The job: checkpoint (written when missing) and its shape, options of `LLM`, batches, context, steps, plugin (False:
+vllm-ascend without this package).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DEVICE_NAMESPACES = ("npu::", "atb::", "aten::")
+
+
+class DeviceTime:
+    """CPU time of this thread spent inside the emulated device; nested calls count once.
+
+    Operators called through `torch.ops` count from their call on: the way into an emulated one leads through Python,
+    which takes the longer the more arguments it has, and no real one does.
+    """
+
+    def __init__(self) -> None:
+        self.spent, self.inside = 0, False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            self.inside, start = True, time.thread_time_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent += time.thread_time_ns() - start
+                self.inside = False
+
+        return timed
+
+    def around_operators(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self.around(call)
+
+        def of_device(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            name = getattr(operator, "_qualified_op_name", None) or operator.name()
+            return (timed if name.startswith(DEVICE_NAMESPACES) else call)(operator, *args, **kwargs)
+
+        return of_device
+
+    def install(self, eager: bool) -> None:
+        import torch
+
+        from npu_gptoss.emulator import copies, device, graphs, memory
+
+        # not under torch.compile, which calls them while it traces
+        for called in (torch._ops.OpOverload, torch._ops.OpOverloadPacket) if eager else ():
+            called.__call__ = self.around_operators(called.__call__)
+        device.Kernel.__call__ = self.around(device.Kernel.__call__)
+        for module, name in ((graphs, "launch"), (memory, "poison"), (copies, "_transfer")):
+            setattr(module, name, self.around(getattr(module, name)))
+
+
+device_time = DeviceTime()
+
+
+@contextlib.contextmanager
+def region(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Marks in the trace; what is put into the yielded dictionary goes to the end's fields."""
+    from npu_gptoss.emulator import trace
+
+    found: dict[str, Any] = {}
+    trace.mark("begin", region=name, **fields)
+    start, device = time.thread_time_ns(), device_time.spent
+    yield found
+    spent = time.thread_time_ns() - start - (device_time.spent - device)
+    for key, value in found.items():
+        found[key] = value() if callable(value) else value
+    trace.mark("end", region=name, host_ns=spent, **found)
+
+
+def mark_steps() -> None:
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    original = NPUModelRunner.execute_model
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduled = scheduler_output.num_scheduled_tokens
+        with region("step", requests=len(scheduled), tokens=scheduler_output.total_num_scheduled_tokens):
+            return original(self, scheduler_output, *args, **kwargs)
+
+    NPUModelRunner.execute_model = execute_model
+
+
+def mark_attention(implementation: type) -> None:
+    original = implementation.forward
+
+    def forward(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *a: Any, **k: Any):
+        if metadata is None or k.get("trace_flag", True):
+            return original(self, layer, query, key, value, cache, metadata, *a, **k)
+        lengths = [int(length) for length in metadata.seq_lens]
+        with region("attention", seq_lens=lengths, window=getattr(self, "window", None)):
+            return original(self, layer, query, key, value, cache, metadata, *a, **k)
+
+    implementation.forward = forward
+
+
+def mark_experts(method: type, module: Any, name: str) -> None:
+    """`name` in `module` returns (weights, ids) of the routing."""
+    from npu_gptoss.emulator import memory
+
+    routed: list[Any] = []
+    route, original = getattr(module, name), method.apply
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        result = route(*args, **kwargs)
+        routed[:] = [result[1]]
+        return result
+
+    def distinct() -> int:
+        return memory.alias(routed[0]).unique().numel()  # no copy to the host: the emulated memory is the host's
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with region("experts") as found:
+            result = original(self, *args, **kwargs)
+            found["distinct"] = distinct
+        return result
+
+    setattr(module, name, kept)
+    method.apply = apply
+
+
+def mark_layers() -> None:
+    from npu_gptoss.serving.model import DecoderLayer
+
+    original = DecoderLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with region("layer"):
+            return original(self, *args, **kwargs)
+
+    DecoderLayer.forward = forward
+
+
+def install(plugin: bool, eager: bool) -> None:
+    """All marks. Inside compiled graphs there is no Python to mark, so layers and experts are marked in eager mode."""
+    device_time.install(eager)
+    mark_steps()
+    if not plugin:
+        from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl
+        from vllm_ascend.ops import common_fused_moe
+
+        mark_attention(AscendAttentionBackendImpl)
+        mark_experts(common_fused_moe.AscendUnquantizedFusedMoEMethod, common_fused_moe, "select_experts")
+        return
+    from npu_gptoss.serving.ascend import moe
+    from npu_gptoss.serving.ascend.attention import AscendSinkImpl
+
+    mark_attention(AscendSinkImpl)
+    if eager:
+        mark_experts(moe.AscendExpertsMethod, moe, "route")
+        mark_layers()
+
+
+def write_checkpoint(directory: Path, *, vocabulary: int, **shape: int) -> None:
+    import torch
+
+    from npu_gptoss.model import checkpoint, tiny
+
+    config = replace(tiny.tiny_config(**shape), vocab_size=vocabulary, eos_token_id=1, pad_token_id=0)
+    tensors = checkpoint.expand_stream(tiny.random_tensors(config, seed=0), torch.bfloat16)
+    checkpoint.write_checkpoint(directory, config, tensors)
+
+
+def main(job: dict[str, Any]) -> None:
+    directory = Path(job["checkpoint"])
+    if not directory.exists():
+        write_checkpoint(directory, **job["shape"])
+    from vllm import LLM, SamplingParams
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if job["plugin"]:
+        import article_path  # noqa: F401  (registers the kernels; selected by name only)
+    install(job["plugin"], job["options"]["enforce_eager"])
+    engine = LLM(str(directory), skip_tokenizer_init=True, seed=0, **job["options"])
+    sampling = SamplingParams(max_tokens=job["steps"] + 1, temperature=0, ignore_eos=True, detokenize=False)
+    random_numbers = random.Random(0)
+    for batch in job["batches"]:
+        prompts = [
+            [random_numbers.randrange(job["shape"]["vocabulary"]) for _ in range(job["context"])] for _ in range(batch)
+        ]
+        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+if __name__ == "__main__":
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    main(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    os._exit(0)  # whatever engines and process groups still want to say at exit
