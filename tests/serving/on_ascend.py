@@ -1,8 +1,11 @@
-"""`python on_ascend.py JOB.json`: serves a checkpoint with vLLM's `LLM` on the emulated 910B and writes what it said.
+"""Serves checkpoints with vLLM's `LLM` on the emulated 910B, each in a process forked from this one.
 
-Runs in the emulated environment, started by `test_ascend_emulated.py`. The job holds `checkpoint`, `options` of `LLM`,
-`rounds` (prompts of one call to `generate` each, and what is spoilt meanwhile), `spoil` (from the start on),
-`tnd_workspace` (R37 off) and `out`, where for each round goes a list of `{tokens, logprobs}`, or an error's text.
+Runs in the emulated environment, started by `test_ascend_emulated.py`: reads the path of a job a line and answers DONE.
+What takes long, importing torch_npu and vLLM, is done once, before the first fork; no device is touched by then.
+
+A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, and what is spoilt
+meanwhile), `spoil` (from the start on), `machine` (what differs in the emulated machine), `variables` (of the
+environment), `log`, and `out`, where for each round goes a list of `{tokens, logprobs}`, or an error's text.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,19 +196,17 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **settings))
 
 
-def main(job: dict[str, Any]) -> None:
+def serve(job: dict[str, Any]) -> None:
     from vllm.plugins import load_general_plugins
 
+    from npu_gptoss.emulator import context
+    from npu_gptoss.serving import compat
+
+    context.set_default(dataclasses.replace(context.current(), **job["machine"]))
     load_general_plugins()
-    if job.get("tnd_workspace"):
-        from npu_gptoss.emulator import context
-
-        context.set_default(dataclasses.replace(context.current(), tnd_max_workspace=True))
     results = []
-    with spoilt(job.get("spoil")):
+    with spoilt(job["spoil"]):
         engine = start(job["checkpoint"], job["options"])
-        from npu_gptoss.serving import compat
-
         states = {entry.patch.name: entry.state for entry in compat.status() if entry.patch.name.startswith("ascend")}
         print("PATCHES", json.dumps(states))
         for turn in job["rounds"]:
@@ -215,8 +219,39 @@ def main(job: dict[str, Any]) -> None:
     Path(job["out"]).write_text(json.dumps(results))
 
 
-if __name__ == "__main__":
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-    main(json.loads(Path(sys.argv[1]).read_text()))
+def child(job: dict[str, Any]) -> None:
+    log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.setpgid(0, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["variables"])
+    code = 1
+    try:
+        serve(job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
-    os._exit(0)  # whatever engines and process groups still want to say at exit
+    sys.stderr.flush()
+    os._exit(code)  # whatever engines and process groups still want to say at exit
+
+
+def main() -> None:
+    import torch_npu  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    print("READY", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            child(json.loads(Path(line.strip()).read_text()))
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # workers that the job left behind
+        print("DONE", flush=True)
+
+
+if __name__ == "__main__":
+    main()
