@@ -45,6 +45,20 @@ VARIABLES: dict[str, Variable] = {
             "ignore third-party kernels (entry points `npu_gptoss.kernels`)",
         ),
         Variable(
+            "NPU_GPTOSS_EMULATED", _switch, False, "set by `npu-gptoss emulate`: this process runs on the emulated 910B"
+        ),
+        Variable("NPU_GPTOSS_EMULATED_CANN", str, "8.3.rc1", "the emulated CANN: 8.3.rc1, 8.3.rc2 or 8.5"),
+        Variable(
+            "NPU_GPTOSS_EMULATED_STRICT", _switch, True, "the emulated 910B refuses what is undefined; 0: it poisons it"
+        ),
+        Variable(
+            "NPU_GPTOSS_EMULATED_TND_WORKSPACE",
+            _switch,
+            False,
+            "the emulated CANN 8.3 answers the workspace query that its published sources refuse (R37)",
+        ),
+        Variable("NPU_GPTOSS_EMULATED_VENV", str, "", "where the emulated environment is, if not in .venv-emulated"),
+        Variable(
             "NPU_GPTOSS_EMULATED_FP32",
             _switch,
             False,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss import envs
 from npu_gptoss.emulator import pyacl
 
 
@@ -22,10 +22,10 @@ def boot(_module: ModuleType | None = None) -> None:
 
     context.set_default(
         context.OpContext(
-            cann=os.environ.get("NPU_GPTOSS_EMULATED_CANN") or "8.3.rc1",
-            strict=os.environ.get("NPU_GPTOSS_EMULATED_STRICT", "1") != "0",
-            diagnostic_fp32=os.environ.get("NPU_GPTOSS_EMULATED_FP32", "0") == "1",
-            tnd_max_workspace=os.environ.get("NPU_GPTOSS_EMULATED_TND_WORKSPACE", "0") == "1",
+            cann=envs.get("NPU_GPTOSS_EMULATED_CANN"),
+            strict=envs.get("NPU_GPTOSS_EMULATED_STRICT"),
+            diagnostic_fp32=envs.get("NPU_GPTOSS_EMULATED_FP32"),
+            tnd_max_workspace=envs.get("NPU_GPTOSS_EMULATED_TND_WORKSPACE"),
             is_device=memory.is_alias,
             format_of=storage.format_of,
             set_format=storage.set_format,
