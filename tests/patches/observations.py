@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 OBSERVATIONS: dict[str, Callable[[], Any]] = {}
@@ -128,7 +129,8 @@ def cpu_sliding_window() -> dict[str, Any]:
     ModelConfig.is_v1_compatible = True
     config = object.__new__(ModelConfig)
     config.hf_text_config = config.hf_config = types.SimpleNamespace(model_type="gpt_oss", sliding_window=128)
-    served = arg_utils.EngineArgs(model="unused")._is_v1_supported_oracle(config)
+    # a directory that exists: with HF_HUB_OFFLINE=1 vLLM would look any other name up in the hub's cache
+    served = arg_utils.EngineArgs(model=str(Path.cwd()))._is_v1_supported_oracle(config)
 
     def layer(window: int | None, attn_type: str = AttentionType.DECODER) -> int | None:
         return TorchSDPABackendImpl(8, 64, 1.0, 8, None, window, "auto", attn_type=attn_type).sliding_window
