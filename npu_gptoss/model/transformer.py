@@ -3,14 +3,12 @@
 The maths is that of transformers' `GptOssForCausalLM` (eager attention), rounding included: RMSNorm in fp32 and then
 cast, the residual stream in the model's dtype, router logits as a linear layer in the model's dtype, YaRN tables
 computed in fp32 and cast. Requests of one step are packed along the token axis; keys and values live in paged caches
-(`npu_gptoss.attention`). Weights are frozen dataclasses; a layer is built as soon as the checkpoint's stream has
-delivered its last tensor, so that loading needs about one layer of memory above the result.
+(`npu_gptoss.attention`). Weights are frozen dataclasses (`weights.py`), put together by `assembly.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,52 +16,16 @@ import torch.nn.functional as F
 
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import CheckpointError, iterate_tensors
+from npu_gptoss.model.assembly import assemble
+from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import apply_rotary, cos_sin_cache
-from npu_gptoss.moe import ExpertWeights, PreparedExperts, expert_mlp, prepare_experts, route
+from npu_gptoss.model.weights import AttentionWeights, Layer, MoEWeights
+from npu_gptoss.moe import expert_mlp, route
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 KVCache = tuple[torch.Tensor, torch.Tensor]  # keys, values: [num_blocks, block_size, kv_heads, head_dim] each
-
-# The official names of a layer's tensors, in the BF16 layout, without their prefix `model.layers.N.`
-LAYER_TENSORS = frozenset(
-    {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.sinks"}
-    | {f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")}
-    | {f"mlp.router.{kind}" for kind in ("weight", "bias")}
-    | {f"mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")}
-)
-SHARED_TENSORS = frozenset({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """One layer's attention. The three input projections are one matrix: rows of q, then k, then v."""
-
-    norm: torch.Tensor  # [hidden] float32
-    qkv_weight: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim]
-    output_weight: torch.Tensor  # [hidden, heads * head_dim]
-    output_bias: torch.Tensor  # [hidden]
-    sinks: torch.Tensor  # [heads]
-    window: int | None  # keys that a query sees, itself included; None: all
-
-
-@dataclass(frozen=True)
-class MoEWeights:
-    """One layer's router and experts; the experts as their kernel wants them."""
-
-    norm: torch.Tensor  # [hidden] float32
-    router_weight: torch.Tensor  # [experts, hidden]
-    router_bias: torch.Tensor  # [experts]
-    experts: PreparedExperts
-
-
-@dataclass(frozen=True)
-class Layer:
-    attention: AttentionWeights
-    moe: MoEWeights
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -128,7 +90,6 @@ class GptOss:
         )
 
     @classmethod
-    @torch.no_grad()
     def from_tensors(
         cls,
         config: GptOssConfig,
@@ -137,37 +98,13 @@ class GptOss:
         dtype: torch.dtype,
     ) -> GptOss:
         """Builds the model from a stream of (official name, tensor) in the BF16 layout, in any order."""
-        shared: dict[str, torch.Tensor] = {}
-        pending: dict[int, dict[str, torch.Tensor]] = {}
-        layers: list[Layer | None] = [None] * config.num_hidden_layers
-        for name, tensor in tensors:
-            index, suffix = _split_layer(name)
-            if index is None:
-                parts, known = shared, SHARED_TENSORS
-            elif index >= len(layers):
-                raise CheckpointError(f"{name} belongs to layer {index}, but the model has {len(layers)} layers")
-            else:
-                parts, known = pending.setdefault(index, {}), LAYER_TENSORS
-            if suffix not in known:
-                raise CheckpointError(f"{name} is no tensor of gpt-oss in the BF16 layout; nothing would read it")
-            if suffix in parts or (index is not None and layers[index] is not None):
-                raise CheckpointError(f"{name} came twice; every parameter is filled once")
-            parts[suffix] = tensor.to(device=device, dtype=dtype)
-            if index is not None and parts.keys() == LAYER_TENSORS:
-                layers[index] = _build_layer(config, index, pending.pop(index))
-        missing = sorted(SHARED_TENSORS - shared.keys())
-        for index in (index for index, layer in enumerate(layers) if layer is None):
-            missing += [
-                f"model.layers.{index}.{suffix}" for suffix in sorted(LAYER_TENSORS - pending.get(index, {}).keys())
-            ]
-        if missing:
-            raise CheckpointError(f"the checkpoint did not fill {len(missing)} parameters: {', '.join(missing[:5])} …")
+        weights = assemble(config, tensors, device, dtype)
         return cls(
             config,
-            embedding=shared["model.embed_tokens.weight"],
-            layers=[layer for layer in layers if layer is not None],
-            norm=shared["model.norm.weight"].float(),
-            lm_head=shared["lm_head.weight"],
+            embedding=weights.embedding,
+            layers=weights.layers,
+            norm=weights.norm,
+            lm_head=weights.lm_head,
         )
 
     @torch.inference_mode()
@@ -231,48 +168,6 @@ class GptOss:
         router_logits = F.linear(normed, weights.router_weight, weights.router_bias)
         topk_weights, topk_ids = route(router_logits, self.config.num_experts_per_tok)
         return expert_mlp(normed, weights.experts, topk_weights, topk_ids)
-
-
-def _build_layer(config: GptOssConfig, index: int, parts: dict[str, torch.Tensor]) -> Layer:
-    """Consumes all of one layer's tensors (LAYER_TENSORS)."""
-
-    def fused(kind: str) -> torch.Tensor:
-        return torch.cat([parts.pop(f"self_attn.{projection}_proj.{kind}") for projection in "qkv"])
-
-    attention = AttentionWeights(
-        norm=parts.pop("input_layernorm.weight").float(),
-        qkv_weight=fused("weight"),
-        qkv_bias=fused("bias"),
-        output_weight=parts.pop("self_attn.o_proj.weight"),
-        output_bias=parts.pop("self_attn.o_proj.bias"),
-        sinks=parts.pop("self_attn.sinks"),
-        window=config.window(index),
-    )
-    experts = ExpertWeights(
-        gate_up_proj=parts.pop("mlp.experts.gate_up_proj"),
-        gate_up_proj_bias=parts.pop("mlp.experts.gate_up_proj_bias"),
-        down_proj=parts.pop("mlp.experts.down_proj"),
-        down_proj_bias=parts.pop("mlp.experts.down_proj_bias"),
-    )
-    moe = MoEWeights(
-        norm=parts.pop("post_attention_layernorm.weight").float(),
-        router_weight=parts.pop("mlp.router.weight"),
-        router_bias=parts.pop("mlp.router.bias"),
-        experts=prepare_experts(experts, activation="swigluoai", swiglu_limit=config.swiglu_limit),
-    )
-    if parts:
-        raise AssertionError(f"layer {index}: nothing consumed {', '.join(sorted(parts))}")
-    return Layer(attention, moe)
-
-
-def _split_layer(name: str) -> tuple[int | None, str]:
-    """`model.layers.3.mlp.router.bias` -> (3, `mlp.router.bias`); a name outside the layers -> (None, name)."""
-    prefix = "model.layers."
-    if name.startswith(prefix):
-        index, _, suffix = name[len(prefix) :].partition(".")
-        if index.isdigit():
-            return int(index), suffix
-    return None, name
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,9 +13,10 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import transformer
+from npu_gptoss.model.assembly import LAYER_TENSORS, SHARED_TENSORS
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.transformer import LAYER_TENSORS, SHARED_TENSORS, GptOss
+from npu_gptoss.model.transformer import GptOss
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 
