@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import platform
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +23,13 @@ from setup_venv import (
     SetupError,
     Step,
     choose_python,
-    drop_half_installed,
     is_done,
+    locked_set_up,
     make_environment,
     pip,
     prepare,
     read_pins,
+    run_steps,
 )
 
 VENV = ROOT / ".venv-emulated"
@@ -182,30 +180,14 @@ def steps(with_tools: bool, python: str) -> list[Step]:
 
 
 def set_up(env: Environment, with_tools: bool, python: str) -> None:
-    start = time.monotonic()
+    """Brings the environment up to date: every step that is not done."""
     check_machine()
     prepare(env, find_python(python) if python else "")
     table = steps(with_tools, python)
     to_do = [step for step in table if not is_done(step, env)]
     if any(step.name in ("wheels", "vllm-ascend") for step in to_do):  # the stubs are made for these wheels
         to_do += [step for step in table if step.name == "libraries" and step not in to_do]
-    if not to_do:
-        print(f"set-up: {env.path.name} is up to date", flush=True)
-        return
-    print(f"set-up: {len(to_do)} of {len(table)} steps to do in {env.path} (about 2.6 GB when complete)", flush=True)
-    env.state.mkdir(parents=True, exist_ok=True)
-    drop_half_installed(env)
-    for number, step in enumerate(table, 1):
-        if step in to_do:
-            (env.state / step.name).unlink(missing_ok=True)
-            label = f"[{number}/{len(table)}] {step.name + ':':<12} {step.purpose} …"
-            run = Runner(env.state / f"{step.name}.log", label)
-            run.done(step.action(env, run))
-            (env.state / step.name).write_text(step.key)
-    problem = env.inspect()
-    if problem:
-        raise SetupError(f"{env.path} was set up but cannot be used: {problem}. Remove the folder and run again.")
-    print(f"set-up: complete after {time.monotonic() - start:.0f} s", flush=True)
+    run_steps(env, table, to_do, "2.6 GB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,27 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", action="store_true", help="also download what only the tests need")
     parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     venv = options.venv.resolve()
     venv.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(venv.parent, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("set-up: another one is at work in this folder; waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        set_up(Environment(venv), options.tools, options.python)
-    except SetupError as error:
-        print(f"\nset-up: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
-        return 130
-    finally:
-        os.close(lock)
-    return 0
+    return locked_set_up(venv.parent, lambda: set_up(Environment(venv), options.tools, options.python))
 
 
 if __name__ == "__main__":

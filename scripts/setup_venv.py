@@ -330,16 +330,13 @@ def prepare(env: Environment, wanted_python: str) -> None:
         shutil.rmtree(env.path)
 
 
-def set_up(env: Environment, with_tools: bool, wanted_python: str = "") -> None:
-    """Brings the environment up to date: every step that is not done, in the order of the table."""
-    start = time.monotonic()
-    prepare(env, wanted_python)
-    table = steps(with_tools, lambda: choose_python(wanted_python))
-    to_do = [step for step in table if not is_done(step, env)]
+def run_steps(env: Environment, table: Sequence[Step], to_do: Sequence[Step], size: str) -> None:
+    """The steps of `to_do`, in the order of the table. Raises SetupError when one fails or the result is of no use."""
     if not to_do:
         print(f"set-up: {env.path.name} is up to date", flush=True)
         return
-    print(f"set-up: {len(to_do)} of {len(table)} steps to do in {env.path} (about 2 GB when complete)", flush=True)
+    start = time.monotonic()
+    print(f"set-up: {len(to_do)} of {len(table)} steps to do in {env.path} (about {size} when complete)", flush=True)
     env.state.mkdir(parents=True, exist_ok=True)
     drop_half_installed(env)
     for number, step in enumerate(table, 1):
@@ -355,21 +352,25 @@ def set_up(env: Environment, with_tools: bool, wanted_python: str = "") -> None:
     print(f"set-up: complete after {time.monotonic() - start:.0f} s", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", action="store_true", help="also install what checks and tests need")
-    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
-    options = parser.parse_args(arguments)
+def set_up(env: Environment, with_tools: bool, wanted_python: str = "") -> None:
+    """Brings the environment up to date: every step that is not done."""
+    prepare(env, wanted_python)
+    table = steps(with_tools, lambda: choose_python(wanted_python))
+    run_steps(env, table, [step for step in table if not is_done(step, env)], "2 GB")
+
+
+def locked_set_up(folder: Path, work: Callable[[], None]) -> int:
+    """The exit status of `work`, done while no other set-up is in `folder`: 0, 1 with a sentence, 130 interrupted."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    folder = os.open(ROOT, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("set-up: another one is at work in this folder; waiting for it", flush=True)
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        set_up(Environment(ROOT / ".venv"), options.tools, options.python)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        work()
     except SetupError as error:
         print(f"\nset-up: {error}", file=sys.stderr)
         return 1
@@ -377,8 +378,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
         return 130
     finally:
-        os.close(folder)
+        os.close(lock)
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", action="store_true", help="also install what checks and tests need")
+    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
+    options = parser.parse_args(arguments)
+    return locked_set_up(ROOT, lambda: set_up(Environment(ROOT / ".venv"), options.tools, options.python))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,3 +199,61 @@ def test_the_machines_packages_do_not_leak_in(monkeypatch: pytest.MonkeyPatch) -
     assert "PYTHONPATH" not in cleaned
     assert cleaned["PIP_USER"] == "0"
     assert cleaned["PIP_FIND_LINKS"] == "/mirror", "the user's pip configuration has to stay"
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from scripts.setup_venv import locked_set_up
+
+def work():
+    print("locked", flush=True)
+    sys.stdin.read()
+    (Path(sys.argv[1]) / "finished").touch()
+
+locked_set_up(Path(sys.argv[1]), work)
+"""
+
+
+def locked_set_up(folder: Path, work: Callable[[], None]) -> int:
+    """The one of the script, which takes the process's signals; here they are given back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return setup_venv.locked_set_up(folder, work)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_second_set_up_in_a_folder_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also where the second one sets up the other environment: both install this folder."""
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], cwd=setup_venv.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert first.stdout.readline() == b"locked\n"
+        threading.Timer(0.3, first.stdin.close).start()
+        seen = []
+        assert locked_set_up(tmp_path, lambda: seen.append((tmp_path / "finished").exists())) == 0
+        assert seen == [True]
+        assert "waiting for it" in capsys.readouterr().out
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [(SetupError("no network"), 1, "set-up: no network"), (KeyboardInterrupt(), 130, "finished steps are skipped")],
+    ids=["error", "Ctrl-C"],
+)
+def test_a_set_up_that_ends_early_says_so_and_unlocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture, error: BaseException, status: int, text: str
+) -> None:
+    def work() -> None:
+        raise error
+
+    assert locked_set_up(tmp_path, work) == status
+    assert text in capsys.readouterr().err
+    assert locked_set_up(tmp_path, lambda: None) == 0
+    assert "waiting" not in capsys.readouterr().out
