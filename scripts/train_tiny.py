@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.tiny import load_trained, save_trained, tiny_config
-from npu_gptoss.model.tiny_data import Example, Score, evaluation_set, make_example, random_style, tally
+from npu_gptoss.model.tiny_data import evaluation_set, make_example, random_style
+from npu_gptoss.model.tiny_score import Example, Score, tally
 from npu_gptoss.model.tokenizer_files import FIRST_SPECIAL_ID, LAST_SPECIAL_ID, O200K_PATTERN, SPECIAL_TOKENS
 from npu_gptoss.model.vocabulary import VOCABULARY_FILE, parse_ranks
 

@@ -1,7 +1,7 @@
 """The conversations that the tiny trained checkpoint learns, and the labelled set on which it is scored.
 
-Everything is made from a seed. Each example has exactly one right reply, so that greedy decoding of a model that has
-learned the task gives it token for token: one forward pass over prompt and reply tells what generation would do.
+Everything is made from a seed. Each example has exactly one right reply, so that one forward pass over prompt and reply
+tells what generation would do. How replies are judged: `tiny_score.py`.
 
 Tasks: `sum` (a + b, single and chained over turns), `choice` (four options in the prompt of evalscope's MMLU, the
 answer stated and looked up in the analysis), `call` (a function call), `result` (reading the tool's result), `recall`
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from npu_gptoss.model.harmony_text import Reply, Style, parse_reply, render_prompt, render_reply
+from npu_gptoss.model.harmony_text import Reply, Style
+from npu_gptoss.model.tiny_score import Example
 
 TASKS = ("sum", "choice", "call", "result", "recall", "other")
 _WEIGHTS = (18, 28, 7, 9, 30, 8)
@@ -87,92 +87,6 @@ CHOICE_DIRECT = (
     "Answer the following multiple choice question. The entire content of your response should be of the following "
     "format: 'ANSWER: [LETTER]' (without quotes) where [LETTER] is one of A,B,C,D.\n\n{question}\n\n{choices}"
 )
-
-
-@dataclass(frozen=True)
-class Example:
-    """One labelled chat: the request (`messages`, `tools`, `reasoning_effort`), its one right `reply`, its label."""
-
-    task: str
-    messages: tuple[dict[str, Any], ...]
-    reply: Reply
-    answer: str  # what the final channel has to say: a number, a letter, a text; for a call its arguments as JSON
-    tools: tuple[dict[str, Any], ...] = ()
-    reasoning_effort: str = "medium"
-    kind: str = ""  # a finer name within the task, for reports
-
-    def prompt(self, style: Style | None = None) -> str:
-        return render_prompt(self.messages, self.tools, self.reasoning_effort, style)
-
-    def completion(self) -> str:
-        return render_reply(self.reply)
-
-    def is_right(self, generated: str) -> bool:
-        """Does a generated harmony text (everything after `<|start|>assistant`) give the right answer?"""
-        reply = parse_reply(generated)
-        return self.is_right_reply(reply.content, reply.call_name, reply.call_arguments)
-
-    def is_right_reply(
-        self, content: str | None, call_name: str | None = None, call_arguments: str | None = None
-    ) -> bool:
-        """The same for a server's reply, already parsed: its message content, and the function call if there is one."""
-        if self.task == "call":
-            try:
-                return call_name == self.reply.call_name and json.loads(call_arguments or "") == json.loads(self.answer)
-            except ValueError:
-                return False
-        content = (content or "").strip()
-        if self.task == "choice":
-            found = re.findall(r"ANSWER: ([A-D])\b", content)
-            return bool(found) and found[-1] == self.answer
-        if self.answer.isdigit():
-            numbers = re.findall(r"\d+", content)
-            return bool(numbers) and numbers[-1 if self.task == "sum" else 0] == self.answer
-        return content == self.answer
-
-
-@dataclass(frozen=True)
-class Score:
-    """Right answers by task; `overall` is the mean of the tasks."""
-
-    right: dict[str, int]
-    total: dict[str, int]
-
-    def accuracy(self, task: str) -> float:
-        return self.right.get(task, 0) / self.total[task]
-
-    @property
-    def overall(self) -> float:
-        return sum(self.accuracy(task) for task in self.total) / len(self.total)
-
-    def __str__(self) -> str:
-        tasks = " ".join(f"{task} {100 * self.accuracy(task):.1f}" for task in self.total)
-        return f"{100 * self.overall:.1f} % ({tasks})"
-
-
-def tally(examples: Sequence[Example], right: Iterable[bool]) -> Score:
-    """A Score from one truth value for each example."""
-    count: dict[str, int] = {}
-    total: dict[str, int] = {}
-    for example, ok in zip(examples, right, strict=True):
-        total[example.task] = total.get(example.task, 0) + 1
-        count[example.task] = count.get(example.task, 0) + bool(ok)
-    return Score(count, total)
-
-
-def score_generator(
-    examples: Sequence[Example],
-    generate: Callable[[list[list[int]]], list[list[int]]],
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-    style: Style | None = None,
-) -> Score:
-    """Scores anything that generates. `generate`: prompts' token ids -> token ids after `<|start|>assistant`, greedy.
-
-    `encode` and `decode` must know the harmony special tokens as such. 80 new tokens are enough for every reply.
-    """
-    replies = generate([encode(example.prompt(style)) for example in examples])
-    return tally(examples, [e.is_right(decode(reply)) for e, reply in zip(examples, replies, strict=True)])
 
 
 def evaluation_set(seed: int = 0, n: int = 240) -> list[Example]:

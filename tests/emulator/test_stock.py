@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from npu_gptoss.model.tiny import write_tiny
-from npu_gptoss.model.tiny_data import evaluation_set, score_generator
+from npu_gptoss.model.tiny_data import evaluation_set
+from npu_gptoss.model.tiny_score import score_generator
 from tests.emulator.machine import emulate
 from tests.oracle import load_oracle, oracle_logits
 

@@ -15,7 +15,8 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.tiny import TrainedState, load_trained
-from npu_gptoss.model.tiny_data import Example, Score, evaluation_set, tally
+from npu_gptoss.model.tiny_data import evaluation_set
+from npu_gptoss.model.tiny_score import Example, Score, tally
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.model.vocabulary import VOCABULARY_FILE

@@ -23,7 +23,8 @@ import pytest
 import torch
 
 from npu_gptoss.model.tiny import load_trained
-from npu_gptoss.model.tiny_data import Example, evaluation_set, tally
+from npu_gptoss.model.tiny_data import evaluation_set
+from npu_gptoss.model.tiny_score import Example, tally
 from tests.emulator.machine import venv
 from tests.model.test_trained_tiny import build, score
 from tests.serving.server import free_port

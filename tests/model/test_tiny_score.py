@@ -1,0 +1,74 @@
+"""A scorer that tells right answers from wrong ones, however they are worded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from npu_gptoss.model.harmony_text import Reply, render_reply
+from npu_gptoss.model.tiny_data import TASKS, evaluation_set
+from npu_gptoss.model.tiny_score import Example, score_generator, tally
+
+
+def said(text: str) -> str:
+    return render_reply(Reply("I think.", text))
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    return evaluation_set(0, 600)
+
+
+def test_right_reply_counts_and_another_examples_reply_does_not(examples):
+    assert all(example.is_right(example.completion()) for example in examples)
+    for example in examples:
+        other = next(e for e in examples if e.task == example.task and e.answer != example.answer)
+        assert not example.is_right(other.completion()), example
+        assert not example.is_right("")
+        assert not example.is_right("<|channel|>analysis<|message|>" + example.answer)
+
+
+def test_last_letter_counts_in_a_choice():
+    example = Example("choice", (), Reply(), "B")
+    assert example.is_right(said("The answer is 7.\n\nANSWER: B"))
+    assert example.is_right(said("ANSWER: A? No.\nANSWER: B"))
+    assert not example.is_right(said("ANSWER: Both"))
+    assert not example.is_right(said("B"))
+
+
+def test_call_needs_the_right_function_and_arguments():
+    example = Example("call", (), Reply("", "", "get_weather", '{"city":"Paris"}'), '{"city":"Paris"}')
+    assert example.is_right_reply("", "get_weather", '{ "city" : "Paris" }')
+    assert not example.is_right_reply("", "get_time", '{"city":"Paris"}')
+    assert not example.is_right_reply("", "get_weather", '{"city":"Rome"}')
+    assert not example.is_right_reply("", "get_weather", "{city")
+    assert not example.is_right_reply("Paris", None, None)
+
+
+def test_numbers_are_compared_whole():
+    example = Example("sum", (), Reply(), "7")
+    assert example.is_right(said("Anna, 3 + 4 = 7."))
+    assert not example.is_right(said("3 + 14 = 17."))
+    assert not example.is_right(said("7 + 1 = 8."))
+    assert not replace(example, task="recall").is_right(said("The red code is 77."))
+
+
+def test_score_counts_by_task(examples):
+    score = tally(examples, [example.task != "sum" for example in examples])
+    assert score.accuracy("sum") == 0.0
+    assert score.accuracy("choice") == 1.0
+    assert score.overall == pytest.approx(5 / 6)
+
+
+def test_generator_is_scored_by_what_it_says():
+    examples = evaluation_set(0, 12)
+    texts = [example.completion() for example in examples[:6]] + [said("I do not know.")] * 6
+    score = score_generator(
+        examples,
+        generate=lambda prompts: [[i] for i in range(len(prompts))],
+        encode=lambda text: [len(text)],
+        decode=lambda ids: texts[ids[0]],
+    )
+    assert score.right == dict.fromkeys(TASKS, 1)
+    assert score.total == dict.fromkeys(TASKS, 2)
