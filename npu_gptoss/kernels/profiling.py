@@ -1,20 +1,39 @@
-"""Names each kernel call in a torch profile: `attention.paged.small_ops query=[7, 8, 64] …`.
+"""Shows kernel calls: by name in a torch profile (`attention.paged.small_ops query=[7, 8, 64] …`), and to observers.
 
-Costs one flag look-up when no profiler runs.
+Costs two flag look-ups when nobody looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
+Observer = Callable[[str, Mapping[str, Any]], None]
+
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Inside, `observer(kernel's name, its arguments)` is called before every kernel call of the process.
+
+    Kernels that a graph replays are not called, so nobody sees them.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
 
 def kernel_scope(name: str, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """A profiler range around a kernel call while a torch profiler is active, else nothing."""
+    """A profiler range around a kernel call while a torch profiler is active, else nothing; tells the observers."""
+    for observer in _observers:
+        observer(name, arguments)
     # The flag is private to torch; where a release lacks it, the range is always opened (about 10 us a call).
     if not getattr(profiler, "_is_profiler_enabled", True):
         return nullcontext()
