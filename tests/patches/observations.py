@@ -384,9 +384,18 @@ def with_our_plugin() -> dict[str, Any]:
     for patch in compat.PATCHES:
         if patch.module.startswith("vllm."):
             importlib.import_module(patch.module)
+
+    def told(text: str) -> dict[str, Any]:
+        return {
+            "whole": answer(text, ignore_eos=True),
+            "streamed": [streamed(text, bite, ignore_eos=True) for bite in (1, 3, 100)],
+            "response": output_types(text),
+            "items": sum(event.type == "response.output_item.done" for event in events(text)),
+        }
+
     return {
         "steps aside": [entry.patch.name for entry in compat.status() if entry.state == "skipped"],
-        "whole": answer(ANSWER),
-        "streamed": [streamed(ANSWER, bite) for bite in (1, 3, 100)],
-        "response": output_types(ANSWER),
+        "an answer": told(ANSWER),
+        "more after the turn": told(f"{ANSWER}<|return|> and so on"),
+        "a header that is spelled badly": told(f"{THOUGHT.removesuffix('assistant')}robot{FINAL}Four.<|return|>"),
     }

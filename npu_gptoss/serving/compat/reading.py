@@ -83,9 +83,11 @@ class TolerantParser(StreamableParser):
         self._header: list[int] = []  # tokens after <|start|>
         self._delta_is_fresh = False
         self._completed = False
+        self.ignored_last_token = False  # it came between messages or after the turn: a repaired vLLM asks
 
     def process(self, token: int) -> TolerantParser:
         self._delta_is_fresh = self._completed = False
+        self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and token != self._start)
         if self._phase is _Phase.CONTENT:
             self._process_content(token)
         elif self._phase is _Phase.HEADER:
@@ -188,8 +190,14 @@ class TolerantParser(StreamableParser):
 
 
 def install_parser(harmony_utils: ModuleType) -> None:
+    """In the place of the strict parser, and of one that only ignores what follows the turn: both fail at headers."""
     original = harmony_utils.get_streamable_parser_for_assistant
-    expect_source(original, "StreamableParser(get_encoding(), role=Role.ASSISTANT)")
+    repaired = getattr(harmony_utils, "AssistantTurnParser", None)
+    if repaired is None:
+        expect_source(original, "StreamableParser(get_encoding(), role=Role.ASSISTANT)")
+    else:
+        expect_source(original, "return AssistantTurnParser()")
+        expect_source(repaired.process, "self.ignored_last_token = self._turn_ended", "super().process(token)")
 
     def get_streamable_parser_for_assistant() -> TolerantParser:
         return TolerantParser(harmony_utils.get_encoding(), role=Role.ASSISTANT)
