@@ -10,7 +10,14 @@ from __future__ import annotations
 from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.platform import Capability, Platform, current_platform, platform_override
 from npu_gptoss.kernels.registry import ANY, KernelSpec, Operation, Priority, define_operation, register_kernel
-from npu_gptoss.kernels.selection import KernelError, SelectedKernel, explain, kernel_override, select_kernel
+from npu_gptoss.kernels.selection import (
+    KernelError,
+    SelectedKernel,
+    explain,
+    kernel_override,
+    select_kernel,
+    selected_kernels,
+)
 from npu_gptoss.kernels.signature import Signature, accepts, signature
 
 __all__ = [
@@ -32,5 +39,6 @@ __all__ = [
     "platform_override",
     "register_kernel",
     "select_kernel",
+    "selected_kernels",
     "signature",
 ]

@@ -191,3 +191,9 @@ def select_kernel(
             logger.info("%s runs %s for %s", operation.name, explanation.selected.name, call)
         found = _cache[key] = SelectedKernel(explanation.selected)
     return found
+
+
+def selected_kernels() -> tuple[tuple[str, str, str], ...]:
+    """(operation, kernel, solution) of every choice of this process since the last registration, in alphabetical order."""
+    chosen = {(k[0], c.kernel.name, c.kernel.solution) for k, c in list(_cache.items()) if k[-1] == registry.generation}
+    return tuple(sorted(chosen))

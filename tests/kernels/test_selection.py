@@ -13,6 +13,7 @@ from npu_gptoss.kernels import (
     kernel_override,
     register_kernel,
     select_kernel,
+    selected_kernels,
     signature,
 )
 from npu_gptoss.kernels.selection import KernelError
@@ -132,3 +133,14 @@ def test_explain_tells_selected_possible_and_refused(operation):
         "  toy.add.slow (priority 4): selected",
         "  toy.add.reference (priority 0): could run",
     ]
+
+
+def test_what_was_selected_is_listed_once_and_without_choices_that_a_registration_has_outdated(operation):
+    kernel("slow")
+    select(operation)
+    kernel("fast", priority=8, size=frozenset({128}))
+    for size in (128, 64, 128):
+        select(operation, size=size)
+    assert selected_kernels() == (("toy.add", "toy.add.fast", "fast"), ("toy.add", "toy.add.slow", "slow"))
+    kernel("faster", priority=12)
+    assert selected_kernels() == ()
