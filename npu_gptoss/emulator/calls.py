@@ -142,9 +142,12 @@ class Operation:
         found += [kwargs[key] for key in self.writes if isinstance(key, str) and key in kwargs]
         return list(leaves(found))
 
-    def traffic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    def traffic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.Traffic | None:
+        """Bytes read and written where operands do not tell; None where they do."""
         measure = getattr(self.function, "traffic", None)
-        return measure(*args, **kwargs) if measure is not None else None
+        if measure is not None:
+            return measure(*args, **kwargs)
+        return trace.scattered(self.name, args, kwargs, leaves([*args, *kwargs.values()]))
 
 
 @dataclass

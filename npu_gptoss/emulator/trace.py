@@ -3,26 +3,67 @@
 The runtime writes the lines for copies, synchronisations, collectives and graphs itself (machine.cpp, `trace`); this
 module writes those of operators, through the same file descriptor and so in order. Phases: `eager` (ran at once),
 `queued` (ran later, behind a stream that was held up), `capture` (recorded, not run), `replay`, `update`.
-Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups only the rows touched.
-A kernel of the op table may say better with an attribute `traffic(arguments) -> (read, written)`.
+Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups and scatters only the
+rows touched. A kernel of the op table may say better with an attribute `traffic(arguments) -> (read, written)`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from npu_gptoss.emulator.binding import library
+
+Traffic = tuple[int, int]  # bytes read, bytes written
 
 ENABLED = bool(library.emulator_tracing())
 # operators that read of their first operand only as much as they return
 GATHERS = frozenset({"index", "index_select", "embedding", "gather", "take", "select_copy", "slice_copy"})
 
 
+def _index_put(
+    target: torch.Tensor,
+    indices: list[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> tuple[int, bool]:
+    elements = torch.ops.aten.index(target.new_empty(()).expand(target.size()), indices)  # masks among the indices too
+    return elements.numel(), accumulate
+
+
+# operators that write some elements of their first operand only -> how many, and whether they read these too
+SCATTERS: dict[str, Callable[..., tuple[int, bool]]] = {
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "scatter_": lambda target, dim, index, *_, **__: (index.numel(), False),
+    "index_copy_": lambda target, dim, index, source: (source.numel(), False),
+}
+
+
+def _base(name: str) -> str:
+    """Without namespace and overload."""
+    return name.partition("::")[2].partition(".")[0]
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def scattered(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], operands: Iterable[torch.Tensor]
+) -> Traffic | None:
+    """Bytes of a scatter into its first argument; None for any other operator. `operands`: all tensors of the call."""
+    touched = SCATTERS.get(_base(name))
+    if touched is None:
+        return None
+    elements, reads = touched(*args, **kwargs)
+    target, *others = operands
+    written = elements * target.element_size()
+    return sum(map(bytes_of, others)) + reads * written, written
 
 
 def _describe(tensors: Iterable[torch.Tensor]) -> list[list[object]]:
@@ -31,10 +72,10 @@ def _describe(tensors: Iterable[torch.Tensor]) -> list[list[object]]:
 
 def traffic(
     name: str, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
-) -> tuple[int, int]:
+) -> Traffic:
     """Bytes read and written. `inputs` includes the operands in `written`; `fresh`: results in new memory."""
     out = sum(map(bytes_of, fresh)) + sum(map(bytes_of, written))
-    base = name.partition("::")[2].partition(".")[0]
+    base = _base(name)
     if base in GATHERS and inputs:
         return out + sum(map(bytes_of, inputs[1:])), out
     overwritten = {id(tensor) for tensor in written} if base.endswith(("copy_", "fill_", "zero_")) else set()
@@ -50,7 +91,7 @@ def operator(
     fresh: Sequence[torch.Tensor],
     *,
     graph: int = 0,
-    moved: tuple[int, int] | None = None,
+    moved: Traffic | None = None,
 ) -> None:
     """Writes the line of one operator."""
     read, out = moved or traffic(name, inputs, written, fresh)

@@ -106,6 +106,35 @@ def test_trace_lists_operators_copies_and_syncs(tmp_path: Path) -> None:
 
 
 @pytest.mark.emulated
+def test_a_scatter_moves_its_rows_and_not_its_target(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "x, rows, at = torch.zeros(1000, 64).npu(), torch.ones(2, 64).npu(), torch.tensor([3, 5]).npu()\n"
+        "x[at] = rows\n"
+        "x.index_put_((at,), rows, accumulate=True)\n"
+        "x[:, at] = torch.ones((), device='npu')\n"
+        "x[x[:, 0] > 1] = rows[0]\n"
+        "x.scatter_(0, at[:, None], rows)\n"
+        "x.index_copy_(0, at, rows)"
+    )
+    trace = tmp_path / "trace.jsonl"
+    run = machine.emulate("-c", code, machine=Machine(trace=trace))
+    assert run.returncode == 0, run.stderr
+    events = map(json.loads, trace.read_text().splitlines())
+    scatters = ("aten::index_put_", "aten::_index_put_impl_", "aten::scatter_", "aten::index_copy_")
+    found = [(e["read"], e["written"]) for e in events if e["event"] == "op" and e["name"].partition(".")[0] in scatters]
+    row, slots = 64 * 4, 2 * 8
+    assert found == [
+        (2 * row + slots, 2 * row),
+        (4 * row + slots, 2 * row),  # accumulating reads what is there
+        (4 + slots, 2000 * 4),
+        (row + 1000, 2 * row),  # a mask that chooses two rows
+        (2 * row + slots, 2 * 4),
+        (2 * row + slots, 2 * row),
+    ]
+
+
+@pytest.mark.emulated
 def test_children_run_on_the_machine_too() -> None:
     code = (
         "import subprocess, sys; "
