@@ -20,6 +20,7 @@ EXAMPLE = {
     "sliding_window": True,
     "activation": "swigluoai",
     "expert_parallel": False,
+    "rows": "one",
 }
 
 

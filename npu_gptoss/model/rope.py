@@ -14,7 +14,10 @@ import math
 
 import torch
 
+from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.model.config import GptOssConfig
+
+__all__ = ["apply_rotary", "cos_sin_cache", "yarn_inv_freq"]
 
 
 def yarn_inv_freq(config: GptOssConfig) -> tuple[torch.Tensor, float]:
@@ -55,17 +58,3 @@ def cos_sin_cache(
         inv_freq, scale = yarn_inv_freq(config)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(dtype).to(device)
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates each head; dimension i pairs with i + head_dim / 2 ("neox" halves).
-
-    Args:
-        x: `[tokens, heads, head_dim]`.
-        cos, sin: `[tokens, head_dim / 2]`, rows of `cos_sin_cache` for the tokens' positions; cast to the dtype of x.
-
-    Returns a new tensor like x, computed in the dtype of x as transformers does.
-    """
-    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,9 +1,12 @@
-"""gpt-oss as a plain, inference-only transformer on the public attention and MoE ops.
+"""gpt-oss as a plain, inference-only transformer on the public attention, dense and MoE ops.
 
 The maths is that of transformers' `GptOssForCausalLM` (eager attention), rounding included: RMSNorm in fp32 and then
 cast, the residual stream in the model's dtype, router logits as a linear layer in the model's dtype, YaRN tables
 computed in fp32 and cast. Requests of one step are packed along the token axis; keys and values live in paged caches
 (`npu_gptoss.attention`). Weights are frozen dataclasses (`weights.py`), put together by `assembly.py`.
+
+A step is `embed`, then for each layer `enter`, `attend` and `leave`, then `finish`. What lies between two attentions is
+one piece: graphs are captured around attention or over all of it, from the same functions.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss import dense
+from npu_gptoss.attention import AttentionMetadata, paged_attention
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import assemble
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.rope import apply_rotary, cos_sin_cache
-from npu_gptoss.model.weights import AttentionWeights, Layer, MoEWeights
-from npu_gptoss.moe import expert_mlp, route
+from npu_gptoss.model.rope import cos_sin_cache
+from npu_gptoss.model.weights import Layer
+from npu_gptoss.moe import expert_mlp
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -36,13 +40,6 @@ def check_dtype(dtype: torch.dtype) -> None:
         )
     if dtype not in DTYPES:
         raise InputError(f"gpt-oss runs in {' or '.join(map(_name, DTYPES))}, got {_name(dtype)}")
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; computed in fp32."""
-    wide = hidden.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide).to(hidden.dtype)
 
 
 class GptOss:
@@ -120,54 +117,82 @@ class GptOss:
         input_ids, positions [rows] int64 on the model's device, rows >= metadata.num_tokens (the rest is padding and
         influences nothing); kv_caches one pair a layer. Returns [rows, hidden] in the model's dtype.
         """
-        hidden = F.embedding(input_ids, self.embedding)
-        cos, sin = self.cos_sin[positions].chunk(2, dim=-1)
-        for layer, (key_cache, value_cache) in zip(self.layers, kv_caches, strict=True):
-            hidden = hidden + self._attend(layer.attention, hidden, cos, sin, key_cache, value_cache, metadata)
-            hidden = hidden + self._mix(layer.moe, hidden)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        residual, delta = self.embed(input_ids), None
+        for index, kv_cache in enumerate(kv_caches):
+            residual, query = self.enter(index, residual, delta, positions, kv_cache, metadata)
+            attended = self.attend(index, query, kv_cache, metadata)
+            residual, delta = self.leave(index, residual, attended)
+        return self.finish(residual, delta)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [rows] -> the residual stream [rows, hidden]."""
+        return F.embedding(input_ids, self.embedding)
+
+    def enter(
+        self,
+        index: int,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        positions: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer `index` up to its attention: the residual stream and the queries [rows, heads, head_dim]."""
+        weights = self.layers[index].attention
+        return dense.qkv(
+            residual,
+            delta,
+            weights.norm,
+            self.config.rms_norm_eps,
+            weights.qkv_weight,
+            weights.qkv_bias,
+            self.cos_sin,
+            positions,
+            *kv_cache,
+            metadata,
+        )
+
+    def attend(self, index: int, query: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
+        """Attention of layer `index`, [rows, heads, head_dim]."""
+        weights = self.layers[index].attention
+        return paged_attention(
+            query,
+            *kv_cache,
+            metadata,
+            weights.sinks,
+            scale=self.config.head_dim**-0.5,
+            sliding_window=weights.window,
+        )
+
+    def leave(
+        self, index: int, residual: torch.Tensor, attended: torch.Tensor, live: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer `index` from its attention on: the residual stream, and what is still to be added to it.
+
+        live: [rows], negative for rows that are padding; no expert is read for them.
+        """
+        attention, moe = self.layers[index].attention, self.layers[index].moe
+        residual = dense.output(attended.flatten(1), attention.output_weight, attention.output_bias, residual)
+        residual, normed, topk_weights, topk_ids = dense.router(
+            residual,
+            None,
+            moe.norm,
+            self.config.rms_norm_eps,
+            moe.router_weight,
+            moe.router_bias,
+            self.config.num_experts_per_tok,
+            live=live,
+        )
+        return residual, expert_mlp(normed, moe.experts, topk_weights, topk_ids)
+
+    def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The normed hidden states [rows, hidden]."""
+        return dense.add_norm(residual, delta, self.norm, self.config.rms_norm_eps)[1]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> [rows, vocab] float32; the product itself is in the model's dtype."""
-        return F.linear(hidden, self.lm_head).float()
-
-    def _attend(
-        self,
-        weights: AttentionWeights,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        heads, kv_heads, head_dim = (
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-        )
-        normed = rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
-        packed = F.linear(normed, weights.qkv_weight, weights.qkv_bias).unflatten(-1, (-1, head_dim))
-        query, key, value = packed.split((heads, kv_heads, kv_heads), dim=1)
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        write_kv_cache(key, value, key_cache, value_cache, metadata)
-        attended = paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            metadata,
-            weights.sinks,
-            scale=head_dim**-0.5,
-            sliding_window=weights.window,
-        )
-        return F.linear(attended.flatten(1), weights.output_weight, weights.output_bias)
-
-    def _mix(self, weights: MoEWeights, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
-        router_logits = F.linear(normed, weights.router_weight, weights.router_bias)
-        topk_weights, topk_ids = route(router_logits, self.config.num_experts_per_tok)
-        return expert_mlp(normed, weights.experts, topk_weights, topk_ids)
+        return dense.logits(hidden, self.lm_head).float()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from npu_gptoss.dense import small_ops
 from npu_gptoss.engine import Engine, SamplingParams
-from npu_gptoss.model import transformer
 from npu_gptoss.moe import route
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
@@ -75,9 +75,9 @@ def with_routing_of_fp32(engines: dict[str, Engine], token_ids: list[int], monke
         return torch.softmax(logits.float().gather(1, ids), -1), ids
 
     with monkeypatch.context() as patch:
-        patch.setattr(transformer, "route", recorded)
+        patch.setattr(small_ops, "route", recorded)
         exact = engines["float32"].logits(token_ids)
-        patch.setattr(transformer, "route", forced)
+        patch.setattr(small_ops, "route", forced)
         routed = engines["bfloat16"].logits(token_ids)
     assert not chosen
     return exact, engines["bfloat16"].logits(token_ids), routed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.dense import small_ops
 from npu_gptoss.errors import InputError
-from npu_gptoss.model import transformer
 from npu_gptoss.model.assembly import LAYER_TENSORS, SHARED_TENSORS
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
@@ -162,7 +162,7 @@ def test_parity_notices_router_weights_that_are_not_renormalised(
         weights, ids = router_logits.float().softmax(-1).topk(top_k, dim=-1)
         return weights, ids
 
-    monkeypatch.setattr(transformer, "route", softmax_first)
+    monkeypatch.setattr(small_ops, "route", softmax_first)
     assert error(prompt_logits(build(config, tensors), prompt), expected) > CAUGHT
 
 

@@ -1,0 +1,200 @@
+"""What a layer computes besides attention and experts: norms, projections, router, logits. The public ops.
+
+`reference.py` defines them; the other modules are solutions. The operations are cut for decode, where every launch
+counts: a residual is added by whatever reads the sum next. `delta` is what is still to be added to `residual`; None:
+nothing. Each op returns the new residual, which is a tensor of its own unless nothing was added.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.dense import reference, small_ops, triton  # noqa: F401  (registers their kernels)
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, row_class
+from npu_gptoss.dense.weights import RowScaled, Weight, quantize_rows
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import select_kernel, signature
+
+__all__ = ["RowScaled", "Weight", "add_norm", "greedy", "logits", "output", "qkv", "quantize_rows", "router"]
+
+
+def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor) -> None:
+    if residual.dim() != 2 or norm_weight.shape != residual.shape[1:] or norm_weight.dtype != torch.float32:
+        raise InputError(
+            f"residual must be [rows, hidden] and norm_weight [hidden] float32, got {list(residual.shape)} and "
+            f"{list(norm_weight.shape)} {norm_weight.dtype}"
+        )
+    if delta is not None and (delta.shape != residual.shape or delta.dtype != residual.dtype):
+        raise InputError(
+            f"delta must be like residual, {list(residual.shape)} {residual.dtype}, "
+            f"got {list(delta.shape)} {delta.dtype}"
+        )
+
+
+def _check_weight(weight: Weight, inputs: int, bias: torch.Tensor | None, name: str) -> None:
+    if len(weight.shape) != 2 or weight.shape[1] != inputs:
+        raise InputError(f"{name} must be [out, {inputs}], got {list(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise InputError(f"the bias of {name} must be [{weight.shape[0]}], got {list(bias.shape)}")
+
+
+def qkv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the residual stream to turned queries; stores the turned keys, and the values, in the cache.
+
+    residual, delta: [rows, hidden]; rows past `metadata.num_tokens` are padding, whose keys are not stored.
+    weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.
+    cos_sin: [positions, head_dim]: cosines, then sines; positions: [rows] int64.
+    Caches: [blocks, block_size, kv_heads, head_dim], written in place at `metadata.slot_mapping`.
+    kernel: the name of a kernel or solution, to override the selection; so for every op below.
+
+    Returns the new residual and the queries [rows, heads, head_dim].
+    """
+    _check_rows(residual, delta, norm_weight)
+    _check_weight(weight, residual.shape[1], bias, "weight")
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise InputError(f"the caches must be [blocks, block_size, kv_heads, head_dim], got {list(key_cache.shape)}")
+    kv_heads, head_dim = key_cache.shape[2:]
+    heads, rest = divmod(weight.shape[0] - 2 * kv_heads * head_dim, head_dim)
+    if heads < 1 or rest:
+        raise InputError(
+            f"weight has {weight.shape[0]} rows, which is no number of query heads of {head_dim} "
+            f"with {kv_heads} key and value heads"
+        )
+    if positions.shape[0] != residual.shape[0]:
+        raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}")
+    run = select_kernel(
+        QKV,
+        signature(hidden=residual.dtype, weight=weight.dtype, kv=key_cache.dtype),
+        {"rows": row_class(residual.shape[0]), "head_dim": head_dim},
+        override=kernel,
+    )
+    return run(
+        residual=residual,
+        delta=delta,
+        norm_weight=norm_weight,
+        eps=eps,
+        weight=weight,
+        bias=bias,
+        cos_sin=cos_sin,
+        positions=positions,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        metadata=metadata,
+    )
+
+
+def output(
+    attended: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """attended [rows, in] @ weight [hidden, in].T + bias, rounded, and then + residual [rows, hidden] where given.
+
+    Without residual it is one rank's share, to be summed over the ranks first.
+    """
+    _check_weight(weight, attended.shape[-1], bias, "weight")
+    if residual is not None and residual.shape != (attended.shape[0], weight.shape[0]):
+        raise InputError(f"residual must be [{attended.shape[0]}, {weight.shape[0]}], got {list(residual.shape)}")
+    run = select_kernel(
+        OUTPUT,
+        signature(hidden=attended.dtype, weight=weight.dtype),
+        {"rows": row_class(attended.shape[0])},
+        override=kernel,
+    )
+    return run(attended=attended, weight=weight, bias=bias, residual=residual)
+
+
+def router(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    *,
+    live: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The experts of each row, and the normed row that they read.
+
+    residual, delta: [rows, hidden]; weight: [experts, hidden]; bias: [experts].
+    live: [rows], negative marks a padding row: its ids are -1, so that no expert is read for it, its weights 0.
+
+    Returns the new residual, the normed rows [rows, hidden], weights [rows, top_k] float32 and ids [rows, top_k]
+    int32 or int64, largest logit first.
+    """
+    _check_rows(residual, delta, norm_weight)
+    _check_weight(weight, residual.shape[1], bias, "router weight")
+    if not 1 <= top_k <= weight.shape[0]:
+        raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}")
+    if live is not None and live.shape != residual.shape[:1]:
+        raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}")
+    run = select_kernel(
+        ROUTER,
+        signature(hidden=residual.dtype, weight=weight.dtype),
+        {"rows": row_class(residual.shape[0])},
+        override=kernel,
+    )
+    return run(
+        residual=residual,
+        delta=delta,
+        norm_weight=norm_weight,
+        eps=eps,
+        weight=weight,
+        bias=bias,
+        top_k=top_k,
+        live=live,
+    )
+
+
+def add_norm(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual, delta [rows, hidden] -> the new residual and its RMSNorm, both [rows, hidden]."""
+    _check_rows(residual, delta, norm_weight)
+    run = select_kernel(ADD_NORM, signature(hidden=residual.dtype), {}, override=kernel)
+    return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps)
+
+
+def logits(normed: torch.Tensor, weight: Weight, *, kernel: str | None = None) -> torch.Tensor:
+    """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in the dtype of normed."""
+    _check_weight(weight, normed.shape[-1], None, "lm_head")
+    run = select_kernel(
+        LOGITS,
+        signature(hidden=normed.dtype, weight=weight.dtype),
+        {"rows": row_class(normed.shape[0])},
+        override=kernel,
+    )
+    return run(normed=normed, weight=weight)
+
+
+def greedy(logits: torch.Tensor, *, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [rows, vocab] -> ids [rows] int64 of the largest, and [rows] bool: whether all of a row are finite."""
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}")
+    run = select_kernel(GREEDY, signature(logits=logits.dtype), {}, override=kernel)
+    return run(logits=logits)

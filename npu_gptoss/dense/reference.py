@@ -1,0 +1,165 @@
+"""The definition of the dense operations, in fp32: read it beside the model card.
+
+    hidden  = residual + delta
+    normed  = hidden / sqrt(mean(hidden^2) + eps) * norm_weight
+    q, k, v = normed @ weight.T + bias;   q and k turned by RoPE;   k, v stored at their slots
+    output  = residual + attended @ weight.T + bias
+    router  = top-k of normed @ weight.T + bias, softmax over the k
+    logits  = normed @ lm_head.T
+
+(openai/gpt-oss `gpt_oss/torch/model.py`.) Results are rounded to the dtype of the inputs once, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.weights import Weight, expanded
+from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
+
+WEIGHTS = (*FLOATS, FP8)
+
+
+def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return residual.float() if delta is None else residual.float() + delta.float()
+
+
+def _norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return hidden / (hidden.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.float()
+
+
+def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    product = x.float() @ expanded(weight, torch.float32).T
+    return product if bias is None else product + bias.float()
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, dim]: dimension i turns with dimension i + dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@register_kernel(
+    QKV.family,
+    QKV.mode,
+    solution="reference",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
+    traits={"rows": ANY, "head_dim": ANY},
+    priority=Priority.REFERENCE,
+)
+def qkv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    hidden = _add(residual, delta)
+    packed = _linear(_norm(hidden, norm_weight, eps), weight, bias).unflatten(-1, (-1, head_dim))
+    query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    cos, sin = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
+    query, key = _turn(query, cos, sin), _turn(key, cos, sin)
+    for row, slot in enumerate(metadata.slot_mapping[: metadata.num_tokens].tolist()):
+        if slot >= 0:
+            key_cache.flatten(0, 1)[slot] = key[row].to(key_cache.dtype)
+            value_cache.flatten(0, 1)[slot] = value[row].to(value_cache.dtype)
+    return hidden.to(residual.dtype), query.to(residual.dtype)
+
+
+@register_kernel(
+    OUTPUT.family,
+    OUTPUT.mode,
+    solution="reference",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
+    traits={"rows": ANY},
+    priority=Priority.REFERENCE,
+)
+def output(
+    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """The definition."""
+    product = _linear(attended, weight, bias)
+    return (product if residual is None else product + residual.float()).to(attended.dtype)
+
+
+@register_kernel(
+    ROUTER.family,
+    ROUTER.mode,
+    solution="reference",
+    signatures=(accepts(hidden=FLOATS, weight=FLOATS),),
+    traits={"rows": ANY},
+    priority=Priority.REFERENCE,
+)
+def router(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    live: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The definition: full sort, fp32 softmax over the k."""
+    hidden = _add(residual, delta)
+    normed = _norm(hidden, norm_weight, eps)
+    logits = _linear(normed, weight, bias)
+    ids = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :top_k]
+    weights = torch.softmax(logits.gather(1, ids), dim=-1)
+    if live is not None:
+        weights[live < 0], ids[live < 0] = 0.0, -1
+    return hidden.to(residual.dtype), normed.to(residual.dtype), weights, ids
+
+
+@register_kernel(
+    ADD_NORM.family,
+    ADD_NORM.mode,
+    solution="reference",
+    signatures=(accepts(hidden=FLOATS),),
+    traits={},
+    priority=Priority.REFERENCE,
+)
+def add_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition."""
+    hidden = _add(residual, delta)
+    return hidden.to(residual.dtype), _norm(hidden, norm_weight, eps).to(residual.dtype)
+
+
+@register_kernel(
+    LOGITS.family,
+    LOGITS.mode,
+    solution="reference",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
+    traits={"rows": ANY},
+    priority=Priority.REFERENCE,
+)
+def logits(normed: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """The definition."""
+    return _linear(normed, weight, None).to(normed.dtype)
+
+
+@register_kernel(
+    GREEDY.family,
+    GREEDY.mode,
+    solution="reference",
+    signatures=(accepts(logits=FLOATS),),
+    traits={},
+    priority=Priority.REFERENCE,
+)
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: the first of equals; a row with NaN or infinity is not finite, whatever its id."""
+    finite = torch.isfinite(logits)
+    clean = torch.where(finite, logits.float(), float("-inf"))
+    first = (clean == clean.amax(-1, keepdim=True)).int().argmax(-1)
+    return first, finite.all(-1)

@@ -1,0 +1,19 @@
+"""Rotary position embedding of heads; the angles are `model/rope.py`'s."""
+
+from __future__ import annotations
+
+import torch
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates each head; dimension i pairs with i + head_dim / 2 ("neox" halves).
+
+    Args:
+        x: `[tokens, heads, head_dim]`.
+        cos, sin: `[tokens, head_dim / 2]`, the tables' rows for the tokens' positions; cast to the dtype of x.
+
+    Returns a new tensor like x, computed in the dtype of x as transformers does.
+    """
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

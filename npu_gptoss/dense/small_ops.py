@@ -1,0 +1,150 @@
+"""The dense operations on plain torch ops, for any device, rounded where transformers rounds.
+
+RMSNorm in fp32 and then cast, the residual stream in the model's dtype, projections and router logits in the model's
+dtype, RoPE's products each rounded. On a CPU these are the operations that are compared with transformers bit by bit or
+nearly; an accelerator's kernel must round in the same places.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from npu_gptoss.attention import AttentionMetadata, write_kv_cache
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.rotary import apply_rotary
+from npu_gptoss.dense.weights import Weight, expanded
+from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
+from npu_gptoss.moe import route
+
+WEIGHTS = (*FLOATS, FP8)
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; computed in fp32."""
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide).to(hidden.dtype)
+
+
+def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return residual if delta is None else residual + delta
+
+
+@register_kernel(
+    QKV.family,
+    QKV.mode,
+    solution="small_ops",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
+    traits={"rows": ANY, "head_dim": ANY},
+    priority=Priority.PORTABLE,
+)
+def qkv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch ops, and the attention family's own cache write."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    hidden = _add(residual, delta)
+    normed = rms_norm(hidden, norm_weight, eps)
+    packed = F.linear(normed, expanded(weight, hidden.dtype), bias).unflatten(-1, (-1, head_dim))
+    query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+    write_kv_cache(key, value, key_cache, value_cache, metadata)
+    return hidden, query
+
+
+@register_kernel(
+    OUTPUT.family,
+    OUTPUT.mode,
+    solution="small_ops",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
+    traits={"rows": ANY},
+    priority=Priority.PORTABLE,
+)
+def output(
+    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """A linear layer, and an add."""
+    product = F.linear(attended, expanded(weight, attended.dtype), bias)
+    return product if residual is None else residual + product
+
+
+@register_kernel(
+    ROUTER.family,
+    ROUTER.mode,
+    solution="small_ops",
+    signatures=(accepts(hidden=FLOATS, weight=FLOATS),),
+    traits={"rows": ANY},
+    priority=Priority.PORTABLE,
+)
+def router(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    live: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Plain torch ops, and the MoE family's own routing."""
+    hidden = _add(residual, delta)
+    normed = rms_norm(hidden, norm_weight, eps)
+    weights, ids = route(F.linear(normed, weight, bias), top_k)
+    if live is not None:
+        padding = (live < 0)[:, None]
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+    return hidden, normed, weights, ids
+
+
+@register_kernel(
+    ADD_NORM.family,
+    ADD_NORM.mode,
+    solution="small_ops",
+    signatures=(accepts(hidden=FLOATS),),
+    traits={},
+    priority=Priority.PORTABLE,
+)
+def add_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An add, and RMSNorm in fp32."""
+    hidden = _add(residual, delta)
+    return hidden, rms_norm(hidden, norm_weight, eps)
+
+
+@register_kernel(
+    LOGITS.family,
+    LOGITS.mode,
+    solution="small_ops",
+    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
+    traits={"rows": ANY},
+    priority=Priority.PORTABLE,
+)
+def logits(normed: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A linear layer."""
+    return F.linear(normed, expanded(weight, normed.dtype))
+
+
+@register_kernel(
+    GREEDY.family,
+    GREEDY.mode,
+    solution="small_ops",
+    signatures=(accepts(logits=FLOATS),),
+    traits={},
+    priority=Priority.PORTABLE,
+)
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.argmax."""
+    return logits.argmax(dim=-1), torch.isfinite(logits).all(-1)

@@ -1,0 +1,208 @@
+"""The dense operations as Triton kernels for CUDA.
+
+One decode row: the whole of an operation in one launch, the projection as a matrix-vector product. More rows: the
+projection is cuBLAS's, what surrounds it is fused. Triton is imported at the first call, so that a machine without it
+can list these kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from npu_gptoss.dense.operations import ADD_NORM, FEW, FP8, GREEDY, LOGITS, MANY, ONE, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.weights import Weight, expanded
+from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+
+if TYPE_CHECKING:
+    from npu_gptoss.attention import AttentionMetadata
+
+CUDA = Capability.of("cuda", features=("triton",))
+HEAD_DIMS = frozenset({16, 32, 64, 128})
+BF16 = "bfloat16"
+
+
+@register_kernel(
+    QKV.family,
+    QKV.mode,
+    solution="triton_gemv",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=(BF16, FP8), kv=BF16),),
+    traits={"rows": frozenset({ONE}), "head_dim": HEAD_DIMS},
+    priority=Priority.SPECIALISED,
+)
+def qkv_gemv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch: add, norm, matrix-vector product, RoPE, cache write."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.qkv_gemv(
+        residual, delta, norm_weight, eps, weight, bias, cos_sin, positions, key_cache, value_cache, metadata
+    )
+
+
+@register_kernel(
+    QKV.family,
+    QKV.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=(BF16, FP8), kv=BF16),),
+    traits={"rows": frozenset({ONE, FEW, MANY}), "head_dim": HEAD_DIMS},
+    priority=Priority.PERFORMANT,
+)
+def qkv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three launches: add and norm, cuBLAS, RoPE and cache write."""
+    from npu_gptoss.dense.triton import launches
+
+    hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
+    packed = F.linear(normed, expanded(weight, normed.dtype), bias)
+    return hidden, launches.rope_cache(packed, cos_sin, positions, key_cache, value_cache, metadata)
+
+
+@register_kernel(
+    OUTPUT.family,
+    OUTPUT.mode,
+    solution="triton_gemv",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=(BF16, FP8)),),
+    traits={"rows": frozenset({ONE})},
+    priority=Priority.SPECIALISED,
+)
+def output_gemv(
+    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """One launch: matrix-vector product, bias, residual."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.linear_gemv(attended, weight, bias, residual)
+
+
+@register_kernel(
+    ROUTER.family,
+    ROUTER.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=BF16),),
+    traits={"rows": frozenset({ONE, FEW})},
+    priority=Priority.PERFORMANT,
+)
+def router(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    live: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One launch: add, norm, router, top-k, softmax."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.router(residual, delta, norm_weight, eps, weight, bias, top_k, live)
+
+
+@register_kernel(
+    ROUTER.family,
+    ROUTER.mode,
+    solution="triton_norm",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=BF16),),
+    traits={"rows": ANY},
+    priority=Priority.PERFORMANT - 1,
+)
+def router_after_norm(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    live: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add and norm fused, then cuBLAS and the MoE family's routing."""
+    from npu_gptoss.dense.triton import launches
+    from npu_gptoss.moe import route
+
+    hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
+    weights, ids = route(F.linear(normed, weight, bias), top_k)
+    if live is not None:
+        padding = (live < 0)[:, None]
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+    return hidden, normed, weights, ids
+
+
+@register_kernel(
+    ADD_NORM.family,
+    ADD_NORM.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16),),
+    traits={},
+    priority=Priority.PERFORMANT,
+)
+def add_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch, a program a row."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.add_norm(residual, delta, norm_weight, eps)
+
+
+@register_kernel(
+    LOGITS.family,
+    LOGITS.mode,
+    solution="triton_gemv",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=(BF16, FP8)),),
+    traits={"rows": frozenset({ONE})},
+    priority=Priority.SPECIALISED,
+)
+def logits_gemv(normed: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A matrix-vector product."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.linear_gemv(normed, weight, None, None)
+
+
+@register_kernel(
+    GREEDY.family,
+    GREEDY.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(logits=("float32", BF16)),),
+    traits={},
+    priority=Priority.PERFORMANT,
+)
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two launches; the first of equal logits."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.greedy(logits)

@@ -1,0 +1,298 @@
+"""The launches: grids, block shapes and output tensors of the kernels beside this file.
+
+Block shapes were measured on an H200 at gpt-oss's sizes, cold caches (docs/benchmarks).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from npu_gptoss.dense.triton.device import halves, launch_options
+from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
+from npu_gptoss.dense.triton.greedy import final_kernel, partial_kernel
+from npu_gptoss.dense.triton.norm import add_norm_kernel
+from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
+from npu_gptoss.dense.triton.router import router_kernel
+from npu_gptoss.dense.weights import RowScaled, Weight
+from npu_gptoss.errors import InputError
+
+if TYPE_CHECKING:
+    from npu_gptoss.attention import AttentionMetadata
+
+QKV_PAIRS = 4  # RoPE pairs of a program, two rows of the weight each
+QKV_WARPS = 4
+LINEAR_ROWS = 4
+LINEAR_WARPS = 4
+WIDE_ROWS = 8  # of lm_head
+ROUTER_SHARE = 4  # experts of a program
+GREEDY_BLOCK = 4096
+
+
+def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The matrix, its scales (anything when it has none), and whether it has."""
+    scaled = isinstance(weight, RowScaled)
+    matrix = weight.values if scaled else weight
+    if not matrix.is_contiguous():
+        raise InputError(f"the weight must be contiguous, got strides {matrix.stride()}")
+    return matrix, weight.scales if scaled else matrix, scaled
+
+
+def _flat(cache: torch.Tensor) -> torch.Tensor:
+    if not cache.is_contiguous():
+        raise InputError(
+            f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
+        )
+    return cache
+
+
+def qkv_gemv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    pairs: int = QKV_PAIRS,
+    warps: int = QKV_WARPS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.qkv`."""
+    tokens, hidden = residual.shape
+    kv_heads, head_dim = key_cache.shape[2:]
+    heads = weight.shape[0] // head_dim - 2 * kv_heads
+    matrix, scales, scaled = _parts(weight)
+    residual = residual.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    new_residual = residual if delta is None else torch.empty_like(residual)
+    query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
+    block_a, block_b = halves(hidden)
+    pairs = min(pairs, head_dim // 2)
+    qkv_kernel[(weight.shape[0] // (2 * pairs),)](
+        residual,
+        residual if delta is None else delta,
+        new_residual,
+        norm_weight,
+        matrix,
+        scales,
+        bias,
+        cos_sin,
+        positions,
+        metadata.slot_mapping,
+        query,
+        _flat(key_cache),
+        _flat(value_cache),
+        tokens,
+        metadata.num_tokens,
+        eps,
+        HIDDEN=hidden,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=head_dim,
+        PAIRS=pairs,
+        BLOCK_A=block_a,
+        BLOCK_B=block_b,
+        HAS_DELTA=delta is not None,
+        SCALED=scaled,
+        **launch_options(residual, warps),
+    )
+    return new_residual, query
+
+
+def linear_gemv(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    rows: int | None = None,
+    warps: int = LINEAR_WARPS,
+) -> torch.Tensor:
+    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0]
+    matrix, scales, scaled = _parts(weight)
+    x = x.contiguous()
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    rows = rows or (LINEAR_ROWS if outputs < 65536 else WIDE_ROWS)
+    block_a, block_b = halves(inputs)
+    linear_kernel[(triton.cdiv(outputs, rows),)](
+        x,
+        matrix,
+        scales,
+        x if bias is None else bias,
+        x if residual is None else residual.contiguous(),
+        out,
+        tokens,
+        outputs,
+        IN=inputs,
+        ROWS=rows,
+        BLOCK_A=block_a,
+        BLOCK_B=block_b,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        SCALED=scaled,
+        **launch_options(x, warps),
+    )
+    return out
+
+
+def add_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.add_norm`."""
+    tokens, hidden = residual.shape
+    residual = residual.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    new_residual = residual if delta is None else torch.empty_like(residual)
+    out = torch.empty_like(residual)
+    if tokens == 0:
+        return new_residual, out
+    block_a, block_b = halves(hidden)
+    add_norm_kernel[(tokens,)](
+        residual,
+        residual if delta is None else delta,
+        new_residual,
+        norm_weight,
+        out,
+        eps,
+        HIDDEN=hidden,
+        BLOCK_A=block_a,
+        BLOCK_B=block_b,
+        HAS_DELTA=delta is not None,
+        **launch_options(residual, 4),
+    )
+    return new_residual, out
+
+
+def rope_cache(
+    packed: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k and v stored."""
+    tokens = packed.shape[0]
+    kv_heads, head_dim = key_cache.shape[2:]
+    heads = packed.shape[1] // head_dim - 2 * kv_heads
+    query = torch.empty(tokens, heads, head_dim, dtype=packed.dtype, device=packed.device)
+    if tokens == 0:
+        return query
+    group = next(g for g in (8, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
+    rope_cache_kernel[(tokens, (heads + 2 * kv_heads) // group)](
+        packed.contiguous(),
+        cos_sin,
+        positions,
+        metadata.slot_mapping,
+        query,
+        _flat(key_cache),
+        _flat(value_cache),
+        metadata.num_tokens,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=head_dim,
+        GROUP=group,
+        **launch_options(packed, 1),
+    )
+    return query
+
+
+@functools.cache
+def _arrivals(size: int, device: torch.device) -> torch.Tensor:
+    """Zeroed counters that every launch leaves at zero; kept for good, because graphs hold their address."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def router(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    live: torch.Tensor | None,
+    *,
+    share: int = ROUTER_SHARE,
+    warps: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `dense.router`; ids int32."""
+    tokens, hidden = residual.shape
+    experts = weight.shape[0]
+    residual = residual.contiguous()
+    delta = None if delta is None else delta.contiguous()
+    new_residual = residual if delta is None else torch.empty_like(residual)
+    normed = torch.empty_like(residual)
+    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=residual.device)
+    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=residual.device)
+    if tokens == 0:
+        return new_residual, normed, topk_weights, topk_ids
+    share = next(s for s in (share, 4, 2, 1) if experts % s == 0)
+    if share == experts and triton.next_power_of_2(experts) != experts:
+        share = 1
+    block_a, block_b = halves(hidden)
+    router_kernel[(experts // share, tokens)](
+        residual,
+        residual if delta is None else delta,
+        new_residual,
+        norm_weight,
+        weight,
+        bias,
+        topk_ids if live is None else live,
+        normed,
+        topk_weights,
+        topk_ids,
+        torch.empty(tokens, experts, dtype=torch.float32, device=residual.device),
+        _arrivals(max(1024, triton.next_power_of_2(tokens)), residual.device),
+        eps,
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        SHARE=share,
+        TOP_K=top_k,
+        BLOCK_A=block_a,
+        BLOCK_B=block_b,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        HAS_DELTA=delta is not None,
+        HAS_LIVE=live is not None,
+        **launch_options(residual, warps),
+    )
+    return new_residual, normed, topk_weights, topk_ids
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.greedy`."""
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    device = logits.device
+    parts = triton.cdiv(vocab, GREEDY_BLOCK)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    ids, bad = (torch.empty(rows, parts, dtype=torch.int32, device=device) for _ in range(2))
+    token_ids = torch.empty(rows, dtype=torch.int64, device=device)
+    finite = torch.empty(rows, dtype=torch.bool, device=device)
+    if rows:
+        partial_kernel[(parts, rows)](
+            logits, values, ids, bad, parts, VOCAB=vocab, BLOCK=GREEDY_BLOCK, **launch_options(logits, 4)
+        )
+        final_kernel[(rows,)](
+            values,
+            ids,
+            bad,
+            token_ids,
+            finite.view(torch.uint8),
+            parts,
+            VOCAB=vocab,
+            BLOCK=triton.next_power_of_2(parts),
+            **launch_options(logits, 1),
+        )
+    return token_ids, finite

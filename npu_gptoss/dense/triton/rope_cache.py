@@ -1,0 +1,56 @@
+"""RoPE of queries and keys and the write to the paged cache, from the packed projections: a program a row and head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_gptoss.dense.triton.device import let_next_start, turned, wait_for_inputs
+
+
+@triton.jit
+def rope_cache_kernel(
+    packed,  # [tokens, HEADS + 2 * KV_HEADS, DIM]
+    cos_sin,  # [positions, DIM]
+    positions,  # [tokens] int64
+    slots,  # [>= real tokens]; negative: not written
+    query,  # [tokens, HEADS, DIM]
+    key_cache,  # [slots, KV_HEADS, DIM]
+    value_cache,
+    real_tokens,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of a program; divides HEADS and KV_HEADS
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = DIM // 2
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP
+    within = tl.arange(0, GROUP)[:, None] * DIM + tl.arange(0, HALF)[None, :]
+    source = packed + (token * ALL + head) * DIM + within
+    first = tl.load(source)
+    second = tl.load(source + HALF)
+    if head < HEADS + KV_HEADS:
+        place = tl.load(positions + token) * DIM + tl.arange(0, HALF)
+        cos = tl.load(cos_sin + place)[None, :]
+        sin = tl.load(cos_sin + place + HALF)[None, :]
+        first, second = turned(first, second, cos, sin, packed.dtype.element_ty)
+    if head < HEADS:
+        out = query + (token * HEADS + head) * DIM + within
+        tl.store(out, first)
+        tl.store(out + HALF, second)
+    elif token < real_tokens:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            if head < HEADS + KV_HEADS:
+                out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + within
+                tl.store(out, first)
+                tl.store(out + HALF, second)
+            else:
+                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + within
+                tl.store(out, first)
+                tl.store(out + HALF, second)
