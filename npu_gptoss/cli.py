@@ -11,6 +11,8 @@ from npu_gptoss import __version__
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("npu_gptoss.doctor.command", "say what is installed here, whether it fits, and whether it computes right"),
+    "bench": ("npu_gptoss.bench.command", "measure decode, prefill and single kernels, beside the floor"),
     "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),

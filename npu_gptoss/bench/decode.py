@@ -1,0 +1,201 @@
+"""Time per output token of the offline engine in steady decode: a batch of requests, all at about the same context.
+
+Each request gets a random prompt of `context` tokens, computed as any prompt is; then every step generates one token of
+each. TPOT is the mean time between the ends of such steps, sampling and all host work included, over the first `steps`
+of them after a warm-up. Keys that a step sees are counted as they were, experts from the routing of one more step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from npu_gptoss.bench.cost import dollars_per_million
+from npu_gptoss.bench.random_checkpoint import model_name
+from npu_gptoss.bench.roofline import Ceilings, decode_work
+from npu_gptoss.bench.routing import distinct_experts
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.engine.request import Request
+from npu_gptoss.errors import InputError
+
+WARM_UP_STEPS = 4  # steady steps before the first that counts: graphs captured, kernels compiled and tuned
+DEFINITIONS = {
+    "tpot_ms": "mean milliseconds between the ends of consecutive steps in which every request of the batch generates "
+    "exactly one token, host work and greedy sampling included; tpot_median_ms is their median",
+    "context": "tokens of each random prompt; a step sees those and the tokens generated so far (mean_keys a request)",
+    "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`, from the "
+    "keys seen and the distinct experts of the run's own routing (distinct_experts; expected under uniform routing "
+    "where distinct_source says so); floor_measured_ms: at the ceilings measured in the same run; floor_uniform_ms: "
+    "from `context` and uniform routing",
+    "bytes": "weights of projections, routers, head and distinct experts once, visible keys and values once, and six "
+    "reads and six writes of the residual stream a layer",
+    "TBps": "bytes / tpot",
+    "TFLOPs": "operations (two a multiply-add, four a visible key and channel) / tpot",
+    "percent_of_floor": "100 * floor / tpot",
+    "dollars_per_million_tokens": "of generated tokens, at dollars_per_gpu_hour",
+}
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    """What was observed: the seconds between steps, and the keys that each request saw in the middle one."""
+
+    step_s: tuple[float, ...]
+    contexts: tuple[int, ...]
+    distinct: tuple[int, ...] | None  # experts of each layer in one step; None: the routing could not be seen
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.step_s) / len(self.step_s)
+
+    @property
+    def median_s(self) -> float:
+        ordered = sorted(self.step_s)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class _Enough(Exception):
+    """Ends `generate` once everything is measured; the engine forgets the requests."""
+
+
+class SteadySteps:
+    """Watches an engine's steps (`on_step`) and keeps the ends of those in which all requests advance by one."""
+
+    def __init__(self, engine: Engine, steps: int) -> None:
+        self._engine = engine
+        self._steps = steps
+        self._before: list[int] = []
+        self.ends: list[float] = []
+        self.contexts: tuple[int, ...] = ()
+        self.distinct: tuple[int, ...] | None = None
+
+    def __call__(self, requests: Sequence[Request]) -> None:
+        now = time.perf_counter()
+        generated = [request.num_generated for request in requests]
+        before, self._before = self._before, generated
+        steady = bool(before) and all(old >= 1 and new == old + 1 for old, new in zip(before, generated, strict=True))
+        if not steady:
+            self.ends.clear()  # a prompt was still being computed, or a request was preempted
+            return
+        self.ends.append(now)
+        if len(self.ends) == WARM_UP_STEPS + self._steps // 2 + 1:
+            # the last generated token is not among the step's keys: it is the next step's input
+            self.contexts = tuple(len(request.token_ids) - 1 for request in requests)
+        if len(self.ends) > WARM_UP_STEPS + self._steps:
+            self.distinct = distinct_experts(self._engine)
+            raise _Enough
+
+    def run(self) -> DecodeRun:
+        ends = self.ends[WARM_UP_STEPS:]
+        return DecodeRun(tuple(later - earlier for earlier, later in pairwise(ends)), self.contexts, self.distinct)
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Token ids from the whole vocabulary, the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
+
+
+def check_fits(engine: Engine, batch: int, tokens: int) -> None:
+    """Refuses a batch whose keys do not fit the cache at once, or that the engine would not run together."""
+    scheduler = engine.scheduler
+    blocks = batch * math.ceil(tokens / engine.block_size)
+    if blocks > scheduler.allocator.num_blocks:
+        raise InputError(
+            f"{batch} requests of {tokens} tokens need {blocks} blocks of {engine.block_size}, the cache has "
+            f"{scheduler.allocator.num_blocks}: measure smaller ones, or give it more with --num-blocks"
+        )
+    if batch > scheduler.max_batch_size:
+        raise InputError(f"the engine runs {scheduler.max_batch_size} requests at once, got a batch of {batch}")
+
+
+def run_decode(engine: Engine, batch: int, context: int, steps: int, seed: int = 0) -> DecodeRun:
+    """Measures one point. Raises InputError where the cache or the context is too small for it."""
+    if min(batch, context, steps) < 1:
+        raise InputError(f"batch, context and steps must be at least 1, got {batch}, {context}, {steps}")
+    # requests whose prompts are done early generate while others' are still computed
+    ahead = math.ceil(batch * context / engine.scheduler.max_batch_tokens) + batch
+    tokens = WARM_UP_STEPS + steps + 3 + ahead
+    check_fits(engine, batch, context + tokens)
+    watch = SteadySteps(engine, steps)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    prompts = random_prompts(batch, context, engine.config.vocab_size, seed)
+    try:
+        engine.generate(prompts, params, on_step=watch)
+    except _Enough:
+        return watch.run()
+    raise AssertionError(f"{tokens} tokens were generated without {steps} steady steps in a row")
+
+
+def decode_record(
+    engine: Engine,
+    run: DecodeRun,
+    *,
+    batch: int,
+    context: int,
+    weights: str,
+    nominal: Ceilings,
+    measured: Ceilings | None,
+    price_per_hour: float,
+) -> dict[str, Any]:
+    """The run beside its floors, as `records` wants it."""
+    config, seconds = engine.config, run.mean_s
+    work = decode_work(config, run.contexts, weights, run.distinct)
+    uniform = decode_work(config, [context] * batch, weights)
+    layers = config.num_hidden_layers
+    record = {
+        "model": model_name(config),
+        "weights": weights,
+        "batch": batch,
+        "context": context,
+        "tpot_ms": round(seconds * 1e3, 4),
+        "tpot_median_ms": round(run.median_s * 1e3, 4),
+        "tpot_min_ms": round(min(run.step_s) * 1e3, 4),
+        "steps": len(run.step_s),
+        "mean_keys": round(sum(run.contexts) / batch, 1),
+        "distinct_experts": None if run.distinct is None else round(sum(run.distinct) / layers, 2),
+        "distinct_source": "uniform" if run.distinct is None else "counted",
+        "bytes": round(work.bytes),
+        "flops": round(work.flops),
+        "floor_ms": work.floor_s(nominal) * 1e3,
+        "floor_uniform_ms": uniform.floor_s(nominal) * 1e3,
+        "TBps": work.bytes / seconds / 1e12,
+        "TFLOPs": work.flops / seconds / 1e12,
+        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+        "tokens_per_s": batch / seconds,
+        "dollars_per_million_tokens": dollars_per_million(batch, seconds, price_per_hour),
+    }
+    if measured is not None:
+        record["floor_measured_ms"] = work.floor_s(measured) * 1e3
+    return {name: significant(value) for name, value in record.items()}
+
+
+def significant(value: Any, digits: int = 5) -> Any:
+    """Rounds a float to digits that mean something, and leaves everything else."""
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def decode_line(record: dict[str, Any]) -> str:
+    """One row of the printed table."""
+    peer = record.get("peer")
+    text = (
+        f"{record['model']:>6} {record['weights']:>6} {record['batch']:>6} {record['context']:>8} "
+        f"{record['tpot_ms']:>9.3f} {record['floor_ms']:>9.3f} {record['percent_of_floor']:>6.1f}% "
+        f"{record['bytes'] / 1e9:>8.2f} {record['TBps']:>6.3f} {record['TFLOPs']:>7.2f} "
+        f"{record['distinct_experts'] if record['distinct_experts'] is not None else '-':>8} "
+        f"{record['tokens_per_s']:>9.1f} {record['dollars_per_million_tokens']:>8.3f}"
+    )
+    return text + (f"  {peer['engine']}: {peer['tpot_ms']:.3f} ms" if peer else "")
+
+
+DECODE_HEAD = (
+    f"{'model':>6} {'expert':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} {'floor':>7} "
+    f"{'GB':>8} {'TB/s':>6} {'TFLOP/s':>7} {'distinct':>8} {'tok/s':>9} {'$/Mtok':>8}"
+)

@@ -1,0 +1,145 @@
+"""Times calls honestly: warmed up, many times, on cold caches where the data would not be warm in a model either.
+
+On CUDA the calls of a rotation are captured into one graph and the graph is replayed, so that what is timed is the
+device's work and not Python; a call that cannot be captured (it waits for the device) is timed with events around
+a loop, and the result says so. Each call of a rotation has tensors of its own; a rotation that touches more than
+the cache holds finds none of them there. On other devices the host's clock is read around the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from npu_gptoss.errors import InputError
+
+WARM_UP = 3
+COLD_FACTOR = 3  # a rotation touches this many times the L2 cache
+MIN_SAMPLE_S = 0.2e-3  # shorter samples are lost in the clock's grain
+BUDGET_S = 2.0  # of all samples together; slow calls get fewer, but at least three
+FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median over samples, the fastest, and the slowest; how it was measured."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    samples: int
+    method: str
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median: differences below it are noise."""
+        return (self.max_s - self.min_s) / self.median_s
+
+
+def timing_of(samples: Sequence[float], method: str) -> Timing:
+    if not samples:
+        raise InputError("a timing needs at least one sample")
+    return Timing(statistics.median(samples), min(samples), max(samples), len(samples), method)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def l2_bytes(device: torch.device) -> int:
+    """What a rotation must exceed: the L2 cache of a CUDA device; on a CPU nothing is promised (0)."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def rotation(bytes_per_call: float, device: torch.device, most: int = 64) -> int:
+    """How many sets of tensors a rotation needs so that none is found in the cache; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    return max(1, min(most, int(COLD_FACTOR * l2_bytes(device) // max(bytes_per_call, 1)) + 1))
+
+
+def measure(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, samples: int = 20, graph: bool = True
+) -> Timing:
+    """The time of one call, from `samples` runs of the whole rotation `calls`."""
+    if not calls or samples < 1:
+        raise InputError(f"measuring needs at least one call and one sample, got {len(calls)} and {samples}")
+    _all(calls)()  # compiles, tunes, plans
+    synchronize(device)
+    start = time.perf_counter()
+    _all(calls)()
+    synchronize(device)
+    samples = max(min(samples, FEWEST), min(samples, int(BUDGET_S / max(time.perf_counter() - start, 1e-9))))
+    for _ in range(WARM_UP - 2):
+        _all(calls)()
+    synchronize(device)
+    cold = f", {len(calls)} sets of tensors" if len(calls) > 1 else ""
+    if device.type != "cuda":
+        return timing_of(_host_samples(calls, device, samples), f"host clock{cold}")
+    replay = _captured(calls, device) if graph else None
+    if replay is None:
+        return timing_of(_event_samples(_all(calls), len(calls), samples), f"events around a loop{cold}")
+    return timing_of(_event_samples(replay, len(calls), samples), f"CUDA graph, events{cold}")
+
+
+def measure_ceilings(device: torch.device) -> tuple[float, float]:
+    """bytes/s of a large copy (read plus written) and operations/s of a large bfloat16 product, both measured."""
+    elements, size = (1 << 30, 8192) if device.type == "cuda" else (1 << 22, 256)
+    source = torch.empty(elements, dtype=torch.int32, device=device).random_()
+    copy = measure([functools.partial(torch.empty_like(source).copy_, source)], device, samples=10)
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = measure([functools.partial(torch.matmul, left, right)], device, samples=10)
+    return 2 * source.numel() * source.element_size() / copy.median_s, 2 * size**3 / product.median_s
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _host_samples(calls: Sequence[Callable[[], object]], device: torch.device, samples: int) -> list[float]:
+    run, times = _all(calls), []
+    for _ in range(samples):
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append((time.perf_counter() - start) / len(calls))
+    return times
+
+
+def _captured(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], None] | None:
+    """A graph of all calls; None when one of them waits for the device, which a capture refuses."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return None
+    return graph.replay
+
+
+def _event_samples(run: Callable[[], None], calls: int, samples: int) -> list[float]:
+    """Seconds a call; a sample repeats the rotation until it is long enough for the clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once(repeats: int) -> float:
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    repeats = max(1, int(MIN_SAMPLE_S / max(once(1), 1e-6)) + 1)
+    return [once(repeats) / repeats / calls for _ in range(samples)]

@@ -1,0 +1,94 @@
+"""Time to the first token of the offline engine: one prompt, nothing else under way, an empty cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from npu_gptoss.bench.cost import dollars_per_million
+from npu_gptoss.bench.decode import check_fits, random_prompts, significant
+from npu_gptoss.bench.random_checkpoint import model_name
+from npu_gptoss.bench.roofline import Ceilings, prefill_work
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.errors import InputError
+
+DEFINITIONS = {
+    "prefill_s": "median seconds from handing one random prompt to the idle engine to its first token, over `repeats` "
+    "different prompts after one that does not count; host work and sampling included",
+    "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`; "
+    "floor_measured_ms: at those measured in the same run",
+    "flops": "two a multiply-add of every product, four experts a token, the head once; four a visible (query, key, "
+    "channel), of which a causal full layer has n * n / 2 keys and a window layer n * 128",
+    "TBps": "bytes / prefill_s; each weight once",
+    "TFLOPs": "flops / prefill_s",
+    "percent_of_floor": "100 * floor / prefill_s",
+    "dollars_per_million_tokens": "of prompt tokens, at dollars_per_gpu_hour",
+}
+
+
+def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> list[float]:
+    """Seconds to the first token of `repeats` prompts. Raises InputError where the cache is too small."""
+    if tokens < 1 or repeats < 1:
+        raise InputError(f"a prompt and the repeats must be at least 1, got {tokens} and {repeats}")
+    check_fits(engine, 1, tokens + 1)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    times = []
+    for prompt in random_prompts(repeats + 1, tokens, engine.config.vocab_size, seed):
+        start = time.perf_counter()
+        engine.generate([prompt], params)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def prefill_record(
+    engine: Engine,
+    times: list[float],
+    *,
+    tokens: int,
+    weights: str,
+    nominal: Ceilings,
+    measured: Ceilings | None,
+    price_per_hour: float,
+) -> dict[str, Any]:
+    """The run beside its floors, as `records` wants it."""
+    seconds = statistics.median(times)
+    work = prefill_work(engine.config, tokens, weights)
+    record = {
+        "model": model_name(engine.config),
+        "weights": weights,
+        "prompt_tokens": tokens,
+        "prefill_s": seconds,
+        "prefill_min_s": min(times),
+        "prefill_max_s": max(times),
+        "repeats": len(times),
+        "max_batch_tokens": engine.scheduler.max_batch_tokens,
+        "bytes": round(work.bytes),
+        "flops": round(work.flops),
+        "floor_ms": work.floor_s(nominal) * 1e3,
+        "TBps": work.bytes / seconds / 1e12,
+        "TFLOPs": work.flops / seconds / 1e12,
+        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+        "tokens_per_s": tokens / seconds,
+        "dollars_per_million_tokens": dollars_per_million(tokens, seconds, price_per_hour),
+    }
+    if measured is not None:
+        record["floor_measured_ms"] = work.floor_s(measured) * 1e3
+    return {name: significant(value) for name, value in record.items()}
+
+
+def prefill_line(record: dict[str, Any]) -> str:
+    """One row of the printed table."""
+    peer = record.get("peer")
+    text = (
+        f"{record['model']:>6} {record['weights']:>6} {record['prompt_tokens']:>8} {record['prefill_s']:>10.4f} "
+        f"{record['floor_ms'] / 1e3:>9.4f} {record['percent_of_floor']:>6.1f}% {record['TFLOPs']:>8.2f} "
+        f"{record['TBps']:>6.3f} {record['tokens_per_s']:>10.1f} {record['dollars_per_million_tokens']:>8.4f}"
+    )
+    return text + (f"  {peer['engine']}: {peer['prefill_s']:.4f} s" if peer else "")
+
+
+PREFILL_HEAD = (
+    f"{'model':>6} {'expert':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} {'TFLOP/s':>8} "
+    f"{'TB/s':>6} {'tok/s':>10} {'$/Mtok':>8}"
+)

@@ -1,0 +1,128 @@
+"""Random gpt-oss weights of full size in the official layout, made on the device: something to measure with.
+
+Speed depends on shapes, on how many experts the tokens of a step are spread over and on values not being all alike;
+it does not depend on what a model has learned. Normal weights of the published initializer's size give router logits
+of unit scale, so that a step's tokens spread over the experts almost evenly, as an upper estimate of real traffic.
+The checkpoint has no tokenizer: it is for token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.checkpoint import write_checkpoint
+from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
+from npu_gptoss.moe.mxfp4 import E2M1, GROUP
+
+SHAPES = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
+LAYOUTS = ("mxfp4", "bf16")
+STD = 0.02  # `initializer_range` of the published config
+# E8M0 bytes of 2 ** -7 and 2 ** -6: normal weights of STD reach 2.3 and 4.7 deviations under them, as trained ones do
+SCALES = (120, 121)
+EXPERTS_AT_ONCE = 8  # of one layer; bounds the memory that making them takes
+
+
+def full_config(size: str, *, mxfp4: bool = True) -> GptOssConfig:
+    """The published numbers of 20b or 120b."""
+    if size not in SHAPES:
+        raise InputError(f"the published sizes are {', '.join(SHAPES)}, got {size!r}")
+    layers, experts = SHAPES[size]
+    return GptOssConfig(
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        vocab_size=201_088,
+        sliding_window=128,
+        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
+        rope_theta=150_000.0,
+        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131_072,
+        eos_token_id=200_002,
+        pad_token_id=199_999,
+        quantization=MXFP4 if mxfp4 else None,
+        dtype="bfloat16",
+    )
+
+
+def model_name(config: GptOssConfig) -> str:
+    """20b or 120b, or what tells another shape apart."""
+    for size in SHAPES:
+        other = full_config(size, mxfp4=config.quantization is not None)
+        if replace(other, dtype=config.dtype, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id) == (
+            replace(config, other_eos_token_ids=())
+        ):
+            return size
+    return f"{config.num_hidden_layers}x{config.hidden_size}x{config.num_local_experts}e"
+
+
+def random_mxfp4(
+    shape: tuple[int, ...], std: float, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal values rounded to E2M1 under a drawn scale a group: blocks [..., groups, 16], scales [..., groups]."""
+    *rows, columns = shape
+    groups = columns // GROUP
+    scales = torch.randint(0, len(SCALES), (*rows, groups), generator=generator, device=device)
+    scales = torch.tensor(SCALES, device=device, dtype=torch.uint8)[scales]
+    values = torch.randn((*rows, groups, GROUP), generator=generator, device=device)
+    values *= std * torch.exp2(127.0 - scales[..., None].float())
+    steps = torch.tensor(E2M1, device=device)
+    codes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
+    codes |= torch.signbit(values).to(torch.uint8) << 3
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def random_tensors(config: GptOssConfig, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of the config's layout, one by one, in the order of the official names."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+    def normal(*shape: int, std: float = STD) -> torch.Tensor:
+        drawn = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        return drawn.normal_(0.0, std, generator=generator)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, device=device, dtype=torch.bfloat16)
+
+    yield "model.embed_tokens.weight", normal(config.vocab_size, hidden, std=1.0)
+    for layer in range(config.num_hidden_layers):
+        base = f"model.layers.{layer}."
+        yield base + "input_layernorm.weight", ones(hidden)
+        yield base + "post_attention_layernorm.weight", ones(hidden)
+        for name, rows, columns in (("q", query, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, query)):
+            yield f"{base}self_attn.{name}_proj.weight", normal(rows, columns)
+            yield f"{base}self_attn.{name}_proj.bias", normal(rows)
+        yield base + "self_attn.sinks", normal(config.num_attention_heads, std=1.0)
+        yield base + "mlp.router.weight", normal(experts, hidden)
+        yield base + "mlp.router.bias", normal(experts)
+        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            stem = f"{base}mlp.experts.{name}"
+            if config.quantization is None:
+                yield stem, normal(experts, columns, rows)
+            else:
+                parts = [
+                    random_mxfp4((min(EXPERTS_AT_ONCE, experts - first), rows, columns), STD, generator, device)
+                    for first in range(0, experts, EXPERTS_AT_ONCE)
+                ]
+                blocks, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+                yield f"{stem}_blocks", blocks
+                yield f"{stem}_scales", scales
+            yield f"{stem}_bias", normal(experts, rows)
+    yield "model.norm.weight", ones(hidden)
+    yield "lm_head.weight", normal(config.vocab_size, hidden)
+
+
+def write_random_checkpoint(directory: Path, config: GptOssConfig, *, seed: int, device: torch.device) -> None:
+    """Writes weights and config.json, whole or not at all; refuses a directory that holds weights already."""
+    write_checkpoint(directory, config, random_tensors(config, seed, device))

@@ -1,0 +1,240 @@
+"""What a measurement leaves behind: one JSON file with its records, and enough to read them without asking.
+
+A file says what ran (engine, versions, machine, date), what each number means (`definitions`), at which ceilings the
+floors are, and at which price of a GPU hour tokens were priced. Another engine's file of the same form, measured on the
+same machine and checkpoint, is laid beside ours record by record (`beside`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss import __version__
+from npu_gptoss.bench.roofline import Ceilings
+from npu_gptoss.errors import InputError
+
+SCHEMA = 1
+OURS = "npu_gptoss"
+
+# the fields that tell records of one kind apart, and the measured one that a peer's record adds
+KEYS = {
+    "decode": ("model", "weights", "batch", "context"),
+    "prefill": ("model", "weights", "prompt_tokens"),
+    "kernel": ("operation", "kernel", "case"),
+}
+MEASURED = {"decode": "tpot_ms", "prefill": "prefill_s", "kernel": "us"}
+_FLOOR = {"decode": ("floor_ms", 1.0), "prefill": ("floor_ms", 1e-3), "kernel": ("floor_us", 1.0)}
+
+_TEXT, _COUNT, _NUMBER = "a text", "a whole number from 1", "a finite number above 0"
+_AMOUNT = "a finite number from 0"  # moving data takes no operations
+_FIELDS: dict[str, dict[str, str]] = {
+    "decode": {
+        "model": _TEXT,
+        "weights": _TEXT,
+        "batch": _COUNT,
+        "context": _COUNT,
+        "tpot_ms": _NUMBER,
+        "steps": _COUNT,
+        "floor_ms": _NUMBER,
+        "bytes": _NUMBER,
+        "flops": _NUMBER,
+        "TBps": _NUMBER,
+        "TFLOPs": _NUMBER,
+        "percent_of_floor": _NUMBER,
+        "tokens_per_s": _NUMBER,
+    },
+    "prefill": {
+        "model": _TEXT,
+        "weights": _TEXT,
+        "prompt_tokens": _COUNT,
+        "prefill_s": _NUMBER,
+        "floor_ms": _NUMBER,
+        "bytes": _NUMBER,
+        "flops": _NUMBER,
+        "TBps": _NUMBER,
+        "TFLOPs": _NUMBER,
+        "percent_of_floor": _NUMBER,
+        "tokens_per_s": _NUMBER,
+    },
+    "kernel": {
+        "operation": _TEXT,
+        "kernel": _TEXT,
+        "case": _TEXT,
+        "us": _NUMBER,
+        "floor_us": _NUMBER,
+        "bytes": _NUMBER,
+        "flops": _AMOUNT,
+        "TBps": _NUMBER,
+        "TFLOPs": _AMOUNT,
+        "percent_of_floor": _NUMBER,
+        "method": _TEXT,
+    },
+}
+_HEADER = ("schema", "what", "engine", "date", "machine", "versions", "definitions", "ceilings", "records")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The name of the device that computed, and of its host's processor."""
+    found: dict[str, Any] = {"device": "CPU", "processor": platform.processor() or platform.machine()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"device": properties.name, "memory_GB": round(properties.total_memory / 1e9, 1)}
+    elif device.type != "cpu":
+        found["device"] = torch.get_device_module(device).get_device_name(device)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a number depends on."""
+    found = {"npu_gptoss": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("triton", "torch-npu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def document(
+    what: str,
+    device: torch.device,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    definitions: Mapping[str, str],
+    ceilings: Sequence[Ceilings],
+    price_per_hour: float,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A whole file's content. `settings` is what the command was told."""
+    return {
+        "schema": SCHEMA,
+        "what": what,
+        "engine": OURS,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "versions": versions(),
+        "settings": dict(settings),
+        "definitions": dict(definitions),
+        "ceilings": {
+            c.name: {"TBps": round(c.bytes_per_s / 1e12, 4), "TFLOPs": round(c.flops_per_s / 1e12, 2)} for c in ceilings
+        },
+        "dollars_per_gpu_hour": price_per_hour,
+        "records": [dict(record) for record in records],
+    }
+
+
+def problems(content: Any) -> list[str]:
+    """What is wrong with a file's content, in words; nothing when it can be used."""
+    if not isinstance(content, dict):
+        return [f"expected a JSON object, got {content!r:.60}"]
+    found = [f"{name} is missing" for name in _HEADER if name not in content]
+    what = content.get("what")
+    if what not in _FIELDS:
+        return [*found, f"what must be one of {', '.join(_FIELDS)}, got {what!r}"]
+    if content.get("schema") != SCHEMA:
+        found.append(f"schema must be {SCHEMA}, got {content.get('schema')!r}")
+    records = content.get("records")
+    if not isinstance(records, list) or not records:
+        return [*found, "records must be a list of at least one record"]
+    seen: set[tuple[Any, ...]] = set()
+    for number, record in enumerate(records):
+        found += [f"record {number}: {problem}" for problem in _record_problems(what, record)]
+        key = _key(what, record)
+        if key in seen:
+            found.append(f"record {number} repeats {key}")
+        seen.add(key)
+    return found
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file whole or not at all. Content that `problems` objects to is a defect of the caller."""
+    wrong = problems(content)
+    if wrong:
+        raise AssertionError("; ".join(wrong[:5]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=1, allow_nan=False)
+            stream.write("\n")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_peer(path: Path, what: str) -> dict[str, Any]:
+    """Another engine's file of the same kind. Its records need the keys and the measured number, nothing else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as a record of a peer ({error})") from None
+    if not isinstance(content, dict) or content.get("what") != what:
+        got = content.get("what") if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path}: expected records of {what}, got {got!r}; name the peer's file of the same kind")
+    if not isinstance(content.get("engine"), str) or not isinstance(content.get("records"), list):
+        raise InputError(f"{path}: expected `engine` and a list of `records`, as our own files have")
+    for number, record in enumerate(content["records"]):
+        missing = [f for f in (*KEYS[what], MEASURED[what]) if not isinstance(record, dict) or f not in record]
+        if missing:
+            raise InputError(f"{path}: record {number} lacks {', '.join(missing)}")
+    return content
+
+
+def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+    """Each record with `peer`: the other engine's name, its number and how many times as long it takes; or None."""
+    measured = MEASURED[what]
+    theirs = {_key(what, record): record for record in peer["records"]}
+    result = []
+    for record in records:
+        other = theirs.get(_key(what, record))
+        entry = None
+        if other is not None:
+            times = round(other[measured] / record[measured], 3)
+            entry = {"engine": peer["engine"], measured: other[measured], "times_as_long": times}
+        result.append({**record, "peer": entry})
+    return result
+
+
+def _key(what: str, record: Any) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in KEYS[what]) if isinstance(record, dict) else (repr(record),)
+
+
+def _record_problems(what: str, record: Any) -> list[str]:
+    if not isinstance(record, dict):
+        return [f"expected an object, got {record!r:.60}"]
+    found = []
+    for name, expected in _FIELDS[what].items():
+        value = record.get(name)
+        if not _fits(value, expected):
+            found.append(f"{name} must be {expected}, got {value!r}")
+    if not found:
+        floor_name, factor = _FLOOR[what]
+        percent = 100 * record[floor_name] * factor / record[MEASURED[what]]
+        if not math.isclose(percent, record["percent_of_floor"], rel_tol=0.02, abs_tol=0.06):
+            found.append(f"percent_of_floor is {record['percent_of_floor']}, but its numbers give {percent:.1f}")
+    return found
+
+
+def _fits(value: Any, expected: str) -> bool:
+    if expected == _TEXT:
+        return isinstance(value, str) and bool(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if expected == _COUNT:
+        return isinstance(value, int) and value >= 1
+    return math.isfinite(value) and (value > 0 or (value == 0 and expected == _AMOUNT))

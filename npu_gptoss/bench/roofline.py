@@ -1,0 +1,212 @@
+"""The least that a step of gpt-oss must move and compute, and the time that takes at a machine's ceilings.
+
+Bytes: each weight that takes part once (of the experts, the distinct ones that the step's tokens are routed to), each
+visible key and value once, activations at six reads and six writes of the residual stream a layer. Operations: two a
+multiply-add of every product, four a visible (query, key, channel) of attention; a causal prefill of n tokens sees
+n * n / 2 keys. The floor is the larger of bytes / bandwidth and operations / arithmetic rate; nothing overlaps better
+than perfectly.
+
+How many experts are distinct is counted from the run's own routing where it can be seen, else expected under uniform
+independent routing: n = E * (1 - (1 - k / E) ** tokens), an upper estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
+
+# bytes a weight, scales included: MXFP4 four bits and a byte a group of 32, FP8 one float32 a block of 128 x 128
+WEIGHT_BYTES = {"mxfp4": 4.25 / 8, "fp8": 1 + 4 / 128**2, "bf16": 2.0}
+BF16_BYTES = 2
+_ACTIVATION_PASSES = 12  # reads and writes of [tokens, hidden] in bfloat16 in a layer
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a machine can do at most: bytes/s of its memory, operations/s of its matrix units in bfloat16."""
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+
+
+# 4.8 TB/s: the vendor's datasheet; 790 TFLOP/s: an 8192 x 8192 x 8192 product of random bfloat16 through the library.
+H200 = Ceilings("H200 nominal", 4.8e12, 790e12)
+NOMINAL = {"NVIDIA H200": H200}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step or one call: bytes by what they are for, and operations."""
+
+    expert_bytes: float = 0.0
+    dense_bytes: float = 0.0  # attention's projections, norms, sinks, router, head
+    kv_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.expert_bytes + self.dense_bytes + self.kv_bytes + self.activation_bytes
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        """Seconds below which no version can run."""
+        return max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+
+    def bound(self, ceilings: Ceilings) -> str:
+        """Which ceiling the floor is at."""
+        return "bytes" if self.bytes / ceilings.bytes_per_s >= self.flops / ceilings.flops_per_s else "operations"
+
+
+def weight_bytes(weights: str) -> float:
+    """Bytes a weight in a format of WEIGHT_BYTES."""
+    if weights not in WEIGHT_BYTES:
+        raise InputError(f"weights must be one of {', '.join(WEIGHT_BYTES)}, got {weights!r}")
+    return WEIGHT_BYTES[weights]
+
+
+def expected_distinct(experts: int, top_k: int, tokens: int) -> float:
+    """Experts that at least one of `tokens` is routed to, under uniform independent routing."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+def attention_parameters(config: GptOssConfig) -> int:
+    """Of one layer outside its experts and router: projections with biases, both norms, sinks."""
+    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden = config.hidden_size
+    return (hidden + 1) * (query + 2 * kv) + (query + 1) * hidden + 2 * hidden + config.num_attention_heads
+
+
+def router_parameters(config: GptOssConfig) -> int:
+    return (config.hidden_size + 1) * config.num_local_experts
+
+
+def expert_parameters(config: GptOssConfig) -> tuple[int, int]:
+    """Of one expert: weights (in the experts' format), biases (in bfloat16)."""
+    return 3 * config.hidden_size * config.intermediate_size, 2 * config.intermediate_size + config.hidden_size
+
+
+def expert_bytes(config: GptOssConfig, weights: str) -> float:
+    """One expert with its biases."""
+    matrix, bias = expert_parameters(config)
+    return matrix * weight_bytes(weights) + bias * BF16_BYTES
+
+
+def head_parameters(config: GptOssConfig) -> int:
+    return config.vocab_size * config.hidden_size
+
+
+def kv_bytes_per_token(config: GptOssConfig) -> int:
+    """Keys and values of one position in one layer, bfloat16."""
+    return 2 * config.num_key_value_heads * config.head_dim * BF16_BYTES
+
+
+def visible_keys(config: GptOssConfig, contexts: Sequence[int]) -> int:
+    """(request, layer, key) triples that one decode step reads; `contexts` are the keys of each request."""
+    full = sum(contexts)
+    windowed = sum(min(context, config.sliding_window) for context in contexts)
+    return sum(full if config.window(layer) is None else windowed for layer in range(config.num_hidden_layers))
+
+
+def decode_work(
+    config: GptOssConfig,
+    contexts: Sequence[int],
+    weights: str,
+    distinct: Sequence[float] | None = None,
+) -> Work:
+    """One decode step: a token of each request.
+
+    contexts: the keys that each request's token sees. distinct: the distinct experts of each layer as counted; None:
+    as expected under uniform routing.
+    """
+    layers, batch = config.num_hidden_layers, len(contexts)
+    if distinct is None:
+        distinct = [expected_distinct(config.num_local_experts, config.num_experts_per_tok, batch)] * layers
+    if len(distinct) != layers:
+        raise InputError(f"the distinct experts must be given for each of {layers} layers, got {len(distinct)}")
+    keys = visible_keys(config, contexts)
+    dense = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
+    return Work(
+        expert_bytes=sum(distinct) * expert_bytes(config, weights),
+        dense_bytes=dense * BF16_BYTES,
+        kv_bytes=keys * kv_bytes_per_token(config),
+        activation_bytes=batch * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
+        flops=batch * _linear_flops(config)
+        + 2 * batch * head_parameters(config)
+        + 4 * config.num_attention_heads * config.head_dim * keys,
+    )
+
+
+def prefill_work(config: GptOssConfig, tokens: int, weights: str) -> Work:
+    """One prompt from an empty cache to the logits of its last token, as one step: all experts are read once.
+
+    A causal full layer sees n * n / 2 (query, key) pairs; a window layer n * window, as if the window were full from
+    the first row on.
+    """
+    layers = config.num_hidden_layers
+    pairs = 0.0
+    for layer in range(layers):
+        window = config.window(layer)
+        pairs += tokens * tokens / 2 if window is None else tokens * min(window, tokens)
+    distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
+    dense = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
+    return Work(
+        expert_bytes=layers * distinct * expert_bytes(config, weights),
+        dense_bytes=dense * BF16_BYTES,
+        kv_bytes=layers * tokens * kv_bytes_per_token(config),
+        activation_bytes=tokens * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
+        flops=tokens * _linear_flops(config)
+        + 2 * head_parameters(config)
+        + 4 * config.num_attention_heads * config.head_dim * pairs,
+    )
+
+
+def experts_work(config: GptOssConfig, tokens: int, weights: str, distinct: float | None = None) -> Work:
+    """The routed experts of one layer alone, without activations: what a fused kernel must read and compute."""
+    if distinct is None:
+        distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
+    matrix, _ = expert_parameters(config)
+    return Work(
+        expert_bytes=distinct * expert_bytes(config, weights),
+        flops=2 * tokens * config.num_experts_per_tok * matrix,
+    )
+
+
+def attention_decode_work(config: GptOssConfig, contexts: Sequence[int], window: int | None) -> Work:
+    """One layer's attention alone for one token of each request: its visible keys and values."""
+    keys = sum(context if window is None else min(context, window) for context in contexts)
+    return Work(
+        kv_bytes=keys * kv_bytes_per_token(config),
+        flops=4 * config.num_attention_heads * config.head_dim * keys,
+    )
+
+
+def attention_prefill_work(config: GptOssConfig, tokens: int, window: int | None) -> Work:
+    """One layer's causal attention alone over a prompt of `tokens`; queries and results count as bytes."""
+    pairs = tokens * tokens / 2 if window is None else tokens * min(window, tokens)
+    rows = 2 * tokens * config.num_attention_heads * config.head_dim * BF16_BYTES
+    return Work(
+        kv_bytes=tokens * kv_bytes_per_token(config),
+        activation_bytes=rows,
+        flops=4 * config.num_attention_heads * config.head_dim * pairs,
+    )
+
+
+def linear_work(rows: int, inputs: int, outputs: int) -> Work:
+    """One dense product in bfloat16 with its weight, input and result."""
+    return Work(
+        dense_bytes=inputs * outputs * BF16_BYTES,
+        activation_bytes=rows * (inputs + outputs) * BF16_BYTES,
+        flops=2 * rows * inputs * outputs,
+    )
+
+
+def _linear_flops(config: GptOssConfig) -> int:
+    """Of one token through all layers, without attention's scores and the head."""
+    matrix, _ = expert_parameters(config)
+    router = config.hidden_size * config.num_local_experts
+    attention = attention_parameters(config)
+    return 2 * config.num_hidden_layers * (attention + router + config.num_experts_per_tok * matrix)
