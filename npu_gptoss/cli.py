@@ -11,7 +11,10 @@ from npu_gptoss import __version__
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": ("npu_gptoss.doctor.command", "say what is installed here, whether it fits, and whether it computes right"),
+    "doctor": (
+        "npu_gptoss.doctor.command",
+        "say what is installed here, whether it fits, and what to do where it does not",
+    ),
     "bench": ("npu_gptoss.bench.command", "measure decode, prefill and single kernels, beside the floor"),
     "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),

@@ -8,10 +8,11 @@ sometimes more than once in a process. So: importing this module imports only th
 from __future__ import annotations
 
 import logging
-import re
 from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED_VLLM = "0.11.0"
+from npu_gptoss.supported import VLLM
+
+SUPPORTED_VLLM = VLLM.recommended
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
 
@@ -32,7 +33,7 @@ def installed_vllm() -> str | None:
 
 def version_objection(installed: str | None) -> str | None:
     """Why this vLLM is outside of the supported window, in words; None when it is inside."""
-    if installed is not None and re.fullmatch(re.escape(SUPPORTED_VLLM) + r"(\+.*)?", installed):
+    if VLLM.has(installed):
         return None
     found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
     return (

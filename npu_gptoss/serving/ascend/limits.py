@@ -8,12 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
+from npu_gptoss.supported import TORCH_NPU, VLLM_ASCEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# The releases with these private interfaces. 0.11.0rc0 knows no operator with sinks, 0.12 has moved its modules.
-VERSIONS = ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0")
 
 _ON = ("1", "true", "True")
 
@@ -30,10 +28,11 @@ def installed() -> str | None:
 
 def version_objection(release: str | None) -> str | None:
     """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
-    if release is not None and release.partition("+")[0] in VERSIONS:
+    if VLLM_ASCEND.has(release):
         return None
     found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
-    return f"{found}: gpt-oss is served on vllm-ascend {VERSIONS[0]} to {VERSIONS[-1]}; install {VERSIONS[-1]}"
+    oldest, newest = VLLM_ASCEND.releases[0], VLLM_ASCEND.releases[-1]
+    return f"{found}: gpt-oss is served on vllm-ascend {oldest} to {newest}; install {VLLM_ASCEND.recommended}"
 
 
 def operator_objection() -> str | None:
@@ -42,15 +41,13 @@ def operator_objection() -> str | None:
     import torch_npu
 
     name = "npu_fused_infer_attention_score_v2"
+    remedy = f"install torch-npu {TORCH_NPU.recommended} (made for CANN 8.3)"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, name, None)
     if overloads is None:
-        return f"torch-npu {release} has no {name}; install torch-npu 2.7.1 (made for CANN 8.3)"
+        return f"torch-npu {release} has no {name}; {remedy}"
     if "learnable_sink" not in {argument.name for argument in overloads.default._schema.arguments}:
-        return (
-            f"{name} of torch-npu {release} has no learnable_sink, and gpt-oss attends with sinks; "
-            "install torch-npu 2.7.1 (made for CANN 8.3)"
-        )
+        return f"{name} of torch-npu {release} has no learnable_sink, and gpt-oss attends with sinks; {remedy}"
     return None
 
 

@@ -14,11 +14,34 @@ if TYPE_CHECKING:
 
 STEP = 8  # between sizes, as vLLM has it
 
+STREAMS = 1984  # of an A2 or A3 device, by CANN's documents; all processes on it share them
+BUDGET = 1800  # of them vllm-ascend 0.11.0 hands out to graphs
+
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, then multiples of 8, and the largest decode step itself. At least two: vLLM takes one for a maximum."""
     sizes = {size for size in (1, 2, 4, *range(STEP, max_num_seqs, STEP)) if size < max_num_seqs}
     return sorted({*sizes, max(2, max_num_seqs), 1})
+
+
+def _factor(groups: int, aiv: bool) -> int:
+    """Streams that one captured piece takes."""
+    return 1 + groups if aiv else 1 + 2 * groups
+
+
+def most_sizes(layers: int, *, groups: int = 0, aiv: bool = False) -> int:
+    """How many sizes vllm-ascend 0.11.0 lets be captured piecewise: the arithmetic of its `update_aclgraph_sizes`.
+
+    groups: groups of communication with more than one rank. aiv: HCCL_OP_EXPANSION_MODE=AIV. Without speculative
+    decoding and expert parallelism.
+    """
+    budget = BUDGET if aiv else BUDGET - 40 * groups
+    return budget // ((layers + 1) * _factor(groups, aiv))
+
+
+def streams(count: int, layers: int, *, groups: int = 0, aiv: bool = False) -> int:
+    """What `count` sizes take, by the same arithmetic."""
+    return count * (layers + 1) * _factor(groups, aiv) + (0 if aiv else 40 * groups)
 
 
 def chosen_by_user(config: VllmConfig) -> bool:

@@ -1,0 +1,85 @@
+"""How fast the device's memory is: a decode step reads the weights of its experts once, so this bounds its speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from npu_gptoss.doctor.findings import Finding, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import GIB, Device
+
+# GB/s. 910B: the family figure of CANN's migration guide and of the 9.0 platform files, no official data sheet; B4 as
+# community tools have it. NVIDIA: data sheets. The longest name that fits counts.
+NOMINAL = {
+    "Ascend910B": 1600,
+    "Ascend910B4": 800,
+    "Ascend910B4-1": 1600,
+    "NVIDIA H200": 4800,
+    "NVIDIA H100 80GB HBM3": 3350,
+    "NVIDIA H100 PCIe": 2000,
+    "NVIDIA A100-SXM4-80GB": 2039,
+    "NVIDIA A100-SXM4-40GB": 1555,
+}
+LOW = 0.5  # of nominal: below, something is wrong. A copy reaches 0.8 to 0.9 where nothing is.
+SECONDS = 0.5
+
+
+def nominal(name: str) -> int | None:
+    """GB/s of a device by its name; None when it is not in the table."""
+    fitting = [known for known in NOMINAL if name.startswith(known) and not _another(name, known)]
+    return NOMINAL[max(fitting, key=len)] if fitting else None
+
+
+def _another(name: str, known: str) -> bool:
+    """Whether the digits go on: Ascend910B40 would be no Ascend910B4. The B's own digit is the chip's bin."""
+    rest = name[len(known) :]
+    return known[-1].isdigit() and rest[:1].isdigit()
+
+
+def measure(device: torch.device, free: int) -> float:
+    """GB/s that a copy within the device's memory moves, read and written, the best of several rounds."""
+    size = (256 << 20) if device.type == "cpu" else GIB
+    size = max(1 << 20, min(size, free // 8))
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device.type).synchronize
+    copies = 1 if device.type == "cpu" else 10
+    target.copy_(source)
+    wait()
+    best, end = float("inf"), time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(copies):
+            target.copy_(source)
+        wait()
+        best = min(best, (time.perf_counter() - start) / copies)
+    return 2 * source.numel() * source.element_size() / best / 1e9
+
+
+def bandwidth(device: torch.device, seen: Device) -> Iterator[Finding]:
+    if seen.emulated:
+        yield not_applicable(
+            "bandwidth", "The emulated device's memory is this host's: its speed says nothing of a 910B."
+        )
+        return
+    speed, known = measure(device, seen.free), nominal(seen.name)
+    yield judged(speed, known, seen)
+
+
+def judged(speed: float, known: int | None, seen: Device) -> Finding:
+    """The finding for a measured speed in GB/s."""
+    sentence = f"A copy in the memory of {seen.name} moves {speed:.0f} GB/s"
+    if seen.kind == "cpu":
+        return ok("bandwidth", f"{sentence}, with {torch.get_num_threads()} thread(s).")
+    if known is None:
+        return ok("bandwidth", f"{sentence}; its nominal bandwidth is not known here.")
+    sentence += f", {speed / known:.0%} of the nominal {known} GB/s"
+    if speed < LOW * known:
+        return warning(
+            "bandwidth",
+            f"{sentence}.",
+            "See whether another process uses the device (`npu-smi info`, `nvidia-smi`), or whether it is throttled.",
+        )
+    return ok("bandwidth", f"{sentence}.")

@@ -1,0 +1,262 @@
+"""What Huawei's installers leave behind: the CANN toolkit, its NNAL package, the driver and its device files.
+
+Read from their version files, without loading a library. What the files look like:
+
+* toolkit: `<toolkit>/<arch>-linux/ascend_toolkit_install.info` with `version=8.3.RC1`, or `<toolkit>/version.cfg` with
+  `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
+* NNAL: `nnal/atb/latest/version.info` with `Ascend-cann-atb : 8.3.RC1`; its `set_env.sh` sets ATB_HOME_PATH to
+  `nnal/atb/latest/atb/cxx_abi_<n>`;
+* driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.supported import CANN, DRIVER, DRIVER_OLDEST, TORCH_NPU
+
+HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+ATB_VARIABLE = "ATB_HOME_PATH"
+TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+NNAL = "/usr/local/Ascend/nnal/atb"
+DRIVER_FOLDER = "/usr/local/Ascend/driver"
+COMMON_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+IMAGE = "the image `cann:8.3.rc2-910b-ubuntu22.04-py3.11` has it"
+_EMULATED = "The emulated 910B has no {}."
+
+
+@dataclass(frozen=True)
+class Version:
+    """8.3.RC1.alpha003 is (8, 3), "RC1", "alpha003"."""
+
+    series: tuple[int, int]
+    release: str  # "RC1", "0" of 8.5.0, "" when the text ends after the series
+    suffix: str
+
+    @property
+    def prerelease(self) -> bool:
+        return re.search(r"alpha|beta", self.suffix, re.I) is not None
+
+
+def parse(text: str) -> Version | None:
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(RC\d+|\d+))?(?:[.\-](.+))?", text.strip(), re.I)
+    if match is None:
+        return None
+    return Version((int(match[1]), int(match[2])), (match[3] or "").upper(), match[4] or "")
+
+
+def _read(path: Path) -> str:
+    """Empty when it is not there or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _value(text: str, key: str, separator: str = "=") -> str:
+    match = re.search(rf"^\s*{re.escape(key)}\s*{separator}\s*(\S+)\s*$", text, re.M | re.I)
+    return match[1] if match else ""
+
+
+def toolkit_version(toolkit: Path) -> str:
+    """What the installer wrote; empty when this is no toolkit."""
+    for info in (*sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")), toolkit / "ascend_toolkit_install.info"):
+        if version := _value(_read(info), "version"):
+            return version
+    text = _read(toolkit / "version.cfg")
+    match = re.search(r"^toolkit_(?:running|installed)_version=\[[^:\]]*:([^\]\s]+)\]", text, re.M)
+    return match[1] if match else ""
+
+
+def find_toolkit(here: Machine) -> tuple[Path | None, str | None]:
+    """(the toolkit, the variable that names it): the variable is None when the toolkit only lies in the usual place."""
+    for name in HOME_VARIABLES:
+        if here.environ.get(name):
+            return Path(here.environ[name]), name
+    home = here.environ.get("HOME", "")
+    places = [here.path(place) for place in TOOLKITS]
+    if home:
+        places += [Path(home) / "Ascend/ascend-toolkit/latest", Path(home) / "Ascend/cann"]
+    return next((place for place in places if toolkit_version(place)), None), None
+
+
+def _script(folder: Path) -> Path:
+    """The set_env.sh to source for what lies in this folder."""
+    return next((f / "set_env.sh" for f in (folder, folder.parent) if (f / "set_env.sh").is_file()), folder)
+
+
+def toolkit(here: Machine) -> Iterator[Finding]:
+    if here.platform()[0] != ASCEND:
+        yield not_applicable("cann", "CANN is for Ascend machines.")
+        return
+    place, variable = find_toolkit(here)
+    install = f"Install CANN {CANN.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
+    if place is None:
+        yield failed(
+            "cann", "No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install
+        )
+        return
+    text = toolkit_version(place)
+    if not text:
+        yield failed(
+            "cann",
+            f"{variable} names {place}, which holds no CANN toolkit.",
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell that starts the server.",
+        )
+        return
+    yield _verdict(text, place, install)
+    if variable is None:
+        yield failed(
+            "cann",
+            f"CANN {text} lies in {place}, but this shell does not know it (ASCEND_HOME_PATH is not set), so torch-npu "
+            "will not find its libraries.",
+            f"`source {_script(place)}` in the shell that starts the server.",
+        )
+
+
+def _verdict(text: str, place: Path, install: str) -> Finding:
+    version = parse(text)
+    named = f"CANN {text} ({place})"
+    lowest = parse(CANN.releases[0])
+    if version is None:
+        return warning("cann", f"{named}: this is no version that can be compared.", install)
+    if version.series < lowest.series:
+        return failed(
+            "cann",
+            f"{named} is older than {CANN.releases[0]}, the first whose attention operator takes gpt-oss's sinks.",
+            install,
+        )
+    if version.series == lowest.series and version.prerelease:
+        return failed(
+            "cann",
+            f"{named} is an alpha build: its attention operator fails on sinks (learnable_sink), as 8.3.RC1.alpha003 "
+            "was seen to; the release of the same name works.",
+            install,
+        )
+    if f"{version.series[0]}.{version.series[1]}.{version.release}" in CANN.releases and not version.prerelease:
+        return ok("cann", f"{named}.")
+    return warning(
+        "cann",
+        f"{named} is not one of {', '.join(CANN.releases)}, for which torch-npu {TORCH_NPU.recommended} and this "
+        "package's operator calls are made.",
+        install,
+    )
+
+
+def nnal(here: Machine) -> Iterator[Finding]:
+    if here.platform()[0] != ASCEND:
+        yield not_applicable("nnal", "NNAL is for Ascend machines.")
+        return
+    if here.emulated:
+        yield not_applicable("nnal", _EMULATED.format("NNAL; its operators are emulated too"))
+        return
+    install = f"Install Ascend-cann-nnal of CANN's own version and `source {NNAL}/set_env.sh`."
+    named = here.environ.get(ATB_VARIABLE, "")
+    folder = Path(named).parents[1] if named else here.path(f"{NNAL}/latest")
+    text = _value(_read(folder / "version.info"), "Ascend-cann-atb", ":")
+    if not text:
+        yield failed(
+            "nnal",
+            f"NNAL is not installed ({folder / 'version.info'} says no version): without its libatb.so torch-npu has "
+            "no operator that writes the KV cache.",
+            install,
+        )
+        return
+    if not named:
+        yield failed(
+            "nnal",
+            f"NNAL {text} lies in {folder}, but this shell does not know it ({ATB_VARIABLE} is not set), so libatb.so "
+            "will not be found.",
+            f"`source {_script(folder.parent)}` after CANN's set_env.sh.",
+        )
+        return
+    if not (Path(named) / "lib/libatb.so").is_file():
+        yield failed("nnal", f"{ATB_VARIABLE} names {named}, which has no lib/libatb.so.", install)
+        return
+    place, _ = find_toolkit(here)
+    cann = toolkit_version(place) if place else ""
+    ours, theirs = parse(text), parse(cann)
+    if ours is None or theirs is None or (ours.series, ours.release) != (theirs.series, theirs.release):
+        yield warning(
+            "nnal",
+            f"NNAL {text} is not of the version of CANN ({cann or 'unknown'}), and both share libraries.",
+            install,
+        )
+    else:
+        yield ok("nnal", f"NNAL {text}.")
+
+
+def driver(here: Machine) -> Iterator[Finding]:
+    if here.platform()[0] != ASCEND:
+        yield not_applicable("driver", "The Ascend driver is for Ascend machines.")
+        return
+    if here.emulated:
+        yield not_applicable("driver", _EMULATED.format("driver"))
+        return
+    folder = here.path(DRIVER_FOLDER)
+    info = _read(folder / "version.info")
+    text = _value(info, "package_version") or _value(info, "Version")
+    mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
+    if not text and not (folder / "lib64").is_dir():
+        yield failed(
+            "driver",
+            f"There is no Ascend driver in {DRIVER_FOLDER}.",
+            f"Install the driver and firmware (Ascend HDK {DRIVER}); {mount}.",
+        )
+        return
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        yield warning(
+            "driver",
+            f"The driver's version is not known ({text or 'no version.info'}).",
+            f"Compare it with `npu-smi info` on the host; {mount}.",
+        )
+    elif (int(match[1]), int(match[2])) < DRIVER_OLDEST:
+        yield warning(
+            "driver",
+            f"The driver {text} is older than what users report with CANN {CANN.releases[0]} "
+            f"({DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on); it may refuse to capture graphs (error 207000).",
+            f"Upgrade to Ascend HDK {DRIVER}, which is published with CANN {CANN.releases[0]}, or serve with "
+            "--enforce-eager.",
+        )
+    else:
+        yield ok("driver", f"Driver {text}.")
+
+
+def device_files(here: Machine) -> Iterator[Finding]:
+    if here.platform()[0] != ASCEND:
+        yield not_applicable("device-files", "There are no /dev/davinci* to look at.")
+        return
+    if here.emulated:
+        yield not_applicable("device-files", _EMULATED.format("device files"))
+        return
+    cards = here.device_files("davinci[0-9]*")
+    wanted = [*cards, *(here.path(f"/dev/{name}") for name in COMMON_DEVICE_FILES)]
+    missing = ([] if cards else ["davinci0"]) + [path.name for path in wanted if not path.exists()]
+    give = "start the container with --device /dev/davinci<n> and " + ", ".join(
+        f"--device /dev/{name}" for name in COMMON_DEVICE_FILES
+    )
+    if missing:
+        yield failed(
+            "device-files",
+            f"Not there: {', '.join(f'/dev/{name}' for name in missing)}.",
+            f"On the host, see whether `npu-smi info` lists the cards (else: driver); {give}.",
+        )
+        return
+    closed = [path.name for path in wanted if not os.access(path, os.R_OK | os.W_OK)]
+    if closed:
+        yield failed(
+            "device-files",
+            f"This user may not open {', '.join(f'/dev/{name}' for name in closed)}.",
+            "Add the user to the group of the driver (HwHiAiUser), or start the container with that group.",
+        )
+        return
+    visible = here.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    chosen = f" ASCEND_RT_VISIBLE_DEVICES={visible} chooses among them." if visible else ""
+    yield ok("device-files", f"{len(cards)} card{'s' if len(cards) > 1 else ''} in /dev, open to this user.{chosen}")

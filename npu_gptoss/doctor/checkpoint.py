@@ -1,0 +1,50 @@
+"""Whether a checkpoint is complete, and which format it has, from the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok
+from npu_gptoss.errors import InputError
+
+TOKENIZER = "tokenizer.json"
+
+
+def checkpoint(model: Path | None) -> Iterator[Finding]:
+    """Needs torch. Every shard that the index names, every tensor of the config, shapes, dtypes and file sizes."""
+    if model is None:
+        yield not_applicable("checkpoint", "No --model DIR is given.")
+        return
+    from npu_gptoss.model.checkpoint import check_checkpoint
+    from npu_gptoss.model.config import GptOssConfig
+
+    try:
+        config = GptOssConfig.from_directory(model)
+        tensors = check_checkpoint(model, config)
+    except InputError as error:
+        sentence, remedy = _split(str(error))
+        yield failed("checkpoint", sentence, remedy)
+        return
+    files = len({tensor.file for tensor in tensors.values()})
+    size = sum(tensor.size for tensor in tensors.values())
+    kinds = {tensor.dtype_name for tensor in tensors.values() if not tensor.name.endswith(("_blocks", "_scales"))}
+    experts = "MXFP4 experts" if config.quantization else "experts in the BF16 layout"
+    if not (model / TOKENIZER).is_file():
+        yield failed(
+            "checkpoint",
+            f"{model} has its weights, but no {TOKENIZER}.",
+            f"Copy {TOKENIZER} from the original checkpoint: requests arrive as text.",
+        )
+    yield ok(
+        "checkpoint",
+        f"{model} is complete: {config.num_hidden_layers} layers of {config.num_local_experts} experts, {experts}, the "
+        f"rest in {' and '.join(sorted(kinds))}; {len(tensors)} tensors in {files} file{'s' if files > 1 else ''}, "
+        f"{size / 1e9:.2f} GB.",
+    )
+
+
+def _split(text: str) -> tuple[str, str]:
+    """An InputError says what to do in its last sentence (sentences end in a full stop and a space)."""
+    head, separator, last = text.rpartition(". ")
+    return (f"{head}.", last) if separator else (text, "Check that config.json and the weights belong together.")

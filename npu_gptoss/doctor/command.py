@@ -1,0 +1,91 @@
+"""Say what is installed here, whether it fits, and whether it computes what gpt-oss needs; each with its remedy.
+
+Exits with 1 when a check failed, with 0 when all is well or there are warnings only. Takes half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from npu_gptoss import __version__
+from npu_gptoss.doctor import cann, checks, graphs, memory, plugins, probe, stack, vocabulary
+from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
+from npu_gptoss.doctor.machine import Machine
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object (docs/doctor.md)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint to look at, and to fit into memory")
+    parser.add_argument(
+        "--max-model-len", type=_positive, default=16384, metavar="N", help="tokens of context to fit (default 16384)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="cards for the model (default 1)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=_positive, default=256, metavar="N", help="as you serve with (vLLM's default is 256)"
+    )
+
+
+def diagnose(
+    here: Machine, model: Path | None, *, max_model_len: int, tensor_parallel_size: int, max_num_seqs: int
+) -> list[Finding]:
+    """Every finding, in the order of `checks.CHECKS`. Never raises: a check that breaks is a finding."""
+    found: list[Finding] = []
+    for check, function, *arguments in (
+        ("machine", stack.machine, here),
+        ("python", stack.python, here),
+        ("torch", stack.torch, here),
+        ("torch-npu", stack.torch_npu, here),
+        ("vllm", stack.vllm, here),
+        ("vllm-ascend", stack.vllm_ascend, here),
+        ("cann", cann.toolkit, here),
+        ("nnal", cann.nnal, here),
+        ("driver", cann.driver, here),
+        ("device-files", cann.device_files, here),
+        ("plugin", plugins.discovered, here),
+        ("plugin-order", plugins.order, here),
+        ("platform-plugin", plugins.platforms, here),
+        ("registration", plugins.registration, here),
+        ("vocabulary", vocabulary.vocabulary, here, model),
+        ("graphs", graphs.graphs, here, model, tensor_parallel_size, max_num_seqs),
+    ):
+        found += guarded(check, function, *arguments)
+    device = None
+
+    def probed() -> list[Finding]:
+        nonlocal device
+        result = probe.probe(here, model)
+        device = result.device
+        return result.findings
+
+    found += guarded("torch-works", probed)
+    found += guarded("memory", memory.memory, model, max_model_len, tensor_parallel_size, device)
+    order = {check.name: place for place, check in enumerate(checks.CHECKS)}
+    return sorted(found, key=lambda finding: order[finding.check])
+
+
+def run(args: argparse.Namespace) -> int:
+    here = Machine()
+    findings = diagnose(
+        here,
+        args.model,
+        max_model_len=args.max_model_len,
+        tensor_parallel_size=args.tensor_parallel_size,
+        max_num_seqs=args.max_num_seqs,
+    )
+    if args.json:
+        print(json.dumps(as_json(findings, __version__, here.platform()[0]), indent=1))
+    else:
+        print(f"npu-gptoss doctor {__version__}")
+        print(in_words(findings, checks.groups()))
+    return exit_code(findings)

@@ -1,0 +1,58 @@
+"""The streams that captured graphs take on a 910B, against how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from npu_gptoss.doctor.findings import Finding, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.serving.ascend import sizes
+
+AIV_VARIABLE = "HCCL_OP_EXPANSION_MODE"
+
+
+def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> Iterator[Finding]:
+    if here.platform()[0] != ASCEND:
+        yield not_applicable("graphs", "The budget of streams is an Ascend device's.")
+        return
+    aiv = here.environ.get(AIV_VARIABLE) == "AIV"
+    if model is not None:
+        try:
+            models = [("", GptOssConfig.from_directory(model).num_hidden_layers, ranks)]
+        except InputError:
+            yield not_applicable("graphs", "The checkpoint has no config.json that can be read: see checkpoint.")
+            return
+    else:
+        models = [
+            ("gpt-oss-20b", PUBLISHED_20B.num_hidden_layers, 1),
+            ("gpt-oss-120b", PUBLISHED_120B.num_hidden_layers, 4),
+        ]
+    for name, layers, cards in models:
+        yield _budget(name, layers, cards, max_num_seqs, aiv)
+
+
+def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool) -> Finding:
+    asked = sizes.capture_sizes(max_num_seqs)
+    groups = int(ranks > 1)
+    most = sizes.most_sizes(layers, groups=groups, aiv=aiv)
+    streams = sizes.streams(len(asked), layers, groups=groups, aiv=aiv)
+    what = f"{layers} layers on {ranks} card{'s' if ranks > 1 else ''}"
+    sentence = (
+        f"{what}, --max-num-seqs {max_num_seqs}: {len(asked)} sizes are captured, {streams} streams by vllm-ascend's "
+        f"reckoning; it uses at most {sizes.BUDGET} of a device's {sizes.STREAMS}, so {most} sizes fit"
+    )
+    if len(asked) <= most:
+        return ok("graphs", f"{sentence}.", subject=name)
+    longer = "" if aiv or not groups else f"{AIV_VARIABLE}=AIV leaves room for more; or "
+    return warning(
+        "graphs",
+        f"{sentence}, and it thins them out: steps in between are padded to the next size.",
+        f"{longer}name the sizes that you use, as in --compilation-config "
+        '\'{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [16, 10, 4, 2, 1]}\'. '
+        "Servers that share a card share the streams.",
+        subject=name,
+    )

@@ -1,0 +1,85 @@
+"""Which kernel each operation would select for a gpt-oss call on this machine, and why the others fall out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from npu_gptoss.doctor.findings import Finding, failed, ok, warning
+
+if TYPE_CHECKING:
+    from npu_gptoss.kernels.selection import Explanation
+
+
+def kernels(platform: str) -> Iterator[Finding]:
+    """Needs torch. platform: what this machine is to serve on. One finding for each operation."""
+    from npu_gptoss.kernels import current_platform, explain, load_kernels, signature
+    from npu_gptoss.kernels.command import EXAMPLE
+    from npu_gptoss.kernels.registry import BUILT_IN, Priority, registry
+
+    complaints = _Complaints()
+    logger = logging.getLogger("npu_gptoss.kernels")
+    logger.addHandler(complaints)
+    try:
+        load_kernels()
+    finally:
+        logger.removeHandler(complaints)
+    for text in complaints.texts:
+        yield warning("kernels", text, "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
+    for name, operation in sorted(registry.operations.items()):
+        call = signature(**{role: EXAMPLE.get(role, EXAMPLE["dtype"]) for role in operation.roles})
+        found = explain(operation, call, {trait: EXAMPLE.get(trait) for trait in operation.traits})
+        made_for = [
+            c.kernel
+            for c in found.candidates
+            if platform in c.kernel.capability.platforms and c.kernel.origin == BUILT_IN
+        ]
+        more = {"subject": name, "details": tuple(_lines(found))}
+        by = f", by the override {found.override!r}" if found.override else ""
+        if found.selected is None:
+            yield failed(
+                "kernels",
+                f"No kernel can run{by}.",
+                f"Unset NPU_GPTOSS_KERNEL_{name.replace('.', '_').upper()}."
+                if by
+                else "Mend what the lines above say.",
+                **more,
+            )
+        elif made_for and found.selected.priority < min(kernel.priority for kernel in made_for):
+            yield warning(
+                "kernels",
+                f"{found.selected.name} is selected{by} and not {made_for[0].name}, which is made for this machine: "
+                "many small launches and waits where one would do (kernels are selected for "
+                f"{current_platform().kind}).",
+                "Mend what the lines above say; `npu-gptoss kernels explain` shows it again.",
+                **more,
+            )
+        elif found.selected.priority == Priority.REFERENCE:
+            yield warning(
+                "kernels",
+                f"{found.selected.name} is selected{by}, the definition: right, and slow.",
+                "Mend what the lines above say; `npu-gptoss kernels explain` shows it again.",
+                **more,
+            )
+        else:
+            yield ok("kernels", f"{found.selected.name} is selected{by}.", **more)
+
+
+def _lines(found: Explanation) -> Iterator[str]:
+    """The kernels that are not selected, and why. A kernel of another platform needs no further reasons."""
+    for candidate in found.candidates:
+        reasons = [r for r in candidate.reasons if r.startswith("runs on ")] or candidate.reasons
+        if candidate.kernel is not found.selected:
+            yield f"{candidate.kernel.name}: {'; '.join(reasons) or 'could run, has a lower priority'}"
+
+
+class _Complaints(logging.Handler):
+    """What loading third-party kernels warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

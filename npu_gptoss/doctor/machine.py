@@ -1,0 +1,85 @@
+"""The machine as the checks see it: files, environment variables, installed packages. Tests make one up."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
+PLATFORMS = (ASCEND, CUDA, CPU)
+PLATFORM_VARIABLE = "NPU_GPTOSS_PLATFORM"
+EMULATED_VARIABLE = "NPU_GPTOSS_EMULATED"
+GIB = 1 << 30
+
+
+def installed_version(name: str) -> str | None:
+    """Of a distribution; None when it is not installed or has no version."""
+    try:
+        return importlib.metadata.version(name) or None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_entry_points(group: str) -> list[EntryPoint]:
+    """In the order in which vLLM gets them."""
+    return list(importlib.metadata.entry_points(group=group))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """root: of the file system. version, entry_points: what is installed."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    python: tuple[int, int, int] = sys.version_info[:3]
+    version: Callable[[str], str | None] = installed_version
+    entry_points: Callable[[str], Sequence[EntryPoint]] = installed_entry_points
+
+    @property
+    def emulated(self) -> bool:
+        return self.environ.get(EMULATED_VARIABLE, "") not in ("", "0")
+
+    @property
+    def vllm_ascend(self) -> str | None:
+        return self.version("vllm-ascend") or self.version("vllm_ascend")
+
+    def device_files(self, pattern: str) -> list[Path]:
+        return sorted((self.root / "dev").glob(pattern))
+
+    def path(self, absolute: str) -> Path:
+        """A place of the file system, below `root`."""
+        return self.root / absolute.lstrip("/")
+
+    def platform(self) -> tuple[str, str]:
+        """What this machine is to serve on, and why: more than what kernels are selected for, which needs torch_npu.
+
+        A driver's device files or vllm-ascend make it an Ascend machine even while the rest of the stack is missing.
+        """
+        named = self.environ.get(PLATFORM_VARIABLE, "")
+        if named in PLATFORMS:
+            return named, "npu-gptoss emulate says so" if self.emulated else f"{PLATFORM_VARIABLE}={named} says so"
+        if devices := self.device_files("davinci[0-9]*"):
+            return ASCEND, f"/dev/{devices[0].name} is there"
+        for package in ("vllm-ascend", "torch-npu"):
+            if self.version(package) or self.version(package.replace("-", "_")):
+                return ASCEND, f"{package} is installed"
+        if devices := self.device_files("nvidia[0-9]*"):
+            return CUDA, f"/dev/{devices[0].name} is there"
+        return CPU, "there is no /dev/davinci*, no /dev/nvidia*, and vllm-ascend is not installed"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the probe saw. kind: npu, cuda or cpu. total, free: bytes of one device's memory; of RAM on a CPU."""
+
+    kind: str
+    name: str
+    count: int
+    total: int
+    free: int
+    emulated: bool = False

@@ -1,0 +1,205 @@
+"""Device memory against the weights and the KV cache.
+
+    weights = (all parameters, experts expanded to BF16) * 2 bytes, shared out by tensor parallelism
+    KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
+
+vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights and activations leave of it is KV cache. All
+layers keep all keys (docs/decisions.md, one KV cache group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import GIB, Device
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling
+
+UTILISATION = 0.9  # vLLM's default
+MOST = 0.95  # what the Ascend article serves with
+RESERVE = 2 * GIB  # activations of a prefill step, workspaces, graphs: a rule of thumb, not a measurement
+BF16 = 2  # bytes
+CARD = 64 * GIB  # of a 910B1 to B3
+
+PUBLISHED_20B = GptOssConfig(
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=24,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=201_088,
+    sliding_window=128,
+    layer_types=(SLIDING, FULL) * 12,
+    rope_theta=150_000.0,
+    rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131_072,
+)
+PUBLISHED_120B = replace(PUBLISHED_20B, num_hidden_layers=36, num_local_experts=128, layer_types=(SLIDING, FULL) * 18)
+PRESETS = (
+    ("gpt-oss-20b on one card", PUBLISHED_20B, 1),
+    ("gpt-oss-120b on four cards", PUBLISHED_120B, 4),
+    ("gpt-oss-120b on eight cards", PUBLISHED_120B, 8),
+)
+
+
+def weight_bytes(config: GptOssConfig, ranks: int = 1) -> int:
+    """Of one rank, in BF16. Norms, router and the biases that every rank holds whole are not divided."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    own_key = key // min(ranks, config.num_key_value_heads)
+    attention = (query // ranks + 2 * own_key) * (hidden + 1) + hidden * (query // ranks) + hidden
+    attention += config.num_attention_heads // ranks
+    router = experts * (hidden + 1)
+    expert = hidden * 2 * inner // ranks + 2 * inner // ranks + inner * hidden // ranks + hidden
+    layer = attention + router + experts * expert + 2 * hidden
+    ends = 2 * config.vocab_size * hidden // ranks + hidden
+    return BF16 * (config.num_hidden_layers * layer + ends)
+
+
+def kv_bytes_per_token(config: GptOssConfig, ranks: int = 1) -> int:
+    """Of one rank."""
+    heads = -(-config.num_key_value_heads // ranks)
+    return config.num_hidden_layers * 2 * heads * config.head_dim * BF16
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One rank's memory, in bytes. `tokens`: what fits beside weights and reserve at the usual utilisation."""
+
+    weights: int
+    kv: int
+    total: int
+    tokens: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv
+
+    def fits(self, utilisation: float, reserve: int = RESERVE) -> bool:
+        return self.needed + reserve <= self.total * utilisation
+
+
+def fit(config: GptOssConfig, ranks: int, length: int, total: int, utilisation: float = UTILISATION) -> Fit:
+    weights, token = weight_bytes(config, ranks), kv_bytes_per_token(config, ranks)
+    room = int(total * utilisation) - weights - RESERVE
+    return Fit(weights, length * token, total, max(0, room // token))
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB" if size < GIB else f"{size / GIB:.1f} GiB"
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens // 1000} thousand"
+
+
+def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
+    """The published models in words, on cards of this size."""
+    lines = []
+    for name, config, ranks in PRESETS:
+        found = fit(config, ranks, length, card)
+        each = " each" if ranks > 1 else ""
+        tokens = found.tokens or fit(config, ranks, length, card, MOST).tokens
+        if not tokens:
+            verdict = "does not fit"
+        else:
+            verdict = f"leaves room for about {thousands(tokens)} tokens of context, all requests together"
+            verdict += "" if found.tokens else f" (with --gpu-memory-utilization {MOST})"
+        lines.append(
+            f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
+            f"{kv_bytes_per_token(config, ranks) / 1024:.0f} KiB of KV cache a token{each}; {verdict}"
+        )
+    return tuple(lines)
+
+
+def sharding_objection(config: GptOssConfig, ranks: int) -> str | None:
+    """As the model says it when it is built."""
+    uneven = [
+        name
+        for name, size in (("query heads", config.num_attention_heads), ("intermediate size", config.intermediate_size))
+        if size % ranks
+    ]
+    kv_heads = config.num_key_value_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        uneven.append("key heads")
+    return f"--tensor-parallel-size {ranks} does not divide the {' and '.join(uneven)}" if uneven else None
+
+
+def memory(model: Path | None, length: int, ranks: int, device: Device | None) -> Iterator[Finding]:
+    """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing."""
+    on_cpu = device is None or device.kind == "cpu"
+    presets = preset_lines(length, CARD if on_cpu or device.emulated else device.total)
+    if model is None:
+        yield not_applicable("memory", "No --model DIR is given; for the published models:", details=presets)
+        return
+    try:
+        config = GptOssConfig.from_directory(model)
+    except InputError:
+        yield not_applicable("memory", "The checkpoint has no config.json that can be read: see checkpoint.")
+        return
+    if length > config.max_position_embeddings:
+        yield failed(
+            "memory",
+            f"--max-model-len {length} is more than the checkpoint's {config.max_position_embeddings} positions.",
+            f"Ask for at most {config.max_position_embeddings}.",
+        )
+        return
+    if objection := sharding_objection(config, ranks):
+        yield failed("memory", f"{objection} of this checkpoint.", "Use 1, 2, 4 or 8.")
+        return
+    if device is None:
+        found = fit(config, ranks, length, 0)
+        yield not_applicable(
+            "memory",
+            f"No device is usable; each of {ranks} would need {gib(found.weights)} for weights and {gib(found.kv)} for "
+            f"{length} tokens of KV cache.",
+            details=presets,
+        )
+        return
+    yield from _compared(config, ranks, length, device, presets)
+
+
+def _compared(
+    config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...]
+) -> Iterator[Finding]:
+    on_cpu = device.kind == "cpu"
+    if ranks > device.count and not on_cpu:
+        yield failed(
+            "memory",
+            f"--tensor-parallel-size {ranks} needs {ranks} devices, torch sees {device.count}.",
+            "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, --device of the "
+            "container).",
+        )
+    total = device.free * ranks if on_cpu else device.total
+    found = fit(config, ranks, length, total)
+    where = f"of available memory for {ranks} process{'es' if ranks > 1 else ''}" if on_cpu else f"of {device.name}"
+    sentence = (
+        f"{gib(found.weights)} of BF16 weights and {gib(found.kv)} of KV cache for {length} tokens "
+        f"on {gib(total)} {where}"
+    )
+    reserve = 0 if on_cpu else RESERVE
+    usual, most = (1.0, 1.0) if on_cpu else (UTILISATION, MOST)
+    smaller = "Use more cards (--tensor-parallel-size), or a shorter --max-model-len."
+    if on_cpu:
+        smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len."
+    if not found.fits(most, 0):
+        yield failed("memory", f"{sentence}: that does not fit.", smaller, details=presets)
+    elif not found.fits(usual, reserve):
+        remedy = f"Serve with --gpu-memory-utilization {MOST}; if start-up runs out of memory: {smaller.lower()}"
+        yield warning("memory", f"{sentence}: that is tight.", smaller if on_cpu else remedy, details=presets)
+    else:
+        context = "" if on_cpu else f"; about {thousands(found.tokens)} tokens of context fit, all requests together"
+        yield ok("memory", f"{sentence}{context}.", details=presets)
+    if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
+        yield warning(
+            "memory",
+            f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}.",
+            "End it, or choose another card with ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.",
+        )

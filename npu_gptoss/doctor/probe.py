@@ -1,0 +1,252 @@
+"""The checks that need torch, in a process of their own: an import that fails, a crash and a hang are findings too.
+
+The child (`python -m npu_gptoss.doctor.probe`) writes a line of JSON to a file before and after each check, so that the
+parent knows what it had found and what it was at when it died. The device is opened in the child only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.doctor.checkpoint import checkpoint
+from npu_gptoss.doctor.findings import Finding, failed, from_json, guarded, not_applicable, ok, one_line, warning
+from npu_gptoss.doctor.kernels import kernels
+from npu_gptoss.doctor.machine import ASCEND, CPU, Device, Machine
+
+LIMIT = 600  # seconds for everything; it takes ten, and a minute on the emulated 910B
+SELF_TESTS = ("self-test-sink", "self-test-window", "self-test-bias", "self-test-activation")
+ON_DEVICE = ("attention-operator", *SELF_TESTS, "bandwidth")
+ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
+CARDS = ("Ascend910B",)
+
+
+@dataclass(frozen=True)
+class Probed:
+    findings: list[Finding]
+    device: Device | None
+
+
+# The parent
+
+
+def probe(here: Machine, model: Path | None) -> Probed:
+    """Runs the child and reads its report."""
+    if here.version("torch") is None:
+        reason = "torch is not installed."
+        return Probed([not_applicable(check, reason) for check in ALL], None)
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report"
+        report.touch()
+        order = {"model": str(model) if model else None, "platform": here.platform()[0], "report": str(report)}
+        command = [sys.executable, "-m", __name__, json.dumps({**order, "emulated": here.emulated})]
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=LIMIT, env=dict(here.environ)
+            )
+            how, errors = _ending(run.returncode), run.stderr
+        except subprocess.TimeoutExpired:
+            how, errors = f"did not end within {LIMIT} s", ""
+        return read(report.read_text(), how, errors)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}" if code else ""
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def read(text: str, how: str, errors: str = "") -> Probed:
+    """The child's report. how: how it ended, empty when well; what it was at then becomes a failure."""
+    findings, device, at = [], None, "torch-works"
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the line in which it died
+            continue
+        if "finding" in entry:
+            findings.append(from_json(entry["finding"]))
+        elif "device" in entry:
+            device = Device(**entry["device"])
+        else:
+            at = entry["begin"]
+    if how:
+        last = [line for line in errors.strip().splitlines() if line.strip()]
+        findings.append(
+            failed(
+                at,
+                f"The process that checks this {how}{': ' + one_line(last[-1]) if last else '.'}",
+                "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: mend "
+                "what the checks of versions say; `npu-smi info` or `nvidia-smi` tells the device's state.",
+            )
+        )
+        seen = {finding.check for finding in findings}
+        findings += [not_applicable(check, "The process ended before.") for check in ALL if check not in seen]
+    return Probed(findings, device)
+
+
+# The child
+
+
+def main(order: dict[str, Any]) -> None:
+    model = Path(order["model"]) if order["model"] else None
+    with Path(order["report"]).open("a") as report:
+
+        def write(entry: dict[str, Any]) -> None:
+            report.write(json.dumps(entry) + "\n")
+            report.flush()
+
+        def check(name: str, function: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
+            write({"begin": name})
+            found = guarded(name, function, *arguments)
+            for finding in found:
+                write({"finding": asdict(finding)})
+            return found
+
+        works = check("torch-works", torch_works)
+        if works[0].state != "ok":
+            for name in ("device", "kernels", "checkpoint", *ON_DEVICE):
+                write({"finding": asdict(not_applicable(name, "torch does not work."))})
+            return
+        check("checkpoint", checkpoint, model)
+        check("kernels", kernels, order["platform"])
+        seen: list[Device] = []
+        check("device", device, order["platform"], order["emulated"], seen)
+        if order["platform"] != ASCEND:
+            write({"finding": asdict(not_applicable("attention-operator", "torch-npu is for Ascend machines."))})
+        else:
+            check("attention-operator", attention_operator)
+        if not seen:
+            for name in (*SELF_TESTS, "bandwidth"):
+                write({"finding": asdict(not_applicable(name, "There is no usable device."))})
+            return
+        write({"device": asdict(seen[0])})
+        for name, function, *arguments in on_device(seen[0]):
+            check(name, function, *arguments)
+
+
+def torch_works() -> Iterator[Finding]:
+    """Importing torch also loads torch-npu, when it is installed, and with it CANN's libraries."""
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:  # whatever an extension raises
+        yield failed(
+            "torch-works",
+            f"torch cannot be imported: {one_line(error)}",
+            "On an Ascend machine, source CANN's set_env.sh first (a library that is not found is CANN's); else "
+            "install torch again.",
+        )
+        return
+    yield ok("torch-works", f"torch {torch.__version__} imports and runs with {torch.get_num_threads()} thread(s).")
+
+
+def device(platform: str, emulated: bool, seen: list[Device]) -> Iterator[Finding]:
+    """Opens the device of this platform; what it is goes into `seen`."""
+    import torch
+
+    from npu_gptoss.engine.device import resolve_device
+    from npu_gptoss.errors import InputError
+    from npu_gptoss.kernels.platform import DEVICE_TYPES
+
+    kind = DEVICE_TYPES[platform]
+    if platform == CPU:
+        seen.append(_cpu())
+    else:
+        try:
+            resolve_device(kind)
+            backend = torch.get_device_module(kind)
+            backend.set_device(0)  # an NPU tells its memory to a process with a context only
+            free, total = backend.mem_get_info()
+            seen.append(Device(kind, backend.get_device_name(0), backend.device_count(), total, free, emulated))
+        except (InputError, RuntimeError, AttributeError) as error:
+            yield failed(
+                "device",
+                f"There is no {kind} device that works: {one_line(error)}",
+                "Mend what the checks of driver, device files and CANN say; NPU_GPTOSS_PLATFORM=cpu uses the CPU "
+                "instead.",
+            )
+            return
+    yield _device_finding(platform, seen[0])
+
+
+def _device_finding(platform: str, found: Device) -> Finding:
+    from npu_gptoss.doctor.memory import gib
+
+    if platform == CPU:
+        return ok(
+            "device", f"{found.name}, {found.count} core(s), {gib(found.free)} of {gib(found.total)} RAM available."
+        )
+    what = f"{found.count} × {found.name} with {gib(found.total)} each, {gib(found.free)} free"
+    if found.emulated:
+        return ok("device", f"{what}: an emulated Ascend 910B. It tells nothing of a real one's speed.")
+    if platform == ASCEND and not found.name.startswith(CARDS):
+        return warning(
+            "device",
+            f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows.",
+            "Rely on the self-test below, and report what it says.",
+        )
+    return ok("device", f"{what}.")
+
+
+def _cpu() -> Device:
+    import os
+    import platform
+
+    name = platform.processor() or platform.machine() or "CPU"
+    total = free = 0
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+        sizes = {key: int(rest.split()[0]) << 10 for key, _, rest in _pairs(Path("/proc/meminfo").read_text())}
+        total, free = sizes["MemTotal"], sizes["MemAvailable"]
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit.isdecimal():
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            total, free = min(total, int(limit)), min(free, int(limit) - used)
+    except (OSError, KeyError, ValueError, IndexError):
+        if not total and hasattr(os, "sysconf"):  # no Linux
+            total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device("cpu", name, os.cpu_count() or 1, total, max(0, free))
+
+
+def _pairs(text: str) -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in text.splitlines() if ":" in line]
+
+
+def attention_operator() -> Iterator[Finding]:
+    from npu_gptoss.serving.ascend.limits import operator_objection
+
+    objection = operator_objection()
+    if objection:
+        sentence, _, remedy = objection.rpartition("; ")
+        yield failed("attention-operator", f"{sentence}.", f"{remedy[:1].upper()}{remedy[1:]}.")
+    else:
+        yield ok("attention-operator", "npu_fused_infer_attention_score_v2 takes learnable_sink.")
+
+
+def on_device(seen: Device) -> Iterator[tuple[Any, ...]]:
+    """(check, function, arguments) of what computes."""
+    import torch
+
+    from npu_gptoss.doctor.bandwidth import bandwidth
+    from npu_gptoss.doctor.selftest import self_test
+
+    where = torch.device(seen.kind)
+    for name in SELF_TESTS:
+        yield name, self_test, name, where, torch.bfloat16
+    yield "bandwidth", bandwidth, where, seen
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

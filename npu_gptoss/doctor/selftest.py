@@ -1,0 +1,309 @@
+"""Ten seconds of arithmetic on the device at hand: the public operations with the kernels that are selected for it,
+against the definition (`reference`, fp32 on the CPU), on inputs that make each classic mistake large.
+
+* sink: every head has another one, from none to one that outweighs all keys;
+* window: one key is planted 127 positions before a query and another 128 before; the first must be seen, the second
+  not, in a decode step and in a prefill chunk of 1100 tokens. On a full layer a key 300 back must be seen;
+* bias: expert outputs in which both biases weigh as much as the products;
+* activation: pre-activations of which a quarter lies beyond the clamp, gate and up interleaved.
+
+Where a result is wrong, the known mistakes are computed too, and the one that explains it is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.doctor.findings import Finding, failed, ok, one_line
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.moe.activation import ALPHA, LIMIT
+
+WINDOW, BLOCK, HEAD_DIM = 128, 128, 64
+# Relative to the whole result (Frobenius). bfloat16 rounds inputs, the activation and the result: some 0.3 per cent
+# were measured; every mistake above makes ten per cent and more.
+LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+REMEDY = (
+    "Text would be wrong without a word: do not serve with it. {} falls back to plain torch operators; "
+    "`npu-gptoss kernels explain` shows the kernels. Please report it with `npu-gptoss doctor --json`."
+)
+_ATTENTION = "NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops"
+_EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"
+
+
+def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the whole result, relative; infinite for NaN and Inf."""
+    got, want = got.float(), want.float()
+    if not torch.isfinite(got).all():
+        return float("inf")
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def explained(got: torch.Tensor, suspects: Mapping[str, torch.Tensor], limit: float) -> str:
+    """The known mistake that gives this result, as a clause; empty when none does."""
+    near = {name: deviation(got, tensor) for name, tensor in suspects.items()}
+    name = min(near, key=near.__getitem__, default=None)
+    return f": {name}" if name is not None and near[name] <= 2 * limit else ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attention step on the CPU: what `paged_attention` and `write_kv_cache` are called with.
+
+    query [tokens, heads, 64]; keys, values: [length, kv_heads, 64] of each request, the last rows of which are new.
+    """
+
+    query: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    rows: list[int]
+    sinks: torch.Tensor
+
+    def run(self, device: torch.device, sliding_window: int | None, kernel: str | None = None) -> torch.Tensor:
+        """Scatters the keys over shuffled blocks, the new ones by `write_kv_cache`; the result lies on the CPU."""
+        lengths = [key.shape[0] for key in self.keys]
+        blocks = [-(-length // BLOCK) for length in lengths]
+        places = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)) + 1
+        table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        kv_heads = self.keys[0].shape[1]
+        caches = torch.zeros(2, sum(blocks) + 1, BLOCK, kv_heads, HEAD_DIM, dtype=self.query.dtype)
+        new: list[list[torch.Tensor]] = [[], []]
+        slots, used, ends = [], 0, [0]
+        for request, (length, rows) in enumerate(zip(lengths, self.rows, strict=True)):
+            mine = places[used : used + blocks[request]]
+            used += blocks[request]
+            table[request, : len(mine)] = mine
+            positions = torch.arange(length)
+            slot = mine[positions // BLOCK] * BLOCK + positions % BLOCK
+            for cache, whole, fresh in zip(caches, (self.keys, self.values), new, strict=True):
+                cache.view(-1, kv_heads, HEAD_DIM)[slot[: length - rows]] = whole[request][: length - rows]
+                fresh.append(whole[request][length - rows :])
+            slots.append(slot[length - rows :])
+            ends.append(ends[-1] + rows)
+        metadata = AttentionMetadata(
+            tuple(ends), tuple(lengths), table.to(device), torch.cat(slots).to(torch.int32).to(device)
+        )
+        key_cache, value_cache = (cache.contiguous().to(device) for cache in caches)
+        key, value = (torch.cat(fresh).to(device) for fresh in new)
+        write_kv_cache(key, value, key_cache, value_cache, metadata, kernel=kernel)
+        out = paged_attention(
+            self.query.to(device),
+            key_cache,
+            value_cache,
+            metadata,
+            self.sinks.to(device),
+            scale=HEAD_DIM**-0.5,
+            sliding_window=sliding_window,
+            kernel=kernel,
+        )
+        return out.cpu()
+
+    def want(self, sliding_window: int | None) -> torch.Tensor:
+        """What the definition says, in fp32 from these inputs."""
+        whole = Step(
+            self.query.float(),
+            [key.float() for key in self.keys],
+            [value.float() for value in self.values],
+            self.rows,
+            self.sinks.float(),
+        )
+        with platform_override("cpu"):
+            return whole.run(torch.device("cpu"), sliding_window, "reference")
+
+
+def _normal(generator: torch.Generator, *shape: int, std: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator) * std
+
+
+def sink_step(dtype: torch.dtype) -> Step:
+    """A prompt, a decode step and a chunk of a longer prompt, 64 heads on 8."""
+    generator = torch.Generator().manual_seed(1)
+    rows, lengths = [40, 1, 130], [40, 200, 300]
+    keys, values = ([_normal(generator, n, 8, HEAD_DIM).to(dtype) for n in lengths] for _ in range(2))
+    query = _normal(generator, sum(rows), 64, HEAD_DIM).to(dtype)
+    return Step(query, keys, values, rows, torch.linspace(-2, 8, 64).to(dtype))
+
+
+def planted_step(dtype: torch.dtype, distances: list[int], chunk: int = 0) -> Step:
+    """Decode steps of 400 keys, each with one key `distance` back that takes nearly all of the attention and is the
+    only one with a value (1); and a prompt of `chunk` tokens with planted keys at every 100th position."""
+    heads, kv_heads, length = 8, 1, 400
+    lengths, rows = [length] * len(distances), [1] * len(distances)
+    planted = [[length - 1 - distance] for distance in distances]
+    if chunk:
+        lengths, rows, planted = [*lengths, chunk], [*rows, chunk], [*planted, list(range(0, chunk, 100))]
+    keys, values = [], []
+    for n, at in zip(lengths, planted, strict=True):
+        key, value = torch.zeros(n, kv_heads, HEAD_DIM), torch.zeros(n, kv_heads, HEAD_DIM)
+        key[at] = 1.5  # times a query of 1 at 64 places, times the scale 1/8: a score of 12, above 400 scores of 0
+        value[at] = 1 + torch.arange(len(at)).view(-1, 1, 1) / 4
+        keys.append(key.to(dtype))
+        values.append(value.to(dtype))
+    query = torch.ones(sum(rows), heads, HEAD_DIM)
+    return Step(query.to(dtype), keys, values, rows, torch.zeros(heads).to(dtype))
+
+
+def sink(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    step = sink_step(dtype)
+    got, want = step.run(device, None), step.want(None)
+    none = replace(step, sinks=torch.full_like(step.sinks, float("-inf")))
+    scaled = replace(step, sinks=step.sinks * HEAD_DIM**-0.5)
+    suspects = {"the sinks are dropped": none.want(None), "the sinks are scaled like scores": scaled.want(None)}
+    yield _judged("self-test-sink", "Attention with sinks", got, want, suspects, dtype, _ATTENTION)
+
+
+def window(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    check = "self-test-window"
+    step = planted_step(dtype, [WINDOW - 1, WINDOW], chunk=1100)
+    got = step.run(device, WINDOW)
+    inside, outside = got[0].float().mean().item(), got[1].float().mean().item()
+    remedy = REMEDY.format(_ATTENTION)
+    if not inside > 0.5:
+        yield failed(
+            check, "A key 127 positions before the query is not seen: the window is shorter than 128 keys.", remedy
+        )
+    if not outside < 0.5:
+        yield failed(
+            check,
+            "A key 128 positions before the query is seen: the window has 129 keys or more (128 keys include the "
+            "query's own; Ascend's pre_tokens counts those before it, 127).",
+            remedy,
+        )
+    if not inside > 0.5 or not outside < 0.5:
+        return
+    suspects = {
+        "the window is 127": step.want(WINDOW - 1),
+        "the window is 129": step.want(WINDOW + 1),
+        "there is no window": step.want(None),
+    }
+    chunk = _judged(check, "The window of 128 keys", got, step.want(WINDOW), suspects, dtype, _ATTENTION)
+    if chunk.state != "ok":
+        yield chunk
+        return
+    full = planted_step(dtype, [300])
+    if not full.run(device, None).float().mean().item() > 0.5:
+        yield failed(check, "A full layer does not see a key 300 back: it is given a window.", remedy)
+        return
+    yield chunk
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Tokens and experts on the CPU. hidden [tokens, 256], logits [tokens, 8], weights in the official layout."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    weights: ExpertWeights
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Layer:
+        w = self.weights
+        names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        weights = ExpertWeights(**{name: move(getattr(w, name)) for name in names})
+        return Layer(move(self.hidden), move(self.logits), weights)
+
+    def run(self, kernel: str | None = None, limit: float = LIMIT) -> torch.Tensor:
+        weights, ids = route(self.logits, 4, kernel=kernel)
+        prepared = prepare_experts(self.weights, swiglu_limit=limit, kernel=kernel)
+        return expert_mlp(self.hidden, prepared, weights, ids).cpu()
+
+    def want(self, limit: float = LIMIT) -> torch.Tensor:
+        with platform_override("cpu"):
+            return self.moved(torch.Tensor.float).run("reference", limit)
+
+
+def expert_layer(dtype: torch.dtype, *, seed: int, gate_up: float, gate_up_bias: float, bias: float) -> Layer:
+    """Standard deviations of the pre-activations' two parts and of the outer bias; products of `down` are about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, hidden, inner, experts = 33, 256, 256, 8
+    size = max(1.0, gate_up + gate_up_bias) ** 2  # of the activation, roughly
+    weights = ExpertWeights(
+        _normal(generator, experts, hidden, 2 * inner, std=gate_up * hidden**-0.5),
+        _normal(generator, experts, 2 * inner, std=gate_up_bias),
+        _normal(generator, experts, inner, hidden, std=inner**-0.5 / size),
+        _normal(generator, experts, hidden, std=bias),
+    )
+    layer = Layer(_normal(generator, tokens, hidden), _normal(generator, tokens, experts), weights)
+    return layer.moved(lambda tensor: tensor.to(dtype))
+
+
+def bias(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    layer = expert_layer(dtype, seed=2, gate_up=1.0, gate_up_bias=1.0, bias=0.5)
+    got = layer.moved(lambda tensor: tensor.to(device)).run()
+    w, suspects = layer.weights, {}
+    outer, inner = torch.zeros_like(w.down_proj_bias), torch.zeros_like(w.gate_up_proj_bias)
+    for name, changed in (
+        ("both biases are omitted", {"down_proj_bias": outer, "gate_up_proj_bias": inner}),
+        ("the bias of gate and up is omitted", {"gate_up_proj_bias": inner}),
+        ("the bias of down is omitted", {"down_proj_bias": outer}),
+    ):
+        suspects[name] = replace(layer, weights=replace(w, **changed)).want()
+    yield _judged("self-test-bias", "Routing and experts with biases", got, layer.want(), suspects, dtype, _EXPERTS)
+
+
+def activation(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    layer = expert_layer(dtype, seed=3, gate_up=5.0, gate_up_bias=4.0, bias=0.0)
+    got = layer.moved(lambda tensor: tensor.to(device)).run()
+    w = layer.weights
+
+    def columns(change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        weights = replace(w, gate_up_proj=change(w.gate_up_proj), gate_up_proj_bias=change(w.gate_up_proj_bias))
+        return replace(layer, weights=weights).want()
+
+    def swap(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor[..., 1::2], tensor[..., 0::2]], dim=-1).flatten(-2)
+
+    def as_halves(tensor: torch.Tensor) -> torch.Tensor:
+        gate, up = tensor.chunk(2, dim=-1)
+        return torch.stack([gate, up], dim=-1).flatten(-2)
+
+    suspects = {
+        "gate and up are swapped": columns(swap),
+        "gate and up are taken for halves, not interleaved": columns(as_halves),
+        "the clamp is left out": layer.want(limit=float(torch.finfo(torch.float32).max)),
+    }
+    name = f"gpt-oss's activation (clamp {LIMIT:g}, {ALPHA} in the sigmoid, up + 1)"
+    yield _judged("self-test-activation", name, got, layer.want(), suspects, dtype, _EXPERTS)
+
+
+def _judged(
+    check: str,
+    what: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    suspects: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    override: str,
+) -> Finding:
+    found, limit = deviation(got, want), LIMITS[dtype]
+    if found <= limit:
+        return ok(check, f"{what}: {found:.2%} from the definition, at most {limit:.2%} is rounding.")
+    size = "NaN or Inf" if found == float("inf") else f"{found:.0%} from the definition"
+    return failed(check, f"{what}: {size}{explained(got, suspects, limit)}.", REMEDY.format(override))
+
+
+CASES: dict[str, Callable[[torch.device, torch.dtype], Iterator[Finding]]] = {
+    "self-test-sink": sink,
+    "self-test-window": window,
+    "self-test-bias": bias,
+    "self-test-activation": activation,
+}
+
+
+def self_test(check: str, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    """One of CASES. What a kernel or the device raises is a finding about them, not about this test."""
+    try:
+        found = list(CASES[check](device, dtype))
+    except Exception as error:  # an operator's refusal, a driver's error
+        override = _ATTENTION if check in ("self-test-sink", "self-test-window") else _EXPERTS
+        found = [
+            failed(
+                check,
+                f"It could not be computed on {device}: {type(error).__name__}: {one_line(error)}",
+                f"Mend what the checks of versions and CANN say. {override} tells whether the kernel is to blame.",
+            )
+        ]
+    yield from found

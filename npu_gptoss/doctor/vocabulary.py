@@ -1,0 +1,108 @@
+"""Whether openai-harmony gets its vocabulary without the network, as the server will arrange it.
+
+The same places in the same order as `serving/compat/vocabulary.py`; at the end the encoding is really loaded, from the
+file and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
+from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.model.vocabulary import (
+    BASE_VARIABLE,
+    VOCABULARY_FILE,
+    VocabularyError,
+    build_vocabulary,
+    find_vocabulary,
+    is_published_vocabulary,
+)
+from npu_gptoss.serving.compat.vocabulary import harmony_can_load
+
+SAMPLE = "<|start|>user<|message|>What is 3 + 4?<|end|>"
+REBUILD = "`npu-gptoss vocabulary MODEL_DIR` rebuilds it from a checkpoint's tokenizer.json, offline."
+
+
+def vocabulary(here: Machine, model: Path | None) -> Iterator[Finding]:
+    base = here.environ.get(BASE_VARIABLE, "")
+    named = Path(base) / VOCABULARY_FILE
+    if here.version("openai-harmony") is None and here.version("oss-harmony") is None:
+        state = failed if here.platform()[0] == ASCEND or here.version("vllm") else warning
+        yield state(
+            "vocabulary",
+            "openai-harmony is not installed, and gpt-oss speaks nothing but harmony.",
+            "`pip install openai-harmony`.",
+        )
+    elif base and named.is_file() and not is_published_vocabulary(named):
+        yield failed(
+            "vocabulary",
+            f"{named} is not the published vocabulary (size or SHA-256 differ), and the server would use it.",
+            f"Delete it. {REBUILD}",
+        )
+    elif (found := find_vocabulary(model)) is not None:
+        yield from _loaded(found, f"found in {found}")
+    elif harmony_can_load():
+        yield ok("vocabulary", "openai-harmony has its vocabulary in its own cache.")
+    elif model is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                build_vocabulary(model, scratch)
+            except VocabularyError as error:
+                yield failed(
+                    "vocabulary",
+                    f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
+                    f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with the "
+                    "file.",
+                )
+            else:
+                yield from _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
+    else:
+        yield warning(
+            "vocabulary",
+            f"There is no {VOCABULARY_FILE} yet, and no --model to rebuild it from: a server rebuilds it from its "
+            "checkpoint's tokenizer.json.",
+            REBUILD,
+        )
+
+
+def _loaded(folder: Path, how: str) -> Iterator[Finding]:
+    """Loads harmony's encoding from this folder and encodes a sample."""
+    with _environment(BASE_VARIABLE, str(folder)):
+        try:
+            import openai_harmony
+
+            encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+            back = encoding.decode(encoding.encode(SAMPLE, allowed_special="all"))
+        except Exception as error:  # the library raises what it likes, a broken build an ImportError
+            yield failed(
+                "vocabulary",
+                f"The vocabulary is there ({how}), but openai-harmony cannot load it: {one_line(error)}",
+                "`pip install --force-reinstall openai-harmony`.",
+            )
+            return
+    if back != SAMPLE:
+        yield failed(
+            "vocabulary",
+            f"openai-harmony does not give back what it encoded: {back!r}.",
+            f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
+        )
+    else:
+        yield ok("vocabulary", f"The harmony vocabulary works offline: {how}.")
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

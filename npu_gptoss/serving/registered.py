@@ -1,0 +1,28 @@
+"""Says what vLLM ends up with once all plugins are loaded: `python -m npu_gptoss.serving.registered`.
+
+One line of JSON: `device`, the type of vLLM's platform; `model`, the class that serves gpt-oss. Run by
+`npu-gptoss doctor` in a process of its own; it opens no device.
+"""
+
+from __future__ import annotations
+
+import json
+
+from npu_gptoss.plugin import ARCHITECTURE
+
+
+def registered() -> dict[str, str]:
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    known = ModelRegistry.models.get(ARCHITECTURE)
+    return {
+        "device": current_platform.device_type,
+        "model": f"{known.module_name}:{known.class_name}" if hasattr(known, "module_name") else repr(known),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(registered()))

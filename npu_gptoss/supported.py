@@ -1,0 +1,37 @@
+"""The supported window: which releases of what this package rides on. One table, for what enforces it and for `doctor`.
+
+Imported by vLLM's entry point, so the standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Window:
+    """`releases` are those that are known to fit; `recommended` is the one to install. Local builds (`+…`) count."""
+
+    name: str
+    releases: tuple[str, ...]
+    recommended: str
+
+    def has(self, release: str | None) -> bool:
+        return release is not None and release.partition("+")[0] in self.releases
+
+
+VLLM = Window("vLLM", ("0.11.0",), "0.11.0")
+# Those with the private interfaces that are used: 0.11.0rc0 knows no operator with sinks, 0.12 has moved its modules.
+VLLM_ASCEND = Window("vllm-ascend", ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0"), "0.11.0")
+# 2.7.1.post2 is made for CANN 8.5
+TORCH_NPU = Window("torch-npu", ("2.7.1", "2.7.1.post1"), "2.7.1")
+# compiled against by torch-npu 2.7.1
+TORCH_ON_ASCEND = Window("torch", ("2.7.1",), "2.7.1")
+# 8.3.RC1 is the first whose attention operator has sinks; its alpha builds have not
+CANN = Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2")
+
+PYTHON = ("3.10", "3.11", "3.12")
+PYTHON_ON_ASCEND = ("3.11",)
+TORCH_OLDEST = (2, 7)  # on CPU and CUDA
+# The driver's release that is published together with CANN 8.3.RC1, and the oldest that users report with it.
+DRIVER, DRIVER_OLDEST = "25.3.rc1", (25, 0)
