@@ -22,6 +22,9 @@ class Sizes:
     vocab: int = 300
 
 
+SIZES = Sizes()
+
+
 @dataclass(frozen=True)
 class Case:
     """One layer's small operations for `rows` rows of which `real` are no padding."""
@@ -53,7 +56,7 @@ def make_case(
     rows: int,
     real: int | None = None,
     *,
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = SIZES,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     seed: int = 0,

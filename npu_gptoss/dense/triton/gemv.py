@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import let_next_start, load_sum, normed, turned, wait_for_inputs
+from npu_gptoss.dense.triton.device import load_sum, normed, turned
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -68,10 +69,9 @@ def qkv_kernel(
         row = token * HIDDEN
         hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
         hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
-        if HAS_DELTA:
-            if program == 0:
-                tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
-                tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
+        if HAS_DELTA and program == 0:
+            tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
+            tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
         squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
         inverse = tl.rsqrt(squares / HIDDEN + eps)
         x_a = normed(hidden_a, inverse, norm_a, DTYPE)[None, :]

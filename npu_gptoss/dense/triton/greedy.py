@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import let_next_start, wait_for_inputs
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from npu_gptoss.dense.triton.device import halves, launch_options
+from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
 from npu_gptoss.dense.triton.greedy import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.norm import add_norm_kernel
@@ -19,6 +19,7 @@ from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
 from npu_gptoss.dense.triton.router import router_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import AttentionMetadata
@@ -181,7 +182,7 @@ def rope_cache(
     value_cache: torch.Tensor,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
-    """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k and v stored."""
+    """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
     kv_heads, head_dim = key_cache.shape[2:]
     heads = packed.shape[1] // head_dim - 2 * kv_heads

@@ -1,0 +1,63 @@
+"""Captures work on a device: CUDA graphs and ACL graphs through the one interface that torch gives both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from npu_gptoss.errors import InputError
+
+GRAPH_CLASSES = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
+# cuBLAS, Triton and torch's allocator set themselves up at the first call, which a capture cannot hold.
+WARM_UPS = 2
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Captured work. `result` is what it returned: tensors that every replay writes anew, at the same addresses."""
+
+    graph: Graph
+    result: Any
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+class Recorder:
+    """Captures on one device, into one pool of memory.
+
+    Graphs of one recorder must not run at the same time: what one leaves in the pool, the next overwrites. Record the
+    largest first: the smaller ones then fit into its memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type not in GRAPH_CLASSES:
+            raise InputError(
+                f"graphs can be captured on {' or '.join(sorted(GRAPH_CLASSES))}, not on {device.type}: choose none"
+            )
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._pool = self._module.graph_pool_handle()
+
+    def record(self, work: Callable[[], Any]) -> Recorded:
+        """Runs `work` to warm up, then captures it. It must read and write fixed tensors only, and ask no device."""
+        with self._module.device(self.device):
+            current = self._module.current_stream()
+            aside = self._module.Stream()
+            aside.wait_stream(current)
+            with self._module.stream(aside):
+                for _ in range(WARM_UPS):
+                    work()
+            current.wait_stream(aside)
+            graph = getattr(self._module, GRAPH_CLASSES[self.device.type])()
+            with self._module.graph(graph, pool=self._pool):
+                result = work()
+        return Recorded(graph, result)

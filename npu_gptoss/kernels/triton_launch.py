@@ -1,0 +1,43 @@
+"""How this package's Triton kernels are launched: programmatic dependent launch where the GPU has it.
+
+With it (Hopper and newer) a kernel may start while its predecessor still runs. It loads its weights, which no kernel of
+a step writes, then waits (`wait_for_inputs`) before it touches anything else. So the stream of weights does not pause
+between kernels. Every kernel of a chain must wait, or a write could overtake a reader two kernels back. Importing this
+module imports triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def supports_pdl(device: int | None) -> bool:
+    return not INTERPRETED and device is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(tensor: torch.Tensor, warps: int) -> dict[str, object]:
+    """Keyword arguments of a launch on the tensor's device: the constexpr PDL, and what makes the driver do it."""
+    pdl = supports_pdl(tensor.device.index)
+    return {"PDL": pdl, "num_warps": warps, **({"launch_pdl": True} if pdl else {})}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Before anything is read that another kernel of the step wrote, and before anything is written."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may start once all programs of this one have come here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
