@@ -1,0 +1,92 @@
+"""The command on a CPU, at sizes at which its files and its errors mean something and its times do not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from npu_gptoss.bench import records
+from npu_gptoss.cli import main
+
+
+def bench(*words: object) -> int:
+    return main(["bench", *map(str, words)])
+
+
+def test_decode_writes_a_record_for_every_point(directory, tmp_path, capsys):
+    file = tmp_path / "decode.json"
+    options = ("--device", "cpu", "--batch", 1, 2, "--context", 20, 33, "--steps", 3, "--num-blocks", 40)
+    assert bench("decode", "--model", directory, *options, "--gpu-price", 4.5, "--json", file) == 0
+    content = json.loads(file.read_text())
+    assert records.problems(content) == []
+    points = [(record["batch"], record["context"]) for record in content["records"]]
+    assert points == [(1, 20), (2, 20), (1, 33), (2, 33)]
+    assert content["dollars_per_gpu_hour"] == 4.5
+    assert all(record["steps"] == 3 for record in content["records"])
+    assert str(directory) not in file.read_text(), "a path of this machine is in the record"
+    out = capsys.readouterr().out
+    assert "tpot_ms: mean milliseconds between the ends of consecutive steps" in out
+    assert "no nominal ceilings are known of it" in out
+    assert "one GPU hour: 4.50 dollars" in out
+
+
+def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
+    probe, file = tmp_path / "probe.json", tmp_path / "prefill.json"
+    options = ("--device", "cpu", "--tokens", 70, "--repeats", 2, "--num-blocks", 20)
+    assert bench("prefill", "--model", directory, *options, "--json", probe) == 0
+    content = json.loads(probe.read_text())
+    content["engine"] = "another engine"
+    content["records"][0]["prefill_s"] *= 2
+    probe.write_text(json.dumps(content))
+    assert bench("prefill", "--model", directory, *options, "--peer", probe, "--json", file) == 0
+    (record,) = json.loads(file.read_text())["records"]
+    assert record["peer"]["engine"] == "another engine"
+    assert record["peer"]["prefill_s"] == content["records"][0]["prefill_s"]
+    assert record["repeats"] == 2
+    assert "another engine: " in capsys.readouterr().out
+
+
+def test_kernels_of_every_operation_are_measured_at_the_shapes_of_a_checkpoint(directory, tmp_path, capsys):
+    file = tmp_path / "kernel.json"
+    options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--context", 20, "--tokens", 9, "--samples", 1)
+    operations = ("attention.paged", "attention.write_kv", "moe.experts", "moe.route")
+    assert bench("kernel", *operations, "--model", directory, *options, "--weights", "bf16", "--json", file) == 0
+    content = json.loads(file.read_text())
+    assert records.problems(content) == []
+    assert {record["operation"] for record in content["records"]} == set(operations)
+    assert not any("reference" in record["kernel"] for record in content["records"])
+    for operation in operations:
+        of_one_case = [r for r in content["records"] if r["operation"] == operation and r["selected"]]
+        assert len(of_one_case) == len({r["case"] for r in of_one_case}), "one kernel is selected for each case"
+    assert "runs on ascend; this is cpu" in capsys.readouterr().err
+
+
+def test_the_reference_is_measured_when_it_is_named(directory, tmp_path):
+    file = tmp_path / "kernel.json"
+    options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--tokens", 5, "--samples", 1)
+    named = ("--kernel", "reference", "--json", file)
+    assert bench("kernel", "moe.route", "--model", directory, *options, *named) == 0
+    assert {record["kernel"] for record in json.loads(file.read_text())["records"]} == {"moe.route.reference"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("kernel", "moe.router", "--device", "cpu"), "there is no operation 'moe.router'; there are attention.paged"),
+        (("kernel", "moe.route", "--device", "cpu", "--kernel", "fast"), "no kernel could run any of these cases"),
+        (("kernel", "--gpu-price", "-1"), "--gpu-price must be from 0"),
+        (("decode", "--model", "/nonexistent", "--device", "cpu"), "there is no such directory"),
+        (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a record of a peer"),
+    ],
+)
+def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
+    assert bench(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_a_device_that_is_not_there_is_an_error_in_words(directory, capsys):
+    assert bench("decode", "--model", directory, "--device", "cuda") == 2
+    assert "the device 'cuda' cannot be used here" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from npu_gptoss.bench import measure as module
+from npu_gptoss.bench.measure import measure, measure_ceilings, rotation, timing_of
+from npu_gptoss.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+def test_the_median_is_reported_not_the_fastest():
+    timing = timing_of([3.0, 1.0, 2.0, 9.0, 2.5], "by hand")
+    assert (timing.median_s, timing.min_s, timing.max_s, timing.samples) == (2.5, 1.0, 9.0, 5)
+    assert timing.spread == pytest.approx(8 / 2.5)
+
+
+def test_a_call_of_known_length_is_timed_as_such():
+    timing = measure([lambda: time.sleep(0.01)] * 2, CPU, samples=3)
+    assert 0.0095 < timing.median_s < 0.02, "the time of one call, not of the rotation"
+    assert "2 sets of tensors" in timing.method
+
+
+def test_warming_up_is_not_timed():
+    durations = iter([0.3, 0.0])
+    timing = measure([lambda: time.sleep(next(durations, 0.002))], CPU, samples=3)
+    assert timing.max_s < 0.1
+
+
+def test_slow_calls_get_fewer_samples(monkeypatch):
+    monkeypatch.setattr(module, "BUDGET_S", 0.02)
+    calls = []
+    timing = measure([lambda: (time.sleep(0.01), calls.append(1))], CPU, samples=50)
+    assert timing.samples == module.FEWEST
+    assert len(calls) == module.WARM_UP + module.FEWEST
+
+
+def test_a_rotation_exceeds_the_cache(monkeypatch):
+    monkeypatch.setattr(module, "l2_bytes", lambda device: 60_000_000)
+    cuda = torch.device("cuda")
+    assert rotation(10_000_000, cuda) * 10_000_000 > 3 * 60_000_000
+    assert rotation(1e9, cuda) == 1
+    assert rotation(1, cuda) == 64, "tiny tensors do not make endless rotations"
+    assert rotation(1, CPU) == 1
+
+
+def test_nothing_to_measure_is_an_error():
+    with pytest.raises(InputError, match="at least one call"):
+        measure([], CPU)
+
+
+def test_ceilings_are_positive_on_any_machine():
+    moved, computed = measure_ceilings(CPU)
+    assert moved > 1e8
+    assert computed > 1e7
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; make test-cuda runs it on one")
+def test_a_graph_is_timed_where_the_call_can_be_captured_and_a_loop_where_it_waits():
+    device = torch.device("cuda")
+    x = torch.randn(1 << 22, device=device)
+    assert measure([lambda: x.mul_(1.0)], device).method.startswith("CUDA graph")
+    assert measure([lambda: x.sum().item()], device).method.startswith("events")
+    assert measure([lambda: x.mul_(1.0)], device).method.startswith("CUDA graph"), "a refused capture leaves no trace"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; make test-cuda runs it on one")
+def test_a_rotation_reads_from_memory_and_one_buffer_from_the_cache():
+    device = torch.device("cuda")
+    size = 16 << 20
+    buffers = [torch.randn(size // 4, device=device) for _ in range(rotation(size, device))]
+    sums = [torch.empty((), device=device) for _ in buffers]
+    cold = measure([lambda b=b, s=s: torch.sum(b, dim=0, out=s) for b, s in zip(buffers, sums, strict=True)], device)
+    warm = measure([lambda: torch.sum(buffers[0], dim=0, out=sums[0])], device)
+    assert cold.median_s > 1.1 * warm.median_s
+    assert size / cold.median_s < 5.5e12, "more than any memory of today: the cache was measured"

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from npu_gptoss.bench.random_checkpoint import (
+    SCALES,
+    STD,
+    full_config,
+    model_name,
+    random_mxfp4,
+    random_tensors,
+    write_random_checkpoint,
+)
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.moe.mxfp4 import expand
+from tests.checkpoints import random_config
+from tests.model.published import published_config
+
+CPU = torch.device("cpu")
+
+
+def test_the_shapes_are_the_published_ones():
+    for size, numbers in (("20b", (24, 32)), ("120b", (36, 128))):
+        assert full_config(size) == replace(GptOssConfig.from_dict(published_config(*numbers)), dtype="bfloat16")
+    with pytest.raises(InputError, match="the published sizes are 20b, 120b, got '7b'"):
+        full_config("7b")
+
+
+def test_a_model_is_named_by_all_of_its_shape():
+    assert model_name(full_config("20b")) == "20b"
+    assert model_name(full_config("120b", mxfp4=False)) == "120b"
+    assert model_name(replace(full_config("20b"), eos_token_id=None, dtype=None)) == "20b"
+    assert model_name(replace(full_config("20b"), sliding_window=64)) != "20b"
+    assert model_name(random_config()) == "4x96x8e"
+
+
+def test_values_are_normal_with_the_deviation_asked_for():
+    blocks, scales = random_mxfp4((3, 512, 96), STD, torch.Generator().manual_seed(0), CPU)
+    values = expand(blocks, scales, torch.float32)
+    assert values.shape == (3, 512, 96)
+    assert set(scales.unique().tolist()) == set(SCALES)
+    assert values.std().item() == pytest.approx(STD, rel=0.03)
+    assert abs(values.mean().item()) < STD / 50
+    kurtosis = (values**4).mean() / (values**2).mean() ** 2
+    assert 2.4 < kurtosis < 3.1, "normal values have 3, uniform codes 2.2 or less"
+
+
+@pytest.mark.parametrize("mxfp4", [True, False])
+def test_a_written_checkpoint_is_complete_and_generates(mxfp4, tmp_path):
+    config = replace(random_config(layers=2, mxfp4=mxfp4), dtype="bfloat16")
+    write_random_checkpoint(tmp_path, config, seed=3, device=CPU)
+    check_checkpoint(tmp_path, config)
+    engine = Engine(tmp_path, num_blocks=10)
+    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(result.token_ids) == 4
+    with pytest.raises(CheckpointError, match="expected a directory without weights"):
+        write_random_checkpoint(tmp_path, config, seed=3, device=CPU)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    config = random_config(layers=1, mxfp4=True)
+    first, again, other = (dict(random_tensors(config, seed, CPU)) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    drawn = [name for name in first if "norm" not in name]
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)

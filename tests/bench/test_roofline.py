@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+
+from npu_gptoss.bench import roofline
+from npu_gptoss.bench.random_checkpoint import full_config
+from npu_gptoss.bench.roofline import H200, Work, decode_work, expected_distinct, experts_work, prefill_work
+from npu_gptoss.errors import InputError
+from tests.checkpoints import random_config
+
+# milliseconds on an H200 as worked out beside the code, by hand: model, weights, context, batch -> floor
+DECODE_FLOORS = {
+    ("20b", "mxfp4", 1024, 1): 0.78,
+    ("20b", "mxfp4", 1024, 8): 1.95,
+    ("20b", "mxfp4", 1024, 32): 2.80,
+    ("20b", "mxfp4", 1024, 128): 3.42,
+    ("20b", "mxfp4", 8192, 1): 0.82,
+    ("20b", "mxfp4", 8192, 8): 2.24,
+    ("20b", "mxfp4", 8192, 32): 3.97,
+    ("20b", "fp8", 1024, 1): 1.01,
+    ("20b", "fp8", 8192, 32): 5.81,
+    ("20b", "bf16", 1024, 1): 1.51,
+    ("20b", "bf16", 8192, 128): 13.97,
+    ("120b", "mxfp4", 1024, 1): 1.05,
+    ("120b", "mxfp4", 1024, 128): 14.33,
+}
+PREFILL_FLOORS = {
+    ("20b", 8192): 0.071,
+    ("20b", 32768): 0.386,
+    ("20b", 65536): 1.04,
+    ("20b", 128000): 3.02,
+    ("120b", 8192): 0.107,
+    ("120b", 32768): 0.58,
+    ("120b", 65536): 1.56,
+    ("120b", 128000): 4.54,
+}
+EXPERTS_FLOORS_US = {1: 11.0, 8: 57.9, 32: 87.0, 64: 88.2}  # one layer of 20b in MXFP4
+
+
+def decode_floors_hold() -> bool:
+    return all(
+        decode_work(full_config(model), [context] * batch, weights).floor_s(H200) * 1e3
+        == pytest.approx(floor, abs=0.0055)
+        for (model, weights, context, batch), floor in DECODE_FLOORS.items()
+    )
+
+
+def prefill_floors_hold() -> bool:
+    return all(
+        prefill_work(full_config(model), tokens, "mxfp4").floor_s(H200) == pytest.approx(floor, rel=0.006)
+        for (model, tokens), floor in PREFILL_FLOORS.items()
+    )
+
+
+def test_the_floor_of_decode_is_the_one_worked_out_by_hand():
+    assert decode_floors_hold()
+
+
+def test_the_floor_of_prefill_is_the_one_worked_out_by_hand():
+    assert prefill_floors_hold()
+
+
+@pytest.mark.parametrize("tokens", EXPERTS_FLOORS_US)
+def test_the_floor_of_one_layers_experts_is_the_one_worked_out_by_hand(tokens):
+    floor = experts_work(full_config("20b"), tokens, "mxfp4").floor_s(H200) * 1e6
+    assert floor == pytest.approx(EXPERTS_FLOORS_US[tokens], abs=0.06)
+
+
+def test_the_parameters_of_a_tiny_model_are_those_counted_one_by_one():
+    sizes = {"hidden": 8, "intermediate": 4, "heads": 2, "kv_heads": 1, "head_dim": 2, "vocab_size": 10}
+    config = random_config(**sizes, experts=3, experts_per_token=2)
+    # q 4 x 8 + 4, k and v 2 x 8 + 2 each, o 8 x 4 + 8, two norms of 8, two sinks
+    assert roofline.attention_parameters(config) == 36 + 18 + 18 + 40 + 16 + 2
+    assert roofline.router_parameters(config) == 3 * 8 + 3
+    assert roofline.expert_parameters(config) == (8 * 8 + 4 * 8, 8 + 8)
+    assert roofline.head_parameters(config) == 80
+    assert roofline.kv_bytes_per_token(config) == 2 * 1 * 2 * 2
+
+
+def test_a_window_layer_reads_its_window_and_a_full_layer_everything():
+    config = random_config(layers=4, window=128)
+    assert roofline.visible_keys(config, [100, 1000]) == 2 * (100 + 1000) + 2 * (100 + 128)
+
+
+def test_experts_are_counted_not_expected_where_their_number_is_known():
+    config = full_config("20b")
+    layers = config.num_hidden_layers
+    few, many = (decode_work(config, [1024] * 32, "mxfp4", [n] * layers) for n in (4, 32))
+    assert many.expert_bytes == 8 * few.expert_bytes
+    assert few.dense_bytes == many.dense_bytes
+    with pytest.raises(InputError, match="for each of 24 layers, got 2"):
+        decode_work(config, [1024], "mxfp4", [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "expected"), [(32, 1, 4.0), (32, 8, 21.0), (32, 32, 31.6), (128, 32, 81.7)]
+)
+def test_distinct_experts_of_uniform_routing(experts, tokens, expected):
+    assert expected_distinct(experts, 4, tokens) == pytest.approx(expected, abs=0.05)
+
+
+def test_the_floor_is_the_larger_of_the_two_times():
+    assert Work(dense_bytes=4.8e12, flops=1.0).floor_s(H200) == pytest.approx(1.0)
+    assert Work(dense_bytes=1.0, flops=2 * 790e12).floor_s(H200) == pytest.approx(2.0)
+    assert Work(dense_bytes=4.8e12, flops=1.0).bound(H200) == "bytes"
+    assert Work(dense_bytes=1.0, flops=790e12).bound(H200) == "operations"
+
+
+def test_an_unknown_format_is_an_error_in_words():
+    with pytest.raises(InputError, match="one of mxfp4, fp8, bf16, got 'int4'"):
+        decode_work(full_config("20b"), [1024], "int4")
+
+
+def without_windows(monkeypatch):
+    config = roofline.GptOssConfig
+    monkeypatch.setattr(config, "window", lambda self, layer: None)
+
+
+MUTATIONS = {
+    "scales of MXFP4 forgotten": lambda m: m.setitem(roofline.WEIGHT_BYTES, "mxfp4", 0.5),
+    "every expert read": lambda m: m.setattr(roofline, "expected_distinct", lambda experts, top_k, tokens: experts),
+    "the head forgotten": lambda m: m.setattr(roofline, "head_parameters", lambda config: 0),
+    "keys without values": lambda m: m.setattr(roofline, "kv_bytes_per_token", lambda config: 1024),
+    "no window": without_windows,
+    "one product of three": lambda m: m.setattr(
+        roofline, "expert_parameters", lambda config: (config.hidden_size * config.intermediate_size, 8640)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_account_does_not_pass_for_the_floors(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    assert not decode_floors_hold()
+
+
+@pytest.mark.parametrize("name", ["no window", "one product of three"])
+def test_a_wrong_account_does_not_pass_for_the_floors_of_prefill(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    assert not prefill_floors_hold()
