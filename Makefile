@@ -44,6 +44,12 @@ else
 	NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV) $(PYTEST) $(PYTEST_ARGS)
 endif
 
+.PHONY: test-cuda
+test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
+	@$(or $(PYTHON),python3) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-cuda: the torch \
+	of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
+	$(or $(PYTHON),python3) -m pytest -m cuda $(PYTEST_ARGS)
+
 .PHONY: check
 check: setup ## ruff's lint and format, spelling
 	$(BIN)/ruff check .
