@@ -39,6 +39,9 @@ _RESPONSES = "vllm.entrypoints.openai.serving_responses"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
 _ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_LOGGERS = "vllm.v1.metrics.loggers"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -86,6 +89,38 @@ PATCHES: tuple[Patch, ...] = (
         touches=(f"{_ASCEND_RUNNER}:update_attn_params", f"{_ASCEND_RUNNER}:NPUModelRunner.__init__"),
         installer="ascend:install_full_graph",
         upstream="vllm-ascend PR 9165",
+    ),
+    Patch(
+        name="stat-logger",
+        reason="vLLM loads no stat loggers of plugins, and /metrics knows nothing of kernels, graph replays and padding.",
+        module=_LOGGERS,
+        touches=(f"{_LOGGERS}:StatLoggerManager.__init__",),
+        installer="metrics:install_stat_logger",
+        upstream="vllm PR 22456, in 0.11.1",
+    ),
+    Patch(
+        name="step-statistics",
+        reason="The statistics that travel from the scheduler to /metrics do not say whether a step replayed a graph.",
+        module=_SCHEDULER,
+        touches=(f"{_SCHEDULER}:Scheduler.update_from_output",),
+        installer="metrics:install_statistics",
+        upstream="vllm PR 29825",
+    ),
+    Patch(
+        name="step-report",
+        reason="The worker does not tell which graph a step replayed, and how many of its rows were padding.",
+        module=_RUNNER,
+        touches=(f"{_RUNNER}:GPUModelRunner.execute_model",),
+        installer="metrics:install_report",
+        upstream="vllm PR 29825",
+    ),
+    Patch(
+        name="step-report-ascend",
+        reason="As step-report, in vllm-ascend's worker.",
+        module=_ASCEND_RUNNER,
+        touches=(f"{_ASCEND_RUNNER}:NPUModelRunner.execute_model",),
+        installer="metrics:install_ascend_report",
+        upstream="vllm-ascend PR 6331",
     ),
     Patch(
         name="cpu-grammar-bitmask",

@@ -11,7 +11,7 @@ from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_
 ARCHITECTURE = "gpt_oss"
 
 
-def _expect_release() -> None:
+def expect_release() -> None:
     objection = version_objection(installed())
     if objection:
         raise Mismatch(objection)
@@ -19,7 +19,7 @@ def _expect_release() -> None:
 
 def install_host_mask(module: ModuleType) -> None:
     """No mask of prompt length squared, made on the host and copied to the device at each prefill."""
-    _expect_release()
+    expect_release()
     runner = module.NPUModelRunner
     expect_parameters(runner._make_attention_mask, "seq_lens", "position", "attn_state")
     original = runner._make_attention_mask
@@ -34,7 +34,7 @@ def install_host_mask(module: ModuleType) -> None:
 
 def install_full_graph(module: ModuleType) -> None:
     """Updates of captured attention calls with sinks, and a trial of them before the runner relies on it."""
-    _expect_release()
+    expect_release()
     runner = module.NPUModelRunner
     expect_parameters(module.update_attn_params, "update_stream", "forward_context", "runtime_shape")
     expect_source(runner._generate_process_reqs_hidden_states, "update_attn_params(self.update_stream, forward_context")

@@ -1,0 +1,88 @@
+"""Prometheus metrics of our own on vLLM's /metrics: selected kernels, graph replays against eager steps, padding.
+
+`StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
+that group yet, so `compat/metrics.py` hands it over there. One instance per engine; the metrics are one set per process.
+docs/monitoring.md lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from npu_gptoss.plugin import installed_vllm, version_objection
+from npu_gptoss.serving.steps import EAGER, MODES, Step, take
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MODEL_TYPE = "gpt_oss"
+NO_BUCKET = "none"
+LABELS = ("model_name", "engine")  # as on vLLM's own metrics
+
+
+@dataclass(frozen=True)
+class Metrics:
+    kernels: Gauge
+    steps: Counter
+    tokens: Counter
+    padding: Counter
+
+
+@functools.cache
+def metrics() -> Metrics:
+    """Registered with prometheus_client's default registry when first asked for.
+
+    In the front ends of a server with several API processes prometheus_client keeps them in files, and vLLM adds them up.
+    """
+    return Metrics(
+        Gauge(
+            "npu_gptoss_kernel_info",
+            "1 for each kernel that an operation of gpt-oss runs on.",
+            (*LABELS, "operation", "kernel", "solution"),
+            multiprocess_mode="mostrecent",
+        ),
+        Counter(
+            "npu_gptoss_steps",
+            "Model steps; bucket is the number of tokens that the replayed graph was captured with.",
+            (*LABELS, "mode", "bucket"),
+        ),
+        Counter("npu_gptoss_tokens", "Rows that steps computed for requests.", (*LABELS, "mode")),
+        Counter("npu_gptoss_padding_tokens", "Rows that steps computed as padding.", (*LABELS, "mode")),
+    )
+
+
+class StatLogger(StatLoggerBase):
+    """Counts the steps of one engine. Does nothing for other models, and under a vLLM that the package steps aside for."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._active = (
+            vllm_config.model_config.hf_config.model_type == MODEL_TYPE and version_objection(installed_vllm()) is None
+        )
+        if self._active:  # series exist before their first event, so that rates see it
+            for mode in MODES:
+                metrics().tokens.labels(*self._labels, mode)
+                metrics().padding.labels(*self._labels, mode)
+            metrics().steps.labels(*self._labels, EAGER, NO_BUCKET)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Called by vLLM for each output of the engine; what follows the two statistics differs between releases."""
+        step = take(scheduler_stats) if self._active else None
+        if step is not None:
+            self._count(step)
+
+    def _count(self, step: Step) -> None:
+        bucket = str(step.bucket) if step.bucket else NO_BUCKET
+        metrics().steps.labels(*self._labels, step.mode, bucket).inc()
+        metrics().tokens.labels(*self._labels, step.mode).inc(step.tokens)
+        metrics().padding.labels(*self._labels, step.mode).inc(step.padding)
+        for names in step.kernels:
+            metrics().kernels.labels(*self._labels, *names).set(1)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

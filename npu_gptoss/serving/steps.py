@@ -1,0 +1,93 @@
+"""What each step of the model was, and its way from the worker to the server's /metrics.
+
+A worker knows whether a step replayed a graph, which one, and how many rows were padding; /metrics is answered by another
+process. What a worker observes travels on vLLM's own road, so it works with several engines, hosts and API servers:
+
+    worker: ModelRunnerOutput → scheduler: SchedulerStats → API server: the stat logger (`metrics.py`)
+
+vLLM 0.11.0 has no field for it, later releases do (`cudagraph_stats`, vllm PR 29825). Until the scheduler it is an attribute
+of the output; from there it lies in `kv_connector_stats`, the one free-form part of the statistics, which the stat logger
+empties before vLLM's own loggers look. The hooks are in `compat/metrics.py`. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ATTRIBUTE = "npu_gptoss_step"  # of a ModelRunnerOutput
+KEY = "npu_gptoss_step"  # in SchedulerStats.kv_connector_stats
+
+EAGER = "eager"
+MODES = (EAGER, "piecewise", "full")  # vLLM's CUDAGraphMode of a step: NONE, PIECEWISE, FULL
+
+Kernels = tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One execution of the model for requests; warm-up, captures and the idle steps of data parallelism are none.
+
+    mode: one of MODES. bucket: the number of tokens that the replayed graph was captured with, 0 without a graph. tokens:
+    rows that requests asked for. padding: rows computed beyond them. kernels: (operation, kernel, solution) of every
+    kernel selected so far, or empty when that is unchanged since the last step.
+    """
+
+    mode: str
+    bucket: int
+    tokens: int
+    padding: int
+    kernels: Kernels = ()
+
+
+class StepObserver:
+    """Listens to one model runner: which graph its dispatcher chooses is what the graph wrappers of vLLM replay."""
+
+    def __init__(self, dispatcher: Any, selected_kernels: Callable[[], Kernels]) -> None:
+        self._selected_kernels = selected_kernels
+        self._told: Kernels = ()
+        self._dispatched: tuple[str, int] | None = None
+        chosen = dispatcher.dispatch
+
+        def dispatch(descriptor: Any, *arguments: Any, **keywords: Any) -> Any:
+            found = chosen(descriptor, *arguments, **keywords)
+            self._dispatched = (found[0].name, descriptor.num_tokens)
+            return found
+
+        dispatcher.dispatch = dispatch
+
+    def observe(self, execute: Callable[[], Any], tokens: int) -> Any:
+        """The output of `execute`, with what the step was attached. An output that carries no tokens is left alone."""
+        self._dispatched = None
+        output = execute()
+        # with asynchronous scheduling vLLM wraps the output until its tokens are on the host
+        carrier = getattr(output, "_model_runner_output", output)
+        if self._dispatched is not None and getattr(carrier, "req_ids", None):
+            mode, rows = self._dispatched
+            graph = mode != "NONE"
+            kernels = self._selected_kernels()
+            news = kernels if kernels != self._told else ()
+            self._told = kernels
+            step = Step(mode.lower() if graph else EAGER, rows if graph else 0, tokens, max(rows - tokens, 0), news)
+            setattr(carrier, ATTRIBUTE, step)
+        return output
+
+
+def put(step: Step, outputs: dict[int, Any]) -> None:
+    """Lays a step into the statistics of vLLM's outputs of one scheduler step (client -> EngineCoreOutputs)."""
+    for output in outputs.values():
+        stats = output.scheduler_stats
+        if stats is not None:  # one front end gets them, none when statistics are off
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: asdict(step)}
+            return
+
+
+def take(stats: Any) -> Step | None:
+    """Takes a step out of a SchedulerStats, so that what remains is vLLM's."""
+    if stats is None or not stats.kv_connector_stats or KEY not in stats.kv_connector_stats:
+        return None
+    rest = dict(stats.kv_connector_stats)
+    found = rest.pop(KEY)
+    stats.kv_connector_stats = rest or None
+    return Step(**{**found, "kernels": tuple(tuple(names) for names in found["kernels"])})

@@ -1,0 +1,279 @@
+"""Our metrics on /metrics: counted where the model runs, and carried through vLLM's own processes unharmed.
+
+What a live server shows is compared with vLLM's own counters here, and on graphs in tests/scripts/test_serve_emulated.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pickle
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from npu_gptoss.model.tiny import write_tiny
+from npu_gptoss.serving import metrics
+from npu_gptoss.serving.steps import ATTRIBUTE, KEY, Step, StepObserver, put, take
+from tests.serving.compat.conftest import patched  # noqa: F401
+from tests.serving.server import Server, serve
+
+pytestmark = pytest.mark.serving
+
+KERNELS = (("moe.route", "moe.route.small_ops", "small_ops"),)
+STEP = Step("piecewise", 8, 5, 3, KERNELS)
+
+
+def model_output(*request_ids: str) -> ModelRunnerOutput:
+    return ModelRunnerOutput(list(request_ids), {}, [], None, {}, [])
+
+
+class Dispatcher:
+    """As vLLM's: the graph of the smallest captured size is its own size."""
+
+    def __init__(self, mode: str = "PIECEWISE") -> None:
+        self.mode = mode
+
+    def dispatch(self, descriptor: Any) -> tuple[Any, Any]:
+        return SimpleNamespace(name=self.mode), descriptor
+
+
+def observed(observer: StepObserver, dispatcher: Dispatcher, rows: int, tokens: int) -> Step | None:
+    def execute() -> ModelRunnerOutput:
+        dispatcher.dispatch(SimpleNamespace(num_tokens=rows))
+        return model_output("request")
+
+    return vars(observer.observe(execute, tokens)).get(ATTRIBUTE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "tokens", "expected"),
+    [
+        ("NONE", 70, 70, Step("eager", 0, 70, 0)),
+        ("NONE", 72, 70, Step("eager", 0, 70, 2)),  # data parallelism: as many rows as the busiest engine has
+        ("PIECEWISE", 8, 5, Step("piecewise", 8, 5, 3)),
+        ("FULL", 4, 4, Step("full", 4, 4, 0)),
+    ],
+)
+def test_a_step_is_what_the_dispatcher_chose_not_what_was_configured(mode, rows, tokens, expected):
+    dispatcher = Dispatcher(mode)
+    observer = StepObserver(dispatcher, tuple)
+    assert observed(observer, dispatcher, rows, tokens) == expected
+
+
+def test_kernels_are_told_when_they_change_and_not_at_every_step():
+    dispatcher, selected = Dispatcher(), list(KERNELS)
+    observer = StepObserver(dispatcher, lambda: tuple(selected))
+    assert observed(observer, dispatcher, 1, 1).kernels == KERNELS
+    assert observed(observer, dispatcher, 1, 1).kernels == ()
+    selected.append(("attention.paged", "attention.paged.small_ops", "small_ops"))
+    assert observed(observer, dispatcher, 1, 1).kernels == tuple(selected)
+
+
+def test_captures_and_warm_ups_before_a_step_are_not_counted_as_the_step():
+    dispatcher = Dispatcher()
+    observer = StepObserver(dispatcher, tuple)
+    dispatcher.dispatch(SimpleNamespace(num_tokens=64))  # a dummy run
+    observer.observe(lambda: EMPTY_MODEL_RUNNER_OUTPUT, 0)
+    assert ATTRIBUTE not in vars(EMPTY_MODEL_RUNNER_OUTPUT), "one object for all empty outputs: it would say it forever"
+    output = observer.observe(lambda: model_output("request"), 1)
+    assert ATTRIBUTE not in vars(output)
+
+
+def test_the_output_of_asynchronous_scheduling_carries_its_step():
+    dispatcher = Dispatcher()
+    observer = StepObserver(dispatcher, tuple)
+    wrapped = SimpleNamespace(_model_runner_output=model_output("request"))
+
+    def execute() -> Any:
+        dispatcher.dispatch(SimpleNamespace(num_tokens=2))
+        return wrapped
+
+    assert observer.observe(execute, 1) is wrapped
+    assert vars(wrapped._model_runner_output)[ATTRIBUTE] == Step("piecewise", 2, 1, 1)
+
+
+def test_a_step_survives_both_of_vllms_serialisers():
+    """From worker to engine core by pickle, from there to the API server by msgpack with vLLM's types."""
+    output = model_output("request")
+    setattr(output, ATTRIBUTE, STEP)
+    step = vars(pickle.loads(pickle.dumps(output)))[ATTRIBUTE]
+
+    outputs = {1: EngineCoreOutputs(), 0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=3))}
+    put(step, outputs)
+    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
+    assert take(received.scheduler_stats) == STEP
+    assert received.scheduler_stats == SchedulerStats(num_running_reqs=3), (
+        "vLLM's own loggers must find nothing of ours"
+    )
+
+
+def test_a_connectors_statistics_stay_what_they_were():
+    stats = SchedulerStats(kv_connector_stats={"transfers": [1, 2]})
+    put(STEP, {0: EngineCoreOutputs(scheduler_stats=stats)})
+    assert set(stats.kv_connector_stats) == {"transfers", KEY}
+    assert take(stats) == STEP
+    assert stats.kv_connector_stats == {"transfers": [1, 2]}
+    assert take(stats) is None
+    assert take(None) is None
+
+
+def config(model_type: str = "gpt_oss", name: str = "test-metrics") -> Any:
+    model = SimpleNamespace(served_model_name=name, hf_config=SimpleNamespace(model_type=model_type), max_model_len=64)
+    return SimpleNamespace(
+        model_config=model,
+        kv_transfer_config=None,
+        observability_config=SimpleNamespace(show_hidden_metrics=False),
+        speculative_config=None,
+        lora_config=None,
+    )
+
+
+def value(name: str, model: str = "test-metrics", engine: int = 0, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": model, "engine": str(engine), **labels})
+
+
+def statistics(step: Step) -> SchedulerStats:
+    stats = SchedulerStats()
+    put(step, {0: EngineCoreOutputs(scheduler_stats=stats)})
+    return stats
+
+
+def test_series_exist_before_their_first_step_so_that_a_rate_sees_it():
+    metrics.StatLogger(config(name="fresh"), 1)
+    assert value("npu_gptoss_steps_total", "fresh", 1, mode="eager", bucket="none") == 0
+    for mode in ("eager", "piecewise", "full"):
+        assert value("npu_gptoss_tokens_total", "fresh", 1, mode=mode) == 0
+        assert value("npu_gptoss_padding_tokens_total", "fresh", 1, mode=mode) == 0
+
+
+def test_each_engine_counts_for_itself():
+    loggers = [metrics.StatLogger(config(name="two"), engine) for engine in (0, 1)]
+    for engine, step in ((0, STEP), (1, STEP), (1, STEP), (1, Step("eager", 0, 40, 0))):
+        loggers[engine].record(statistics(step), None, engine)
+    for engine, steps in ((0, 1), (1, 2)):
+        assert value("npu_gptoss_steps_total", "two", engine, mode="piecewise", bucket="8") == steps
+        assert value("npu_gptoss_tokens_total", "two", engine, mode="piecewise") == 5 * steps
+        assert value("npu_gptoss_padding_tokens_total", "two", engine, mode="piecewise") == 3 * steps
+        operation, kernel, solution = KERNELS[0]
+        labels = {"operation": operation, "kernel": kernel, "solution": solution}
+        assert value("npu_gptoss_kernel_info", "two", engine, **labels) == 1
+    assert value("npu_gptoss_steps_total", "two", 1, mode="eager", bucket="none") == 1
+    assert value("npu_gptoss_tokens_total", "two", 0, mode="eager") == 0
+
+
+def test_the_calls_of_later_releases_are_understood():
+    """vLLM ≥ 0.11.1 loads the class by itself and passes the engine and further statistics by name."""
+    (entry,) = importlib.metadata.entry_points(group="vllm.stat_logger_plugins", name="npu_gptoss") or [
+        pytest.skip("npu-gptoss was installed before it had this entry point: make setup")
+    ]
+    assert entry.load() is metrics.StatLogger
+    assert issubclass(metrics.StatLogger, StatLoggerBase)
+    logger = metrics.StatLogger(config(name="later"), engine_index=0)
+    logger.record(statistics(STEP), None, mm_cache_stats=None, engine_idx=0)
+    assert value("npu_gptoss_steps_total", "later", mode="piecewise", bucket="8") == 1
+
+
+@pytest.mark.parametrize(("model_type", "release"), [("llama", "0.11.0"), ("gpt_oss", "0.25.1")])
+def test_nothing_is_shown_for_another_model_or_where_the_package_steps_aside(model_type, release, monkeypatch):
+    monkeypatch.setattr(metrics, "installed_vllm", lambda: release)
+    logger = metrics.StatLogger(config(model_type, "other"), 0)
+    logger.record(SchedulerStats(), None, 0)
+    assert value("npu_gptoss_tokens_total", "other", mode="eager") is None
+
+
+class Nothing:
+    """In the place of vLLM's Prometheus metrics, which want a whole configuration."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+
+def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeypatch):  # noqa: F811
+    """vLLM's own logger takes whatever lies in kv_connector_stats for a connector's."""
+    with patched("stat-logger"), monkeypatch.context() as context:
+        context.setattr("vllm.v1.metrics.loggers.PrometheusStatLogger", Nothing)
+        ours, others = (StatLoggerManager(config(kind, "order"), [0]) for kind in ("gpt_oss", "llama"))
+    kinds = [type(logger) for logger in ours.per_engine_logger_dict[0]]
+    assert kinds == [metrics.StatLogger, LoggingStatLogger]
+    assert [type(logger) for logger in others.per_engine_logger_dict[0]] == [LoggingStatLogger]
+    ours.record(statistics(STEP), None, 0)
+    with pytest.raises(AttributeError):  # what the order protects from
+        others.record(statistics(STEP), None, 0)
+
+
+def test_without_the_receiver_nothing_is_sent(patched, monkeypatch):  # noqa: F811
+    from npu_gptoss.serving import compat
+    from npu_gptoss.serving.compat.patch import Mismatch
+
+    skipped = compat.PatchStatus(next(p for p in compat.PATCHES if p.name == "stat-logger"), "skipped", "for this test")
+    monkeypatch.setattr(compat, "status", lambda: (skipped,))
+    with pytest.raises(Mismatch, match="the patch stat-logger is left out"), patched("step-statistics"):
+        pass
+
+
+PROMPTS = [[number + 5] * (3 + 7 * number) for number in range(6)]  # none is another's beginning
+ANSWER = 9  # tokens
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    write_tiny(folder / "model", trained=True)
+    with serve(folder / "model", folder / "server.log", "--max-model-len", "256", "--max-num-seqs", "8") as running:
+        yield running
+
+
+def complete(server: Server, prompt: list[int]) -> None:
+    body = {"model": server.name, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == ANSWER
+
+
+@pytest.mark.slow
+def test_a_live_server_on_a_cpu_counts_every_row_as_eager_and_none_as_padding(server):
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        list(pool.map(lambda prompt: complete(server, prompt), PROMPTS))
+    own = {"model_name": server.name, "engine": "0"}
+    rows = sum(map(len, PROMPTS)) + len(PROMPTS) * (ANSWER - 1)  # the last token of an answer is never fed again
+    assert server.metric("vllm:prompt_tokens_total") == sum(map(len, PROMPTS))
+    assert server.metric("npu_gptoss_tokens_total", mode="eager", **own) == rows
+    assert server.metric("npu_gptoss_tokens_total") == rows
+    assert server.metric("npu_gptoss_padding_tokens_total") == 0
+    steps = server.metric("npu_gptoss_steps_total", mode="eager", bucket="none", **own)
+    assert ANSWER <= steps <= len(PROMPTS) * ANSWER
+    assert steps == server.metric("npu_gptoss_steps_total")
+
+
+@pytest.mark.slow
+def test_a_live_server_tells_the_kernel_of_each_operation(server):
+    complete(server, [1, 2, 3])
+    operations = ("attention.paged", "attention.write_kv", "moe.experts", "moe.route")
+    for operation in operations:
+        kernel = f"{operation}.small_ops"
+        labels = {"operation": operation, "kernel": kernel, "solution": "small_ops", "engine": "0"}
+        assert server.metric("npu_gptoss_kernel_info", **labels) == 1, operation
+    assert server.metric("npu_gptoss_kernel_info") == len(operations)
+
+
+@pytest.mark.slow
+def test_vllms_own_log_of_statistics_goes_on(server):
+    assert "AttributeError" not in server.log.read_text()
+    assert server.is_alive()
