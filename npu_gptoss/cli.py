@@ -11,10 +11,7 @@ from npu_gptoss import __version__
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "doctor": (
-        "npu_gptoss.doctor.command",
-        "say what is installed here, whether it fits, and what to do where it does not",
-    ),
+    "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, and say what to do where it does not fit"),
     "bench": ("npu_gptoss.bench.command", "measure decode, prefill and single kernels, beside the floor"),
     "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),

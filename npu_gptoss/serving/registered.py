@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from npu_gptoss.plugin import ARCHITECTURE
+from npu_gptoss.model.config_fields import ARCHITECTURE
 
 
 def registered() -> dict[str, str]:
