@@ -137,7 +137,7 @@ def unquant_apply_mlp(
     solution="article",
     capability=ASCEND,
     signatures=(accepts(hidden="bfloat16", weight="bfloat16"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": frozenset({False})},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": frozenset({False}), "rows": ANY},
     priority=Priority.REFERENCE,
 )
 def expert_mlp(

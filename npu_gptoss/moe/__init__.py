@@ -6,29 +6,54 @@ called once at load by `prepare_experts`, and every later call gets what it retu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import SelectedKernel, select_kernel, signature
-from npu_gptoss.moe import ascend, reference, small_ops  # noqa: F401  (registers their kernels)
+from npu_gptoss.kernels import Priority, SelectedKernel, explain, kernel_override, select_kernel, signature
+from npu_gptoss.kernels.selection import override_for
+from npu_gptoss.moe import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
-from npu_gptoss.moe.operations import EXPERTS, ROUTE
-from npu_gptoss.moe.weights import ExpertWeights
+from npu_gptoss.moe.operations import EXPERTS, MANY, ROUTE, ROW_CLASSES, row_class
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, quantize_fp8
 
-__all__ = ["ExpertWeights", "PreparedExperts", "expert_mlp", "prepare_experts", "route"]
+__all__ = [
+    "AnyExperts",
+    "ExpertWeights",
+    "Fp8Experts",
+    "Mxfp4Experts",
+    "PreparedExperts",
+    "expert_mlp",
+    "keeps_format",
+    "prepare_experts",
+    "quantize_fp8",
+    "route",
+]
 
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """A layer's experts in the layout of the kernel that was selected for them."""
+    """A layer's experts, for each class of batch in the layout of the kernel that was selected for it.
 
-    kernel: SelectedKernel
-    weights: Any
+    Kernels of one solution share their `prepare`, and so one copy of the weights.
+    """
+
+    paths: Mapping[str, tuple[SelectedKernel, Any]]  # row class -> kernel, what its `prepare` made of the weights
     hidden_size: int
     swiglu_limit: float
+
+    @property
+    def kernel(self) -> SelectedKernel:
+        """Of large batches."""
+        return self.paths[MANY][0]
+
+    @property
+    def weights(self) -> Any:
+        """In the layout of `kernel`."""
+        return self.paths[MANY][1]
 
 
 def route(router_logits: torch.Tensor, top_k: int, *, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,26 +71,50 @@ def route(router_logits: torch.Tensor, top_k: int, *, kernel: str | None = None)
 
 
 def prepare_experts(
-    weights: ExpertWeights,
+    weights: AnyExperts,
     *,
     activation: object = SWIGLUOAI,
     swiglu_limit: float = LIMIT,
     kernel: str | None = None,
 ) -> PreparedExperts:
-    """Selects the kernel of a layer's experts and brings the weights into its layout; once, at load.
+    """Selects the kernels of a layer's experts and brings the weights into their layout; once, at load.
 
     activation: "swigluoai" or an enum member of that value; anything else raises.
+    kernel: the name of a kernel or solution, to override the selection. One that is for some classes of batch only
+        replaces the automatic choice there, and the other classes keep theirs.
     """
-    run = select_kernel(
-        EXPERTS,
-        signature(hidden=weights.gate_up_proj.dtype, weight=weights.gate_up_proj.dtype),
-        {"activation": activation_name(activation), "expert_parallel": weights.expert_map is not None},
-        override=kernel,
-    )
-    prepare = run.kernel.prepare
-    return PreparedExperts(
-        run, prepare(weights, swiglu_limit) if prepare else weights, weights.hidden_size, swiglu_limit
-    )
+    call = signature(hidden=weights.dtype, weight=weights.format)
+    common = {"activation": activation_name(activation), "expert_parallel": weights.expert_map is not None}
+    override = kernel or override_for(EXPERTS)
+    asked = {rows: explain(EXPERTS, call, {**common, "rows": rows}, override=override) for rows in ROW_CLASSES}
+    partly = override is not None and any(found.selected for found in asked.values())
+    prepared: dict[Callable[..., Any] | None, Any] = {None: weights}
+    paths = {}
+    for rows in ROW_CLASSES:
+        traits = {**common, "rows": rows}
+        if partly and asked[rows].selected is None:
+            with kernel_override(moe_experts=""):
+                run = select_kernel(EXPERTS, call, traits)
+        else:
+            run = select_kernel(EXPERTS, call, traits, override=kernel)
+        prepare = run.kernel.prepare
+        if prepare not in prepared:
+            prepared[prepare] = prepare(weights, swiglu_limit)
+        paths[rows] = run, prepared[prepare]
+    return PreparedExperts(paths, weights.hidden_size, swiglu_limit)
+
+
+def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel made for this machine computes with the experts in `weight_format`, instead of expanding them.
+
+    weight_format: "mxfp4" or "float8_e4m3fn". dtype: of the activations.
+    """
+    traits = {"activation": SWIGLUOAI, "expert_parallel": False}
+    chosen = [
+        explain(EXPERTS, signature(hidden=dtype, weight=weight_format), {**traits, "rows": rows}).selected
+        for rows in ROW_CLASSES
+    ]
+    return all(kernel is not None and kernel.priority >= Priority.PERFORMANT for kernel in chosen)
 
 
 def expert_mlp(
@@ -76,7 +125,8 @@ def expert_mlp(
 ) -> torch.Tensor:
     """The weighted sum of the routed experts' outputs: see `reference` for the formula.
 
-    hidden_states: [tokens, hidden]. topk_weights, topk_ids: [tokens, k] from `route`, ids of the global experts.
+    hidden_states: [tokens, hidden]. topk_weights, topk_ids: [tokens, k] from `route`, ids of the global experts;
+    a negative id is padding and adds nothing.
     Returns [tokens, hidden] in the dtype of hidden_states: the local experts' share, before any all-reduce.
     """
     if hidden_states.dim() != 2 or hidden_states.shape[1] != prepared.hidden_size:
@@ -88,9 +138,10 @@ def expert_mlp(
         )
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states)
-    return prepared.kernel(
+    run, weights = prepared.paths[row_class(hidden_states.shape[0])]
+    return run(
         hidden_states=hidden_states,
-        weights=prepared.weights,
+        weights=weights,
         topk_weights=topk_weights,
         topk_ids=topk_ids,
         swiglu_limit=prepared.swiglu_limit,

@@ -171,7 +171,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     solution="ascend_fp32",
     capability=DIAGNOSTIC,
     signatures=(accepts(hidden="float32", weight="float32"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
     priority=Priority.PERFORMANT,
     prepare=prepare,
 )
@@ -181,7 +181,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     solution="ascend",
     capability=ASCEND,
     signatures=(accepts(hidden="bfloat16", weight="bfloat16"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
     priority=Priority.PERFORMANT,
     prepare=prepare,
 )

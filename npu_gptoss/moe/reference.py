@@ -13,8 +13,8 @@ import torch
 
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe.activation import SWIGLUOAI, swigluoai
-from npu_gptoss.moe.operations import EXPERTS, ROUTE, WEIGHT_DTYPES
-from npu_gptoss.moe.weights import ExpertWeights
+from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights
 
 
 @register_kernel(
@@ -31,13 +31,19 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.softmax(logits.float().gather(1, ids), dim=-1), ids
 
 
+def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
+    """Packed formats are what their expansion to fp32 is."""
+    return weights.expand(torch.float32)
+
+
 @register_kernel(
     EXPERTS.family,
     EXPERTS.mode,
     solution="reference",
-    signatures=(accepts(hidden=WEIGHT_DTYPES, weight=WEIGHT_DTYPES),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    signatures=(accepts(hidden=WEIGHT_DTYPES, weight=(*WEIGHT_DTYPES, *PACKED_FORMATS)),),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
     priority=Priority.REFERENCE,
+    prepare=prepare,
 )
 def expert_mlp(
     hidden_states: torch.Tensor,

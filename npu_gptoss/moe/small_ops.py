@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe.activation import SWIGLUOAI, swigluoai
-from npu_gptoss.moe.operations import EXPERTS, ROUTE, WEIGHT_DTYPES
-from npu_gptoss.moe.weights import ExpertWeights
+from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights
 
 # Recent torch has it for CPU. Older ones, and devices where it takes some shapes only, loop over the experts.
 _grouped_mm = getattr(F, "grouped_mm", None)
@@ -48,13 +48,22 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.softmax(values, dim=-1, dtype=torch.float32), ids
 
 
+def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
+    """Packed formats are expanded to the dtype of the activations; floats stay what they are."""
+    return weights.expand(weights.dtype)
+
+
 @register_kernel(
     EXPERTS.family,
     EXPERTS.mode,
     solution="small_ops",
-    signatures=(accepts(hidden="float32", weight="float32"), accepts(hidden="bfloat16", weight="bfloat16")),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    signatures=(
+        accepts(hidden="float32", weight=("float32", *PACKED_FORMATS)),
+        accepts(hidden="bfloat16", weight=("bfloat16", *PACKED_FORMATS)),
+    ),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
     priority=Priority.PORTABLE,
+    prepare=prepare,
 )
 def expert_mlp(
     hidden_states: torch.Tensor,
@@ -66,7 +75,7 @@ def expert_mlp(
     """Sorted rows, two grouped matrix products, fp32 in between."""
     dtype, (tokens, top_k) = hidden_states.dtype, topk_ids.shape
     expert = weights.local_ids(topk_ids).flatten()
-    # Experts of other ranks sort behind the local ones, where no group reaches.
+    # Experts of other ranks, and padding, sort behind the local ones, where no group reaches.
     expert = torch.where(expert < 0, weights.num_experts, expert)
     order = torch.argsort(expert)
     sorted_expert = expert[order]
@@ -77,9 +86,8 @@ def expert_mlp(
     gate_up = grouped_matmul(rows, weights.gate_up_proj, counts).float() + weights.gate_up_proj_bias[bias_row].float()
     inner = swigluoai(gate_up, swiglu_limit).to(dtype)
     down = grouped_matmul(inner, weights.down_proj, counts).float() + weights.down_proj_bias[bias_row].float()
-    if weights.expert_map is not None:
-        # Rows of other ranks were never computed: replaced, not multiplied by zero, since 0 * NaN is NaN.
-        down = torch.where((sorted_expert < weights.num_experts)[:, None], down, 0.0)
+    # Rows of other ranks and of padding were never computed: replaced, not multiplied by zero, since 0 * NaN is NaN.
+    down = torch.where((sorted_expert < weights.num_experts)[:, None], down, 0.0)
     unsorted = torch.empty_like(down)
     unsorted[order] = down
     return (unsorted.view(tokens, top_k, -1) * topk_weights[..., None]).sum(1).to(dtype)

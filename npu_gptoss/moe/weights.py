@@ -1,17 +1,76 @@
-"""The experts' weights in the official BF16 layout, as loaders hand them over."""
+"""The experts' weights as loaders hand them over: in floats, in MXFP4, in FP8.
+
+A kernel says by the dtype of its `weight` role which of them it takes. All have the same biases and the same expert
+map, and all can be expanded to floats, which defines what they mean.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.signature import dtype_name
+from npu_gptoss.moe import mxfp4
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+
+
+def _check_shapes(weights: object, expected: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        got = getattr(weights, name)
+        if got is None or tuple(got.shape) != shape:
+            raise InputError(f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}")
+
+
+def _check_dtypes(weights: object, expected: dict[str, torch.dtype]) -> None:
+    for name, dtype in expected.items():
+        got = getattr(weights, name).dtype
+        if got != dtype:
+            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got)}")
+
+
+class _Experts:
+    """What the three have in common: biases in the dtype of the activations, and the map of expert parallelism."""
+
+    gate_up_proj_bias: torch.Tensor
+    down_proj_bias: torch.Tensor
+    expert_map: torch.Tensor | None
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_proj_bias.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down_proj_bias.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.gate_up_proj_bias.shape[1] // 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations: that of the biases, which stay floats in every format."""
+        return self.gate_up_proj_bias.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up_proj_bias.device
+
+    def local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Global expert ids -> local ones, -1 where an expert lives on another rank and where the id is negative."""
+        if self.expert_map is None:
+            return topk_ids
+        return torch.where(topk_ids < 0, -1, self.expert_map[topk_ids.clamp(min=0)])
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
-    """The local experts of one layer.
+class ExpertWeights(_Experts):
+    """The local experts of one layer, in the official BF16 layout.
 
     gate_up_proj: [experts, hidden, 2 * intermediate], columns interleaved gate, up, gate, up …
     gate_up_proj_bias: [experts, 2 * intermediate], interleaved alike.
@@ -32,24 +91,182 @@ class ExpertWeights:
                 f"gate_up_proj must be [experts, hidden, 2 * intermediate], got {list(self.gate_up_proj.shape)}"
             )
         experts, hidden, double = self.gate_up_proj.shape
-        expected = {
-            "gate_up_proj_bias": (experts, double),
-            "down_proj": (experts, double // 2, hidden),
-            "down_proj_bias": (experts, hidden),
-        }
-        for name, shape in expected.items():
-            got = getattr(self, name)
-            if got is None or tuple(got.shape) != shape:
-                raise InputError(f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}")
+        _check_shapes(
+            self,
+            {
+                "gate_up_proj_bias": (experts, double),
+                "down_proj": (experts, double // 2, hidden),
+                "down_proj_bias": (experts, hidden),
+            },
+        )
 
     @property
-    def num_experts(self) -> int:
-        return self.gate_up_proj.shape[0]
+    def format(self) -> str:
+        """What kernels ask for in their `weight` role."""
+        return dtype_name(self.gate_up_proj.dtype)
 
-    @property
-    def hidden_size(self) -> int:
-        return self.gate_up_proj.shape[1]
+    def expand(self, dtype: torch.dtype) -> ExpertWeights:
+        """Itself: floats are not expanded, and a kernel that takes them takes their dtype."""
+        return self
 
-    def local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Global expert ids -> local ones, -1 where an expert lives on another rank."""
-        return topk_ids if self.expert_map is None else self.expert_map[topk_ids]
+
+@dataclass(frozen=True)
+class Mxfp4Experts(_Experts):
+    """The local experts of one layer in the official MXFP4 layout (`mxfp4.py`): rows are outputs.
+
+    gate_up_proj_blocks: [experts, 2 * intermediate, hidden / 32, 16] uint8, rows interleaved gate, up, gate, up …
+    gate_up_proj_scales: [experts, 2 * intermediate, hidden / 32] uint8.
+    down_proj_blocks: [experts, hidden, intermediate / 32, 16] uint8; down_proj_scales without the last axis.
+    Biases and expert_map as in `ExpertWeights`.
+    """
+
+    format: ClassVar[str] = "mxfp4"
+
+    gate_up_proj_blocks: torch.Tensor
+    gate_up_proj_scales: torch.Tensor
+    gate_up_proj_bias: torch.Tensor
+    down_proj_blocks: torch.Tensor
+    down_proj_scales: torch.Tensor
+    down_proj_bias: torch.Tensor
+    expert_map: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.gate_up_proj_blocks.dim() != 4 or self.gate_up_proj_blocks.shape[1] % 2:
+            raise InputError(
+                "gate_up_proj_blocks must be [experts, 2 * intermediate, hidden / 32, 16], "
+                f"got {list(self.gate_up_proj_blocks.shape)}"
+            )
+        experts, double, groups, _ = self.gate_up_proj_blocks.shape
+        hidden, inner_groups = groups * mxfp4.GROUP, double // 2 // mxfp4.GROUP
+        _check_shapes(
+            self,
+            {
+                "gate_up_proj_blocks": (experts, double, groups, mxfp4.GROUP // 2),
+                "gate_up_proj_scales": (experts, double, groups),
+                "gate_up_proj_bias": (experts, double),
+                "down_proj_blocks": (experts, hidden, inner_groups, mxfp4.GROUP // 2),
+                "down_proj_scales": (experts, hidden, inner_groups),
+                "down_proj_bias": (experts, hidden),
+            },
+        )
+        packed = ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
+        _check_dtypes(self, dict.fromkeys(packed, torch.uint8))
+
+    def expand(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same weights as floats, exactly: the same bits as when the checkpoint is expanded while it is read."""
+        return ExpertWeights(
+            mxfp4.expand_transposed(self.gate_up_proj_blocks, self.gate_up_proj_scales, dtype),
+            self.gate_up_proj_bias,
+            mxfp4.expand_transposed(self.down_proj_blocks, self.down_proj_scales, dtype),
+            self.down_proj_bias,
+            self.expert_map,
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Experts(_Experts):
+    """The local experts of one layer in FP8 (E4M3) with one scale an output channel; made by `quantize_fp8`.
+
+    gate_up_proj: [experts, 2 * intermediate, hidden] float8_e4m3fn, rows interleaved gate, up, gate, up …
+    gate_up_proj_scales: [experts, 2 * intermediate] float32; a weight is its value times its row's scale.
+    down_proj: [experts, hidden, intermediate]; down_proj_scales: [experts, hidden].
+    Biases and expert_map as in `ExpertWeights`.
+    """
+
+    format: ClassVar[str] = "float8_e4m3fn"
+
+    gate_up_proj: torch.Tensor
+    gate_up_proj_scales: torch.Tensor
+    gate_up_proj_bias: torch.Tensor
+    down_proj: torch.Tensor
+    down_proj_scales: torch.Tensor
+    down_proj_bias: torch.Tensor
+    expert_map: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.gate_up_proj.dim() != 3 or self.gate_up_proj.shape[1] % 2:
+            raise InputError(
+                f"gate_up_proj must be [experts, 2 * intermediate, hidden], got {list(self.gate_up_proj.shape)}"
+            )
+        experts, double, hidden = self.gate_up_proj.shape
+        _check_shapes(
+            self,
+            {
+                "gate_up_proj_scales": (experts, double),
+                "gate_up_proj_bias": (experts, double),
+                "down_proj": (experts, hidden, double // 2),
+                "down_proj_scales": (experts, hidden),
+                "down_proj_bias": (experts, hidden),
+            },
+        )
+        _check_dtypes(
+            self,
+            {
+                "gate_up_proj": FP8,
+                "gate_up_proj_scales": torch.float32,
+                "down_proj": FP8,
+                "down_proj_scales": torch.float32,
+            },
+        )
+
+    def expand(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same weights as floats; in bfloat16 each product of value and scale is rounded once."""
+
+        def floats(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(values.transpose(1, 2).shape, dtype=dtype, device=values.device)
+            for expert in range(values.shape[0]):
+                out[expert].copy_((values[expert].float() * scales[expert, :, None]).t())
+            return out
+
+        return ExpertWeights(
+            floats(self.gate_up_proj, self.gate_up_proj_scales),
+            self.gate_up_proj_bias,
+            floats(self.down_proj, self.down_proj_scales),
+            self.down_proj_bias,
+            self.expert_map,
+        )
+
+
+AnyExperts = ExpertWeights | Mxfp4Experts | Fp8Experts
+
+
+def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] floats -> [out, in] E4M3 and [out] float32: each row's largest magnitude becomes 448, to the nearest."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / FP8_LARGEST
+    return (wide / scales[:, None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8), scales
+
+
+def quantize_fp8(weights: AnyExperts) -> Fp8Experts:
+    """Experts in floats or MXFP4 to FP8 with a scale an output channel; one expert at a time. Loses precision."""
+    if isinstance(weights, Fp8Experts):
+        return weights
+    experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    shapes = {"gate_up_proj": (experts, 2 * inner, hidden), "down_proj": (experts, hidden, inner)}
+    made: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        values = torch.empty(shape, dtype=FP8, device=weights.device)
+        scales = torch.empty(shape[:2], dtype=torch.float32, device=weights.device)
+        for expert in range(experts):
+            values[expert], scales[expert] = _quantize_rows(_rows(weights, name, expert))
+        made[name], made[name + "_scales"] = values, scales
+    return Fp8Experts(
+        **made,
+        gate_up_proj_bias=weights.gate_up_proj_bias,
+        down_proj_bias=weights.down_proj_bias,
+        expert_map=weights.expert_map,
+    )
+
+
+def _rows(weights: ExpertWeights | Mxfp4Experts, name: str, expert: int) -> torch.Tensor:
+    """One expert's matrix as floats, [out, in]."""
+    if isinstance(weights, ExpertWeights):
+        return getattr(weights, name)[expert].t()
+    blocks, scales = getattr(weights, name + "_blocks")[expert], getattr(weights, name + "_scales")[expert]
+    return mxfp4.expand(blocks, scales, torch.float32)
+
+
+def on_device(weights: AnyExperts, device: torch.device) -> AnyExperts:
+    """The same experts with every tensor on `device`."""
+    moved = {name: value.to(device) for name, value in vars(weights).items() if isinstance(value, torch.Tensor)}
+    return replace(weights, **moved)
