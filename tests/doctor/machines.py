@@ -1,0 +1,75 @@
+"""Made-up machines: a folder for a root, a dictionary for the installed packages, and fake entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+from npu_gptoss.doctor.findings import Finding
+from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.serving.platform import GROUP as PLATFORMS
+
+GENERAL = "vllm.general_plugins"
+
+# name, value and package of what is installed on a well set-up Ascend machine, in vLLM's order
+ASCEND_PLUGINS = {
+    GENERAL: (
+        ("ascend_enhanced_model", "vllm_ascend:register_model", "vllm-ascend"),
+        ("npu_gptoss", "npu_gptoss.plugin:register", "npu-gptoss"),
+    ),
+    PLATFORMS: (
+        ("ascend", "vllm_ascend:register", "vllm-ascend"),
+        ("npu_gptoss_cpu", "npu_gptoss.serving.platform:cpu_platform", "npu-gptoss"),
+    ),
+}
+CPU_PLUGINS = {GENERAL: ASCEND_PLUGINS[GENERAL][1:], PLATFORMS: ASCEND_PLUGINS[PLATFORMS][1:]}
+
+ASCEND_PACKAGES = {
+    "torch": "2.7.1+cpu",
+    "torch-npu": "2.7.1",
+    "vllm": "0.11.0+empty",
+    "vllm-ascend": "0.11.0",
+    "openai-harmony": "0.0.4",
+}
+CPU_PACKAGES = {"torch": "2.8.0", "vllm": "0.11.0+empty", "openai-harmony": "0.0.4"}
+
+Plugins = Mapping[str, Iterable[tuple[str, str, str]]]
+
+
+def machine(
+    root: Path,
+    packages: Mapping[str, str] = CPU_PACKAGES,
+    plugins: Plugins = CPU_PLUGINS,
+    python: tuple[int, int, int] = (3, 11, 9),
+    **environ: str,
+) -> Machine:
+    return Machine(
+        root=root,
+        environ={"HOME": str(root / "home"), **environ},
+        python=python,
+        version=dict(packages).get,
+        entry_points=lambda group: [
+            SimpleNamespace(name=name, value=value, group=group, dist=SimpleNamespace(name=package))
+            for name, value, package in plugins.get(group, ())
+        ],
+    )
+
+
+def ascend(root: Path, packages: Mapping[str, str] = ASCEND_PACKAGES, **more: object) -> Machine:
+    return machine(root, packages, **{"plugins": ASCEND_PLUGINS, **more})
+
+
+def write(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def only(findings: Iterable[Finding], state: str, *phrases: str) -> Finding:
+    """The one finding, in this state; each phrase stands in its sentence or its remedy."""
+    (finding,) = findings
+    assert finding.state == state, finding
+    for phrase in phrases:
+        assert phrase in f"{finding.sentence} {finding.remedy}", finding
+    return finding

@@ -1,0 +1,177 @@
+"""Version files as Huawei's installers write them, in a made-up root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.doctor import cann
+from tests.doctor.machines import ascend, machine, only, write
+
+CHECKS = (cann.toolkit, cann.nnal, cann.driver, cann.device_files)
+
+
+def install_toolkit(folder: Path, version: str, arch: str = "aarch64") -> Path:
+    write(
+        folder / f"{arch}-linux/ascend_toolkit_install.info",
+        f"package_name=Ascend-cann-toolkit\nversion={version}\ninnerversion=V100R001C23SPC002B210\n"
+        f"compatible_version=[V100R001C15],[V100R001C23]\narch={arch}\nos=linux\npath={folder}/{arch}-linux\n",
+    )
+    return folder
+
+
+def install_nnal(root: Path, version: str) -> Path:
+    """Returns what its set_env.sh puts into ATB_HOME_PATH."""
+    latest = root / "usr/local/Ascend/nnal/atb/latest"
+    write(
+        latest / "version.info",
+        f"    Ascend-cann-atb : {version}\n    Ascend-cann-atb Version : {version}.B030\n    Platform : aarch64\n"
+        "    branch : br_release\n    commit id : 02a9\n",
+    )
+    write(latest / "atb/cxx_abi_1/lib/libatb.so")
+    return latest / "atb/cxx_abi_1"
+
+
+def install_driver(root: Path, version: str) -> None:
+    write(
+        root / "usr/local/Ascend/driver/version.info",
+        f"Version={version}\nascendhal_version=7.35.23\naicpu_version=1.0\nInnerversion=V100R001C23SPC002B212\n"
+        f"compatible_version=[V100R001C19],[V100R001C23]\npackage_version={version}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "series", "release", "prerelease"),
+    [
+        ("8.3.RC1", (8, 3), "RC1", False),
+        ("8.3.rc2", (8, 3), "RC2", False),
+        ("8.3.RC1.alpha003", (8, 3), "RC1", True),
+        ("8.5.0", (8, 5), "0", False),
+        ("8.5.0.alpha002", (8, 5), "0", True),
+        ("8.5.0-beta.1", (8, 5), "0", True),
+        ("9.0.1", (9, 0), "1", False),
+    ],
+)
+def test_versions_are_taken_apart(text, series, release, prerelease):
+    version = cann.parse(text)
+    assert (version.series, version.release, version.prerelease) == (series, release, prerelease)
+
+
+def test_what_is_no_version_is_none():
+    assert cann.parse("V100R001C23") is None
+    assert cann.parse("") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "phrase"),
+    [
+        ("8.3.RC1", "ok", "CANN 8.3.RC1"),
+        ("8.3.RC2", "ok", "CANN 8.3.RC2"),
+        ("8.3.RC1.alpha003", "failed", "an alpha build: its attention operator fails on sinks"),
+        ("8.3.RC2.alpha001", "failed", "alpha build"),
+        ("8.2.RC1", "failed", "older than 8.3.RC1, the first whose attention operator takes gpt-oss's sinks"),
+        ("8.2.RC1.alpha003", "failed", "older than 8.3.RC1"),
+        ("7.0.0", "failed", "Install CANN 8.3.RC2"),
+        ("8.3.RC3", "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("8.5.0", "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("T63", "warning", "no version that can be compared"),
+    ],
+)
+def test_cann(tmp_path, version, state, phrase):
+    home = install_toolkit(tmp_path / "cann", version)
+    only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home))), state, phrase)
+
+
+def test_a_toolkit_is_told_by_its_version_cfg_too(tmp_path):
+    write(
+        tmp_path / "cann/version.cfg",
+        "# version: 1.0\nruntime_running_version=[7.8.0.1.231:8.3.RC1]\n"
+        "toolkit_running_version=[7.8.0.1.231:8.3.RC1.alpha003]\n",
+    )
+    here = ascend(tmp_path, ASCEND_TOOLKIT_HOME=str(tmp_path / "cann"))
+    only(cann.toolkit(here), "failed", "8.3.RC1.alpha003")
+
+
+def test_a_toolkit_that_the_shell_does_not_know_is_a_failure(tmp_path):
+    latest = install_toolkit(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", "8.3.RC1")
+    script = write(latest.parent / "set_env.sh")
+    first, second = cann.toolkit(ascend(tmp_path))
+    assert first.state == "ok"
+    only([second], "failed", "ASCEND_HOME_PATH is not set", f"`source {script}`")
+
+
+def test_a_toolkit_in_the_home_folder_is_found(tmp_path):
+    install_toolkit(tmp_path / "home/Ascend/cann", "8.3.RC2")
+    assert [finding.state for finding in cann.toolkit(ascend(tmp_path))] == ["ok", "failed"]
+
+
+def test_no_toolkit_and_a_variable_that_names_none_are_failures(tmp_path):
+    only(cann.toolkit(ascend(tmp_path)), "failed", "No CANN toolkit", "Install CANN 8.3.RC2")
+    here = ascend(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "gone"))
+    only(cann.toolkit(here), "failed", "ASCEND_HOME_PATH names", "gone", "set_env.sh")
+
+
+def test_nnal_of_canns_version_is_well(tmp_path):
+    home = install_toolkit(tmp_path / "cann", "8.3.RC1")
+    atb = install_nnal(tmp_path, "8.3.RC1")
+    here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
+    only(cann.nnal(here), "ok", "NNAL 8.3.RC1")
+    install_nnal(tmp_path, "8.2.RC1")
+    only(cann.nnal(here), "warning", "NNAL 8.2.RC1 is not of the version of CANN (8.3.RC1)")
+    only(cann.nnal(ascend(tmp_path, ATB_HOME_PATH=str(atb))), "warning", "unknown")
+
+
+def test_nnal_that_is_missing_unknown_or_without_its_library_is_a_failure(tmp_path):
+    only(cann.nnal(ascend(tmp_path)), "failed", "NNAL is not installed", "Ascend-cann-nnal")
+    atb = install_nnal(tmp_path, "8.3.RC1")
+    only(cann.nnal(ascend(tmp_path)), "failed", "ATB_HOME_PATH is not set", "`source ")
+    (atb / "lib/libatb.so").unlink()
+    only(cann.nnal(ascend(tmp_path, ATB_HOME_PATH=str(atb))), "failed", "no lib/libatb.so")
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "phrase"),
+    [
+        ("25.3.rc1", "ok", "Driver 25.3.rc1"),
+        ("25.0.rc1.1", "ok", ""),
+        ("26.0.rc1", "ok", ""),
+        ("24.1.rc2.2", "warning", "error 207000"),
+        ("unknown", "warning", "not known (unknown)"),
+    ],
+)
+def test_driver(tmp_path, version, state, phrase):
+    install_driver(tmp_path, version)
+    only(cann.driver(ascend(tmp_path)), state, phrase)
+
+
+def test_an_old_drivers_file_names_its_version_differently(tmp_path):
+    write(tmp_path / "usr/local/Ascend/driver/version.info", "Version=24.1.rc1\nascendhal_version=7.35.19\n")
+    only(cann.driver(ascend(tmp_path)), "warning", "The driver 24.1.rc1 is older")
+
+
+def test_no_driver_is_a_failure_and_one_that_does_not_say_its_version_a_warning(tmp_path):
+    only(cann.driver(ascend(tmp_path)), "failed", "no Ascend driver", "mount /usr/local/Ascend/driver/version.info")
+    (tmp_path / "usr/local/Ascend/driver/lib64").mkdir(parents=True)
+    only(cann.driver(ascend(tmp_path)), "warning", "not known (no version.info)")
+
+
+def test_device_files(tmp_path, monkeypatch):
+    only(cann.device_files(ascend(tmp_path)), "failed", "/dev/davinci0", "/dev/hisi_hdc", "--device /dev/davinci<n>")
+    for name in ("davinci0", "davinci5", "davinci_manager", "devmm_svm"):
+        write(tmp_path / "dev" / name)
+    only(cann.device_files(ascend(tmp_path)), "failed", "Not there: /dev/hisi_hdc.")
+    write(tmp_path / "dev/hisi_hdc")
+    here = ascend(tmp_path, ASCEND_RT_VISIBLE_DEVICES="5")
+    only(cann.device_files(here), "ok", "2 cards", "ASCEND_RT_VISIBLE_DEVICES=5")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "davinci5")
+    only(cann.device_files(here), "failed", "may not open /dev/davinci5.", "HwHiAiUser")
+
+
+def test_none_of_it_applies_elsewhere_and_on_the_emulated_910b_only_the_toolkit_does(tmp_path):
+    for check in CHECKS:
+        only(check(machine(tmp_path)), "not applicable")
+    home = install_toolkit(tmp_path / "cann", "8.3.RC1", "x86_64")
+    emulated = ascend(tmp_path, NPU_GPTOSS_EMULATED="1", ASCEND_HOME_PATH=str(home))
+    assert [next(iter(check(emulated))).state for check in CHECKS] == ["ok", *["not applicable"] * 3]

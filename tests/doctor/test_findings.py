@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from npu_gptoss.doctor.checks import CHECKS, groups
+from npu_gptoss.doctor.findings import (
+    STATES,
+    Finding,
+    as_json,
+    exit_code,
+    failed,
+    from_json,
+    guarded,
+    in_words,
+    not_applicable,
+    ok,
+    warning,
+)
+
+FINDINGS = [
+    ok("python", "Python 3.11.9."),
+    warning("vllm", "vLLM is odd.", "Install another."),
+    failed("cann", "CANN is old.", "Install a newer one.", details=("why",)),
+    not_applicable("driver", "There is none."),
+    ok("kernels", "small_ops is selected.", subject="moe.route"),
+]
+
+
+def test_the_json_report_keeps_its_fields():
+    report = as_json(FINDINGS, "1.2.3", "ascend")
+    assert report == json.loads(json.dumps(report)), "not plain JSON"
+    assert list(report) == ["schema", "npu_gptoss", "platform", "ok", "counts", "findings"]
+    assert (report["schema"], report["ok"]) == (1, False)
+    assert report["counts"] == {"ok": 2, "warning": 1, "failed": 1, "not applicable": 1}
+    assert report["findings"][2] == {
+        "check": "cann",
+        "state": "failed",
+        "sentence": "CANN is old.",
+        "remedy": "Install a newer one.",
+        "details": ["why"],
+        "subject": "",
+    }
+    assert [from_json(values) for values in report["findings"]] == FINDINGS
+
+
+def test_only_a_failure_ends_with_one():
+    assert exit_code(FINDINGS) == 1
+    assert exit_code([finding for finding in FINDINGS if finding.state != "failed"]) == 0
+    assert as_json(FINDINGS[:2], "", "cpu")["ok"] is True
+
+
+def test_the_report_in_words_has_every_sentence_remedy_and_reason():
+    text = in_words(FINDINGS, groups())
+    flat = " ".join(text.split())
+    for finding in FINDINGS:
+        assert finding.sentence in flat
+        assert finding.remedy in flat
+    assert "why" in flat
+    assert "kernels moe.route: small_ops" in flat
+    assert flat.endswith("2 ok, 1 warning, 1 failure, 1 not applicable")
+    assert max(map(len, text.splitlines())) <= 112
+
+
+def test_a_trouble_without_a_remedy_cannot_be_reported():
+    with pytest.raises(ValueError, match="needs a sentence, and a remedy"):
+        Finding("cann", "failed", "CANN is old.")
+    with pytest.raises(ValueError, match="one of ok, warning, failed, not applicable"):
+        Finding("cann", "bad", "CANN is old.", "Install a newer one.")
+    assert set(STATES) == {"ok", "warning", "failed", "not applicable"}
+
+
+def test_a_check_that_breaks_is_a_failure_that_says_so_and_keeps_what_it_found():
+    def check(text):
+        yield ok("python", text)
+        raise KeyError("gone")
+
+    first, second = guarded("python", check, "fine")
+    assert first == ok("python", "fine")
+    assert second.state == "failed"
+    assert "This check itself broke" in second.sentence
+    assert "KeyError" in second.sentence
+    assert "a defect of npu-gptoss" in second.remedy
+
+
+def test_every_check_has_one_place_in_the_report():
+    names = [name for _, members in groups() for name in members]
+    assert names == [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,143 @@
+"""Entry points that are missing, filtered, in the wrong order or one too many; and what vLLM ends up with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.doctor import plugins
+from npu_gptoss.serving.platform import GROUP as PLATFORMS
+from tests.doctor.machines import ASCEND_PLUGINS, CPU_PACKAGES, CPU_PLUGINS, GENERAL, ascend, machine, only, write
+from tests.markdown import ROOT
+
+OTHER = ("other_gpt_oss", "other:register", "other-gpt-oss")
+
+
+def with_plugin(group, entry, base=CPU_PLUGINS, *, first=False):
+    return {**base, group: (entry, *base[group]) if first else (*base[group], entry)}
+
+
+def test_a_well_installed_plugin_is_found(tmp_path):
+    for here in (machine(tmp_path), ascend(tmp_path)):
+        only(plugins.discovered(here), "ok", "npu_gptoss.plugin:register")
+
+
+def test_a_plugin_that_is_not_installed_is_a_failure(tmp_path):
+    only(plugins.discovered(machine(tmp_path, plugins={})), "failed", "no package names npu_gptoss", "pip install --no-deps")
+
+
+def test_another_package_under_the_plugins_name_is_a_failure(tmp_path):
+    here = machine(tmp_path, plugins={GENERAL: [("npu_gptoss", "fork.plugin:register", "fork")]})
+    only(plugins.discovered(here), "failed", "fork.plugin:register of fork", "Uninstall fork")
+
+
+def test_a_filter_that_leaves_the_plugin_out_is_a_failure(tmp_path):
+    here = ascend(tmp_path, VLLM_PLUGINS="ascend")
+    only(plugins.discovered(here), "failed", "VLLM_PLUGINS=ascend leaves npu_gptoss out", "VLLM_PLUGINS=ascend,npu_gptoss.")
+    only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="ascend,npu_gptoss")), "ok")
+    only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="")), "failed", "set VLLM_PLUGINS=npu_gptoss.")
+
+
+def test_without_vllm_nothing_is_discovered(tmp_path):
+    here = machine(tmp_path, {"torch": "2.8.0"})
+    for check in (plugins.discovered, plugins.order, plugins.platforms, plugins.registration):
+        only(check(here), "not applicable")
+
+
+def test_the_order_is_told_and_a_plugin_behind_ours_is_a_warning(tmp_path):
+    only(plugins.order(ascend(tmp_path)), "ok", "in this order: ascend_enhanced_model, npu_gptoss.")
+    before = machine(tmp_path, plugins=with_plugin(GENERAL, OTHER, first=True))
+    only(plugins.order(before), "ok", "other_gpt_oss, npu_gptoss")
+    behind = machine(tmp_path, plugins=with_plugin(GENERAL, OTHER))
+    only(
+        plugins.order(behind),
+        "warning",
+        "other_gpt_oss of other-gpt-oss",
+        "replaces it",
+        "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu leaves",
+    )
+    only(plugins.order(machine(tmp_path, plugins={})), "not applicable")
+
+
+def test_a_second_platform_is_a_failure(tmp_path):
+    second = ("other_npu", "other:platform", "other-npu")
+    here = ascend(tmp_path, plugins=with_plugin(PLATFORMS, second, ASCEND_PLUGINS))
+    only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
+    here = machine(tmp_path, plugins=with_plugin(PLATFORMS, second))
+    only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss")
+    filtered = machine(
+        tmp_path, plugins=with_plugin(PLATFORMS, second), VLLM_PLUGINS="npu_gptoss_cpu,npu_gptoss"
+    )
+    assert "(other_npu)" not in next(plugins.platforms(filtered)).sentence
+
+
+def test_the_ascend_platform_must_be_there_and_pass_the_filter(tmp_path):
+    only(plugins.platforms(ascend(tmp_path)), "ok", "ascend, of vllm-ascend")
+    only(plugins.platforms(ascend(tmp_path, plugins=CPU_PLUGINS)), "failed", "no package names it", "vllm-ascend")
+    here = ascend(tmp_path, VLLM_PLUGINS="npu_gptoss")
+    only(plugins.platforms(here), "failed", "VLLM_PLUGINS leaves ascend out", "VLLM_PLUGINS=npu_gptoss,ascend.")
+
+
+def test_the_cpu_platform_must_be_there_and_pass_the_filter(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins.cpu_platform, "objections", lambda root: [])
+    only(plugins.platforms(machine(tmp_path)), "ok", "there is no second one")
+    only(plugins.platforms(machine(tmp_path, plugins={})), "failed", "no package names one", "pip install")
+    here = machine(tmp_path, VLLM_PLUGINS="npu_gptoss")
+    only(plugins.platforms(here), "failed", "leaves npu_gptoss_cpu out", "VLLM_PLUGINS=npu_gptoss,npu_gptoss_cpu.")
+    monkeypatch.setattr(plugins.cpu_platform, "objections", lambda root: ["an accelerator is present: /dev/kfd"])
+    only(plugins.platforms(machine(tmp_path)), "failed", "/dev/kfd", "NPU_GPTOSS_PLATFORM=cpu")
+    built = machine(tmp_path, {**CPU_PACKAGES, "vllm": "0.11.0+cpu"})
+    only(plugins.platforms(built), "ok", "names its own platform")
+
+
+def test_on_cuda_vllm_serves_itself(tmp_path):
+    write(tmp_path / "dev/nvidia0")
+    only(plugins.platforms(machine(tmp_path, plugins=with_plugin(PLATFORMS, OTHER))), "ok", "vLLM's own")
+
+
+# What vLLM ends up with: a stand-in for the process that loads vLLM prints what the real one would
+
+
+@pytest.fixture
+def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def run(code: str, **environ: str):
+        write(tmp_path / "modules/stand_in.py", code)
+        monkeypatch.setattr(plugins, "REGISTERED", "stand_in")
+        paths = os.pathsep.join((str(tmp_path / "modules"), str(ROOT)))
+        return plugins.registration(machine(tmp_path, PYTHONPATH=paths, PATH=os.environ["PATH"], **environ))
+
+    return run
+
+
+def test_the_model_and_the_platform_that_vllm_ends_up_with_are_told(loading):
+    code = 'print("noise"); print(\'{"device": "cpu", "model": "npu_gptoss.serving.model:GptOssForCausalLM"}\')'
+    only(loading(code), "ok", "vLLM runs on cpu")
+
+
+def test_a_model_that_another_plugin_replaced_is_a_failure(loading):
+    only(loading('print(\'{"device": "cpu", "model": "other:GptOss"}\')'), "failed", "other:GptOss", "VLLM_PLUGINS")
+
+
+def test_another_platform_than_the_machines_is_a_failure(loading):
+    only(loading('print(\'{"device": "", "model": ""}\')'), "failed", "no platform, expected cpu")
+
+
+def test_a_vllm_that_does_not_load_is_a_failure_with_its_last_line(loading):
+    only(loading('raise ImportError("libx.so: no such file")'), "failed", "exit code 1", "libx.so: no such file")
+
+
+def test_a_vllm_that_hangs_is_a_failure(loading, monkeypatch):
+    monkeypatch.setattr(plugins, "LIMIT", 0.5)
+    only(loading("import time; time.sleep(60)"), "failed", "did not end within 0.5 s")
+
+
+def test_an_unsupported_vllm_is_not_asked(tmp_path):
+    only(plugins.registration(machine(tmp_path, {"vllm": "0.12.0"})), "not applicable")
+
+
+def test_the_process_that_loads_vllm_is_this_packages_own():
+    assert (ROOT / plugins.REGISTERED.replace(".", "/")).with_suffix(".py").is_file()
+    assert plugins.REGISTERED not in sys.modules
