@@ -180,16 +180,26 @@ def add_norm(
     return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps)
 
 
-def logits(normed: torch.Tensor, weight: Weight, *, kernel: str | None = None) -> torch.Tensor:
-    """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in the dtype of normed."""
+def logits(
+    normed: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None, kernel: str | None = None
+) -> torch.Tensor:
+    """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in normed's dtype, into `out` where given."""
     _check_weight(weight, normed.shape[-1], None, "lm_head")
+    if out is None:
+        out = torch.empty(normed.shape[0], weight.shape[0], dtype=normed.dtype, device=normed.device)
+    elif out.shape != (normed.shape[0], weight.shape[0]) or out.dtype != normed.dtype or not out.is_contiguous():
+        raise InputError(
+            f"out must be contiguous [{normed.shape[0]}, {weight.shape[0]}] in {normed.dtype}, "
+            f"got {list(out.shape)} in {out.dtype}"
+        )
     run = select_kernel(
         LOGITS,
         signature(hidden=normed.dtype, weight=weight.dtype),
         {"rows": row_class(normed.shape[0])},
         override=kernel,
     )
-    return run(normed=normed, weight=weight)
+    run(normed=normed, weight=weight, out=out)
+    return out
 
 
 def greedy(logits: torch.Tensor, *, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -132,9 +132,9 @@ def add_norm(
     traits={"rows": ANY},
     priority=Priority.PORTABLE,
 )
-def logits(normed: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """A linear layer."""
-    return F.linear(normed, expanded(weight, normed.dtype))
+def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+    """A matrix product."""
+    torch.mm(normed, expanded(weight, normed.dtype).T, out=out)
 
 
 @register_kernel(

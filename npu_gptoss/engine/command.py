@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.engine.chat import REASONING_EFFORTS, Chat
-from npu_gptoss.engine.engine import Engine
+from npu_gptoss.engine.decode import AUTO, MODES
+from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.errors import InputError
@@ -48,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=2048, metavar="N", help="tokens computed in one step")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument(
+        "--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (auto: full on CUDA, else none)"
+    )
+    parser.add_argument("--capture-sizes", metavar="1,2,4,8", help="batch sizes of the graphs (default: as needed)")
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
 
 
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     entries = _entries(args)
+    sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
     with _standard_output_kept_clean():
         chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None
         start = time.perf_counter()
@@ -72,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
             max_batch_tokens=args.max_batch_tokens,
             block_size=args.block_size,
             num_blocks=args.num_blocks,
+            max_batch_size=min(MAX_BATCH_SIZE, len(entries)),
+            graphs=args.graphs,
+            graph_sizes=sizes,
             progress=True,
         )
         _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
@@ -99,12 +108,7 @@ def _entries(args: argparse.Namespace) -> list[PromptEntry]:
     elif args.prompt is not None:
         entries = [PromptEntry("--prompt", "prompt", args.prompt, {})]
     else:
-        try:
-            ids = [int(part) for part in args.prompt_ids.split(",")] if args.prompt_ids.strip() else []
-        except ValueError:
-            raise InputError(
-                f"--prompt-ids must be whole numbers with commas between, got {args.prompt_ids!r}"
-            ) from None
+        ids = _whole_numbers("--prompt-ids", args.prompt_ids)
         entries = [PromptEntry("--prompt-ids", "prompt_token_ids", ids, {})]
     if not args.chat:
         return entries
@@ -117,6 +121,13 @@ def _entries(args: argparse.Namespace) -> list[PromptEntry]:
         messages = entry.value if entry.form == "messages" else [{"role": "user", "content": entry.value}]
         chats.append(replace(entry, form="messages", value=messages))
     return chats
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise InputError(f"{option} must be whole numbers with commas between, got {text!r}") from None
 
 
 def _prompt_ids(engine: Engine, chat: Chat | None, entry: PromptEntry, args: argparse.Namespace) -> list[int]:

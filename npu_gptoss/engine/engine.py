@@ -7,6 +7,7 @@ results = engine.generate(["Hello", [9906, 11]], SamplingParams(max_tokens=64))
 from __future__ import annotations
 
 import json
+import math
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from npu_gptoss.engine.batch import pack
+from npu_gptoss.engine.decode import AUTO, FULL, MODES, NONE, DecodeGraphs, Launch
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
 from npu_gptoss.engine.kv_cache import BlockAllocator, allocate_kv_caches, default_num_blocks
 from npu_gptoss.engine.request import Request, Result, SamplingParams
@@ -22,6 +24,7 @@ from npu_gptoss.engine.sampling import choose, report, uniform
 from npu_gptoss.engine.scheduler import Chunk, Scheduler
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
+from npu_gptoss.graphs import Recorder, capture_sizes, checked_sizes
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import GptOss
 
@@ -29,6 +32,7 @@ Prompt = str | Sequence[int]
 
 # harmony's <|return|>, <|call|> and <|endoftext|>: what ends an answer when generation_config.json does not say
 HARMONY_STOP_TOKENS = (200002, 200012, 199999)
+MAX_BATCH_SIZE = 256
 # Rows whose logits are held at once when a whole prompt's are wanted: 256 rows of 201 088 float32 are 200 MB.
 LOGITS_ROWS = 256
 
@@ -47,15 +51,19 @@ class Engine:
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "auto",
         max_batch_tokens: int = 2048,
-        max_batch_size: int = 256,
+        max_batch_size: int = MAX_BATCH_SIZE,
         block_size: int = 16,
         num_blocks: int | None = None,
+        graphs: str = AUTO,
+        graph_sizes: Sequence[int] | None = None,
         progress: bool = False,
     ) -> None:
         """max_batch_tokens: rows of one step; a longer prompt is computed in chunks.
 
         max_batch_size: requests under way at once; the others wait.
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
+        graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
+        is full on CUDA and none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
         progress: show the loading on standard error.
         """
         directory = Path(model_dir)
@@ -72,7 +80,28 @@ class Engine:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)
         allocator = BlockAllocator(num_blocks, block_size)
         self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
-        self.kv_caches = allocate_kv_caches(config, num_blocks, block_size, dtype, self.device)
+        # The last block belongs to nobody: slot -1, where a graph's padding rows point, is its last one.
+        self.kv_caches = allocate_kv_caches(config, num_blocks + 1, block_size, dtype, self.device)
+        self.graphs = self._capture(graphs, graph_sizes)
+        self._ahead: Launch | None = None
+
+    def _capture(self, mode: str, sizes: Sequence[int] | None) -> DecodeGraphs | None:
+        if mode == AUTO:
+            mode = FULL if self.device.type == "cuda" else NONE
+        if mode not in MODES:
+            raise InputError(f"there are no graphs {mode!r}: expected {AUTO}, {', '.join(MODES)}")
+        if mode == NONE:
+            return None
+        with kernels_for(self.device), torch.inference_mode():
+            return DecodeGraphs(
+                self.model,
+                self.kv_caches,
+                mode=mode,
+                sizes=checked_sizes(capture_sizes(self.scheduler.max_batch_size) if sizes is None else sizes),
+                block_size=self.block_size,
+                max_blocks=math.ceil(self.max_length / self.block_size),
+                recorder=Recorder(self.device),
+            )
 
     @property
     def max_length(self) -> int:
@@ -167,13 +196,30 @@ class Engine:
                 if on_step is not None:
                     on_step(requests)
         finally:  # an error or Ctrl-C leaves no request behind to turn up in the next call
+            self._ahead = None  # what it still writes, later steps overwrite: the device takes them one by one
             for request in requests:
                 self.scheduler.cancel(request)
 
     @torch.inference_mode()
     def _step(self) -> None:
-        chunks = self.scheduler.schedule()
-        assert chunks, "every request fits the empty cache, so the oldest one always advances"
+        launch, self._ahead = self._ahead, None
+        if launch is None:
+            chunks = self.scheduler.schedule()
+            assert chunks, "every request fits the empty cache, so the oldest one always advances"
+            if self.graphs is None or not self.graphs.takes(chunks):
+                self._compute(chunks)
+                return
+            for chunk in chunks:
+                chunk.request.num_computed = chunk.end
+            launch = self.graphs.launch([chunk.request for chunk in chunks])
+        if self._may_run_ahead(launch):
+            self._ahead = self.graphs.launch_next(launch)
+            for request in launch.requests:
+                request.num_computed += 1
+        self._collect(launch)
+
+    def _compute(self, chunks: Sequence[Chunk]) -> None:
+        """A step without graphs: prompts, alone or beside rows of decode."""
         batch = pack(chunks, self.block_size, self.device)
         hidden = self.model.forward(batch.input_ids, batch.positions, self.kv_caches, batch.metadata)
         for chunk, first_row in zip(chunks, batch.first_rows, strict=True):
@@ -182,11 +228,37 @@ class Engine:
             chunk.request.num_computed = chunk.end
         last_rows = {c: row + c.end - c.start - 1 for c, row in zip(chunks, batch.first_rows, strict=True) if c.samples}
         if last_rows:
-            self._sample([chunk.request for chunk in last_rows], hidden[list(last_rows.values())])
+            logits = self._finite_logits(hidden[list(last_rows.values())])
+            self._sample([chunk.request for chunk in last_rows], logits)
 
-    def _sample(self, requests: Sequence[Request], hidden: torch.Tensor) -> None:
-        """The next token of each request from its last row; hidden [requests, hidden]."""
-        logits = self._finite_logits(hidden)
+    def _may_run_ahead(self, launch: Launch) -> bool:
+        """Whether the step after `launch` can be launched before its tokens are known.
+
+        Its rows must be the same whatever the tokens are (but for stop tokens: what follows one is thrown away), the
+        tokens must be those that the device chose, and each request needs a place for the token to come.
+        """
+        requests = launch.requests
+        return (
+            len(requests) == len(self.scheduler.running)
+            and not self.scheduler.could_admit()
+            and all(request.is_greedy and request.goes_on for request in requests)
+            and self.scheduler.reserve(requests)
+        )
+
+    def _collect(self, launch: Launch) -> None:
+        """The tokens of a launched step. A request that has ended since takes none."""
+        if not all(request.is_greedy for request in launch.requests):
+            self._sample(launch.requests, self._checked(launch.logits[: len(launch.requests)].float()))
+            return
+        chosen = launch.chosen()
+        for request, token_id in zip(launch.requests, chosen, strict=True):
+            if request.finish_reason is None:
+                if token_id < 0:
+                    raise self._not_finite()
+                self._append(request, token_id)
+
+    def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
+        """The next token of each request from its row of logits [requests, vocab] float32."""
         params = [request.params for request in requests]
         draws = [uniform(request.seed, request.num_generated) for request in requests]
         chosen = choose(logits, params, draws)
@@ -196,9 +268,12 @@ class Engine:
             for row, entry in zip(wanting, report(logits[wanting], chosen[wanting], counts), strict=True):
                 requests[row].logprobs.append(entry)
         for request, token_id in zip(requests, chosen.tolist(), strict=True):
-            request.append(token_id)
-            if request.finish_reason is not None:
-                self.scheduler.finish(request)
+            self._append(request, token_id)
+
+    def _append(self, request: Request, token_id: int) -> None:
+        request.append(token_id)
+        if request.finish_reason is not None:
+            self.scheduler.finish(request)
 
     def _report_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
         """Logits or log-probabilities of a chunk's prompt rows but those already reported; hidden [rows, hidden]."""
@@ -218,13 +293,18 @@ class Engine:
             request.prompt_rows_reported = end
 
     def _finite_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.model.logits(hidden)
+        return self._checked(self.model.logits(hidden))
+
+    def _checked(self, logits: torch.Tensor) -> torch.Tensor:
         if not bool(torch.isfinite(logits).all()):
-            raise NonFiniteLogits(
-                f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged "
-                "or a kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
-            )
+            raise self._not_finite()
         return logits
+
+    def _not_finite(self) -> NonFiniteLogits:
+        return NonFiniteLogits(
+            f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged "
+            "or a kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
+        )
 
     def _result(self, request: Request) -> Result:
         generated = tuple(request.token_ids[request.prompt_length :])

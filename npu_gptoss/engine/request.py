@@ -108,6 +108,20 @@ class Request:
     def wants_prompt_rows(self) -> bool:
         return self.prompt_logits is not None or self.params.prompt_logprobs is not None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit is all that its next token depends on, and all that is reported."""
+        return self.params.temperature == 0 and self.params.logprobs is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its next token is not the last, unless that is a stop token."""
+        return (
+            self.finish_reason is None
+            and self.num_generated + 1 < self.params.max_tokens
+            and len(self.token_ids) + 1 < self.max_length
+        )
+
     def append(self, token_id: int) -> None:
         """Takes the next generated token and notes whether it is the last."""
         self.token_ids.append(token_id)

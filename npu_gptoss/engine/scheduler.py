@@ -9,6 +9,7 @@ itself (the engine refuses others), so the oldest one always advances.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npu_gptoss.engine.kv_cache import BlockAllocator
@@ -63,6 +64,14 @@ class Scheduler:
         while budget and preemptions == self.num_preemptions and self._admit():
             budget -= self._take(self.running[-1], budget, chunks)
         return chunks
+
+    def could_admit(self) -> bool:
+        """Whether the next `schedule` might start a waiting request."""
+        return bool(self.waiting) and len(self.running) < self.max_batch_size
+
+    def reserve(self, requests: Sequence[Request]) -> bool:
+        """Blocks for one token more than each request has, if there are that many; nobody gives up blocks for it."""
+        return all(self.allocator.grow(request.block_ids, len(request.token_ids) + 1) for request in requests)
 
     def finish(self, request: Request) -> None:
         self.running.remove(request)

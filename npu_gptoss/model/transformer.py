@@ -67,6 +67,11 @@ class GptOss:
         return self.embedding.dtype
 
     @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.config.num_attention_heads
+
+    @property
     def device(self) -> torch.device:
         return self.embedding.device
 
@@ -111,17 +116,20 @@ class GptOss:
         positions: torch.Tensor,
         kv_caches: Sequence[KVCache],
         metadata: AttentionMetadata,
+        live: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over the packed tokens of all requests: writes their keys and values, returns normed hidden states.
 
         input_ids, positions [rows] int64 on the model's device, rows >= metadata.num_tokens (the rest is padding and
-        influences nothing); kv_caches one pair a layer. Returns [rows, hidden] in the model's dtype.
+        influences nothing); kv_caches one pair a layer; live as in `leave`.
+
+        Returns [rows, hidden] in the model's dtype.
         """
         residual, delta = self.embed(input_ids), None
         for index, kv_cache in enumerate(kv_caches):
             residual, query = self.enter(index, residual, delta, positions, kv_cache, metadata)
             attended = self.attend(index, query, kv_cache, metadata)
-            residual, delta = self.leave(index, residual, attended)
+            residual, delta = self.leave(index, residual, attended, live)
         return self.finish(residual, delta)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -152,8 +160,15 @@ class GptOss:
             metadata,
         )
 
-    def attend(self, index: int, query: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        """Attention of layer `index`, [rows, heads, head_dim]."""
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of layer `index`, [rows, heads, head_dim], into `out` where given."""
         weights = self.layers[index].attention
         return paged_attention(
             query,
@@ -162,6 +177,7 @@ class GptOss:
             weights.sinks,
             scale=self.config.head_dim**-0.5,
             sliding_window=weights.window,
+            out=out,
         )
 
     def leave(
@@ -190,9 +206,13 @@ class GptOss:
         return dense.add_norm(residual, delta, self.norm, self.config.rms_norm_eps)[1]
 
     @torch.inference_mode()
+    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [rows, hidden] from `forward` -> logits [rows, vocab] in the model's dtype, into `out` where given."""
+        return dense.logits(hidden, self.lm_head, out=out)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] from `forward` -> [rows, vocab] float32; the product itself is in the model's dtype."""
-        return dense.logits(hidden, self.lm_head).float()
+        """`head` in float32."""
+        return self.head(hidden).float()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -185,11 +185,11 @@ def add_norm(
     traits={"rows": frozenset({ONE})},
     priority=Priority.SPECIALISED,
 )
-def logits_gemv(normed: torch.Tensor, weight: Weight) -> torch.Tensor:
+def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     """A matrix-vector product."""
     from npu_gptoss.dense.triton import launches
 
-    return launches.linear_gemv(normed, weight, None, None)
+    launches.linear_gemv(normed, weight, None, None, out)
 
 
 @register_kernel(

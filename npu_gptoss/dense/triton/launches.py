@@ -113,6 +113,7 @@ def linear_gemv(
     weight: Weight,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    out: torch.Tensor | None = None,
     *,
     rows: int | None = None,
     warps: int = LINEAR_WARPS,
@@ -122,7 +123,8 @@ def linear_gemv(
     outputs = weight.shape[0]
     matrix, scales, scaled = _parts(weight)
     x = x.contiguous()
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     rows = rows or (LINEAR_ROWS if outputs < 65536 else WIDE_ROWS)
     block_a, block_b = halves(inputs)
     linear_kernel[(triton.cdiv(outputs, rows),)](
