@@ -194,6 +194,6 @@ def select_kernel(
 
 
 def selected_kernels() -> tuple[tuple[str, str, str], ...]:
-    """(operation, kernel, solution) of every choice of this process since the last registration, in alphabetical order."""
+    """(operation, kernel, solution) of each choice of this process since the last registration, sorted."""
     chosen = {(k[0], c.kernel.name, c.kernel.solution) for k, c in list(_cache.items()) if k[-1] == registry.generation}
     return tuple(sorted(chosen))

@@ -1,21 +1,22 @@
 """Prometheus metrics of our own on vLLM's /metrics: selected kernels, graph replays against eager steps, padding.
 
 `StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
-that group yet, so `compat/metrics.py` hands it over there. One instance per engine; the metrics are one set per process.
+that group yet, so `compat/metrics.py` hands it over there. One instance per engine, one set of metrics per process.
 docs/monitoring.md lists them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from npu_gptoss.plugin import installed_vllm, version_objection
 from npu_gptoss.serving.steps import EAGER, MODES, Step, take
+from npu_gptoss.supported import VLLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +38,7 @@ class Metrics:
 def metrics() -> Metrics:
     """Registered with prometheus_client's default registry when first asked for.
 
-    In the front ends of a server with several API processes prometheus_client keeps them in files, and vLLM adds them up.
+    With several API server processes prometheus_client keeps them in files, and vLLM adds them up.
     """
     return Metrics(
         Gauge(
@@ -57,13 +58,12 @@ def metrics() -> Metrics:
 
 
 class StatLogger(StatLoggerBase):
-    """Counts the steps of one engine. Does nothing for other models, and under a vLLM that the package steps aside for."""
+    """Counts the steps of one engine; of no other model, and not under a vLLM that the package steps aside for."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        self._active = (
-            vllm_config.model_config.hf_config.model_type == MODEL_TYPE and version_objection(installed_vllm()) is None
-        )
+        supported = VLLM.has(importlib.metadata.version("vllm"))
+        self._active = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         if self._active:  # series exist before their first event, so that rates see it
             for mode in MODES:
                 metrics().tokens.labels(*self._labels, mode)

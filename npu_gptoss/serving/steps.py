@@ -1,13 +1,14 @@
 """What each step of the model was, and its way from the worker to the server's /metrics.
 
-A worker knows whether a step replayed a graph, which one, and how many rows were padding; /metrics is answered by another
-process. What a worker observes travels on vLLM's own road, so it works with several engines, hosts and API servers:
+A worker knows whether a step replayed a graph, which one, and how many rows were padding; /metrics is answered by
+another process. What a worker observes travels on vLLM's own road, so any number of engines, hosts and API servers do:
 
     worker: ModelRunnerOutput → scheduler: SchedulerStats → API server: the stat logger (`metrics.py`)
 
-vLLM 0.11.0 has no field for it, later releases do (`cudagraph_stats`, vllm PR 29825). Until the scheduler it is an attribute
-of the output; from there it lies in `kv_connector_stats`, the one free-form part of the statistics, which the stat logger
-empties before vLLM's own loggers look. The hooks are in `compat/metrics.py`. Imports neither vLLM nor torch.
+vLLM 0.11.0 has no field for it, later releases do (`cudagraph_stats`, vllm PR 29825). Until the scheduler it is an
+attribute of the output; from there it lies in `kv_connector_stats`, the one free-form part of the statistics, out of
+which the stat logger takes it before vLLM's own loggers look. The hooks are in `compat/metrics.py`. Imports neither
+vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Kernels = tuple[tuple[str, str, str], ...]
 class Step:
     """One execution of the model for requests; warm-up, captures and the idle steps of data parallelism are none.
 
-    mode: one of MODES. bucket: the number of tokens that the replayed graph was captured with, 0 without a graph. tokens:
-    rows that requests asked for. padding: rows computed beyond them. kernels: (operation, kernel, solution) of every
-    kernel selected so far, or empty when that is unchanged since the last step.
+    mode: one of MODES. bucket: the number of tokens that the replayed graph was captured with, 0 without a graph.
+    tokens: rows that requests asked for. padding: rows computed beyond them. kernels: (operation, kernel, solution) of
+    every kernel selected so far, or empty when that is unchanged since the last step.
     """
 
     mode: str

@@ -92,7 +92,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="stat-logger",
-        reason="vLLM loads no stat loggers of plugins, and /metrics knows nothing of kernels, graph replays and padding.",
+        reason="vLLM loads no stat loggers of plugins, so that /metrics tells neither kernels nor replays nor padding.",
         module=_LOGGERS,
         touches=(f"{_LOGGERS}:StatLoggerManager.__init__",),
         installer="metrics:install_stat_logger",
