@@ -1,0 +1,77 @@
+# What serve.sh, perf.sh and mmlu.sh share. POSIX sh, sourced; `program` is set by the script that sources it.
+# shellcheck shell=sh
+: "${program:?}"
+
+fail() {
+    printf '%s: %s\n' "$program" "$*" >&2
+    exit 2
+}
+
+# value OPTION COUNT-OF-ARGUMENTS-LEFT: an option that wants a value has one
+value() {
+    [ "$2" -ge 2 ] || fail "$1 wants a value; $program --help lists what it takes."
+}
+
+# number OPTION VALUE: a whole number above 0
+number() {
+    case $2 in
+    '' | 0* | *[!0-9]*) fail "$1 wants a whole number above 0, got '$2'." ;;
+    esac
+}
+
+# numbers OPTION LIST: whole numbers above 0, separated by commas
+numbers() {
+    case ,$2, in
+    *,,* | *,0* | *[!0-9,]*) fail "$1 wants whole numbers above 0 with commas between them, got '$2'." ;;
+    esac
+}
+
+# quoted WORD…: one line that a shell reads back as the same words
+quoted() {
+    line=
+    for word in "$@"; do
+        case $word in
+        '' | *[!A-Za-z0-9_./:=,@%+-]*)
+            word="'$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'"
+            ;;
+        esac
+        line="$line${line:+ }$word"
+    done
+    printf '%s\n' "$line"
+}
+
+# port_is_free HOST PORT: whether a server could listen there; yes where no Python can tell
+port_is_free() {
+    ! command -v python3 >/dev/null || python3 - "$1" "$2" <<'END'
+import socket, sys
+try:
+    family, kind, protocol, _, address = socket.getaddrinfo(sys.argv[1], int(sys.argv[2]), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+except OSError as error:
+    sys.exit(str(error))
+END
+}
+
+# find_evalscope FOLDER-OF-SCRIPTS: sets `evalscope` and `python` to the programs of evalscope's environment
+find_evalscope() {
+    if [ -x "$1/../.venv-evalscope/bin/evalscope" ]; then
+        evalscope=$(CDPATH='' cd -- "$1/.." && pwd)/.venv-evalscope/bin/evalscope
+        python=${evalscope%/*}/python
+    else
+        evalscope=$(command -v evalscope) || fail "evalscope is not there. Set it up once, in an environment of its own: \
+make setup-evalscope"
+        python=${evalscope%/*}/python
+        [ -x "$python" ] || python=python3
+    fi
+}
+
+# ask_server FOLDER-OF-SCRIPTS URL MODEL: sets `model` and `folder` to the served model's name and checkpoint
+ask_server() {
+    answer=$("$python" "$1/served_model.py" "$2" "$3") || exit 2
+    # shellcheck disable=SC2034  # for the script that sources this
+    model=${answer%%"$(printf '\t')"*}
+    # shellcheck disable=SC2034
+    folder=${answer#*"$(printf '\t')"}
+}

@@ -1,0 +1,190 @@
+"""The report of an MMLU run of scripts/mmlu.sh: score with its noise, by subject, beside published ones, against a run.
+
+    mmlu_report.py RUN [--against RUN] [--size 20b|120b] [--plot FILE.svg]
+
+RUN is a work directory of evalscope (mmlu.sh's --out). docs/accuracy.md explains the figures. Standard library only;
+--plot needs matplotlib, which evalscope's environment has (.venv-evalscope/bin/python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmlu_answers import Answer, MmluRun, ReportError, read_run
+from mmlu_statistics import Paired, pair, sigma
+
+SUBJECTS, QUESTIONS = 57, 14_042  # of MMLU's test split
+# The Ascend article's figures (evalscope, medium effort, temperature 0, all subjects), and those it quotes from OpenAI.
+PUBLISHED = {
+    "20b": (("OpenAI's figure, as the Ascend article quotes it", 84.0), ("the Ascend article, on 910B3", 83.41)),
+    "120b": (("OpenAI's figure, as the Ascend article quotes it", 88.0), ("the Ascend article, on 910B3", 87.55)),
+}
+
+
+def guess_size(model: str) -> str:
+    """`120b` or `20b` when the model's name says so, else ""."""
+    return next((size for size in ("120b", "20b") if size in model.lower()), "")
+
+
+def percent(right: int, total: int) -> str:
+    return f"{100 * right / total:.2f} ± {100 * sigma(right, total):.2f}"
+
+
+def count_right(answers: Sequence[Answer]) -> int:
+    return sum(answer.right for answer in answers)
+
+
+def head(run: MmluRun) -> list[str]:
+    """What was asked, how, and the two means."""
+    total, right, subjects = len(run.answers), count_right(run.answers), run.subjects
+    shares = [count_right(run.of(subject)) / len(run.of(subject)) for subject in subjects]
+    # the subjects are given, the questions in them are the sample
+    variance = sum(sigma(count_right(run.of(s)), len(run.of(s))) ** 2 for s in subjects) / len(subjects) ** 2
+    shown = {name: value for name, value in run.settings.items() if value != "null"}
+    complete = total == QUESTIONS and len(subjects) == SUBJECTS
+    scope = "all of MMLU" if complete else f"a part of MMLU's {QUESTIONS} questions and {SUBJECTS} subjects"
+    return [
+        f"# MMLU of {run.model}",
+        "",
+        f"{total} questions of {len(subjects)} subjects: {scope}.  ",
+        "Settings: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + ".",
+        "",
+        f"* **mean over questions: {percent(right, total)} %** ({right} right)",
+        f"* mean over subjects: {100 * sum(shares) / len(shares):.2f} ± {100 * variance**0.5:.2f} %",
+        f"* no letter found in {sum(not a.letter for a in run.answers)} replies; "
+        f"{sum(a.ended == 'max_tokens' for a in run.answers)} were cut off at the token limit, "
+        f"{sum(a.ended == 'model_length' for a in run.answers)} refused as too long: all of these count as wrong",
+        "",
+        "± is one binomial σ.",
+    ]
+
+
+def published(run: MmluRun, size: str) -> list[str]:
+    """Side by side with the published figures of that size."""
+    total, right = len(run.answers), count_right(run.answers)
+    lines = ["", "## Beside published figures", "", "| | % | this run less that, points | in σ |", "|---|---|---|---|"]
+    for name, figure in PUBLISHED[size]:
+        difference, noise = 100 * right / total - figure, 100 * sigma(right, total)
+        lines.append(f"| {name} | {figure:g} | {difference:+.2f} | {f'{difference / noise:+.1f}' if noise else '–'} |")
+    lines.append(f"| **this run** | **{percent(right, total)}** | | |")
+    if total != QUESTIONS:
+        lines += [
+            "",
+            f"The figures are of all {QUESTIONS} questions; this run asked {total} of them, and σ is for so many.",
+        ]
+    return lines
+
+
+def by_subject(run: MmluRun) -> list[str]:
+    lines = ["", "## By subject", "", "| subject | questions | right | % |", "|---|---|---|---|"]
+    for subject in run.subjects:
+        answers = run.of(subject)
+        right = count_right(answers)
+        lines.append(f"| {subject} | {len(answers)} | {right} | {percent(right, len(answers))} |")
+    return lines
+
+
+def verdict(paired: Paired) -> str:
+    if paired.p >= 0.05:
+        return (
+            "The runs cannot be told apart: two equally good ones would differ this unevenly, or more so, "
+            f"in {100 * paired.p:.3g} % of cases."
+        )
+    better = "first" if paired.only_first > paired.only_second else "second"
+    return (
+        f"The {better} run is better: two equally good ones would differ this unevenly, or more so, "
+        f"in only {100 * paired.p:.3g} % of cases."
+    )
+
+
+def against(run: MmluRun, other: MmluRun) -> list[str]:
+    """Both runs on the same questions, by McNemar's exact test."""
+    try:
+        paired = pair(run.answers, other.answers)
+    except ValueError:
+        raise ReportError(
+            f"{run.folder} and {other.folder} were not asked the same: no prompt is in both. Compare runs on the same "
+            "questions with the same --few-shot"
+        ) from None
+    return [
+        "",
+        f"## Against {other.model} ({other.folder})",
+        "",
+        "| | second right | second wrong |",
+        "|---|---|---|",
+        f"| **first right** | {paired.both_right} | {paired.only_first} |",
+        f"| **first wrong** | {paired.only_second} | {paired.both_wrong} |",
+        "",
+        f"First: {run.folder}. Second: {other.folder}. {paired.pairs} questions in both"
+        + (f", {paired.unpaired} in only one and left out." if paired.unpaired else "."),
+        "",
+        f"* difference on these: {100 * paired.difference:+.2f} ± {100 * paired.difference_sigma:.2f} points",
+        f"* McNemar's exact test on the {paired.only_first + paired.only_second} that differ: p = {paired.p:.4g}",
+        "",
+        verdict(paired),
+    ]
+
+
+def plot(run: MmluRun, path: Path) -> None:
+    """One bar for each subject with its σ, the mean as a line. PNG, SVG, … by the name's ending; appears whole."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ReportError(
+            "--plot needs matplotlib; run this with .venv-evalscope/bin/python (make setup-evalscope)"
+        ) from None
+    scores = sorted((count_right(run.of(s)) / len(run.of(s)), s) for s in run.subjects)
+    noise = [100 * sigma(count_right(run.of(s)), len(run.of(s))) for _, s in scores]
+    mean = 100 * count_right(run.answers) / len(run.answers)
+    figure = Figure(figsize=(8, 1.5 + 0.2 * len(scores)), layout="constrained")
+    axes = figure.subplots()
+    names = [subject.replace("_", " ") for _, subject in scores]
+    axes.barh(names, [100 * share for share, _ in scores], xerr=noise, color="#4c78a8", ecolor="#555555", capsize=2)
+    axes.axvline(mean, color="#e45756", label=f"mean over questions: {mean:.2f} %")
+    axes.axvline(25, color="#999999", linestyle=":", label="chance")
+    axes.set(xlim=(0, 100), xlabel="% right, with one binomial σ", title=f"MMLU of {run.model}", ylim=(-1, len(scores)))
+    axes.legend(loc="lower right")
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        figure.savefig(temporary)
+        temporary.replace(path)
+    except (OSError, ValueError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ReportError(f"the plot cannot be written to {path}: {error}") from None
+
+
+def report(run: MmluRun, other: MmluRun | None, size: str) -> str:
+    lines = head(run)
+    lines += published(run, size) if size else []
+    lines += against(run, other) if other else []
+    return "\n".join([*lines, *by_subject(run)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="work directory of a finished run (mmlu.sh's --out)")
+    parser.add_argument("--against", type=Path, help="another run on the same questions, compared in pairs")
+    parser.add_argument(
+        "--size", choices=sorted(PUBLISHED), help="whose published figures; default by the model's name"
+    )
+    parser.add_argument("--plot", type=Path, help="also draw the subjects: a file ending in .svg, .png or .pdf")
+    options = parser.parse_args(arguments)
+    try:
+        run = read_run(options.run)
+        other = read_run(options.against) if options.against else None
+        text = report(run, other, options.size or guess_size(run.model))
+        if options.plot:
+            plot(run, options.plot)
+    except ReportError as error:
+        print(f"mmlu_report.py: {error}.", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+#!/bin/sh
+# Serves gpt-oss with stock `vllm serve` and the flags of the Ascend article; docs/running-on-910b.md explains them.
+set -eu
+program=serve.sh
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+. "$here/lib.sh"
+
+usage() {
+    cat <<'END'
+usage: scripts/serve.sh --model CHECKPOINT [options] [-- flags of vllm serve]
+
+Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or eight.
+
+  --model CHECKPOINT     folder in the official layout, MXFP4 or BF16, or a name on the hub
+  --on npu|cpu|emulated  where: an Ascend 910B (default), the CPU, the emulated 910B of `make setup-emulated`
+  --cards N              tensor parallel size: by default 1, and 4 for 120b
+  --devices LIST         which NPUs, such as 0,1,2,3 (ASCEND_RT_VISIBLE_DEVICES); by default the first ones
+  --mode MODE            eager, piecewise or full (decode steps as one graph); default piecewise, on a CPU eager
+  --capture-sizes LIST   batch sizes for which graphs are captured; default 16,10,4,2,1
+  --max-len N            tokens of prompt and answer together; default 16384
+  --max-seqs N           requests at a time; default 16
+  --max-batched-tokens N tokens in a step; default 4096
+  --memory FRACTION      part of the device memory that vLLM may use; default 0.95
+  --name NAME            name of the served model; default the last part of CHECKPOINT
+  --host HOST            default 0.0.0.0: everybody who reaches this machine; --host 127.0.0.1 for yourself alone
+  --port PORT            default 8085
+  --dry-run              print the command, run nothing
+  --help                 this text
+
+Flags after -- go to vllm serve last, so they win. Ctrl-C stops the server.
+END
+}
+
+has_weights() {
+    for file in "$1"/*.safetensors; do
+        [ -f "$file" ] && return 0
+    done
+    return 1
+}
+
+model='' where=npu cards='' devices='' mode='' sizes=16,10,4,2,1 max_len=16384 max_seqs=16 batched=4096 memory=0.95
+name='' host=0.0.0.0 port=8085 dry=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --help | -h) usage && exit 0 ;;
+    --dry-run) dry=1 && shift && continue ;;
+    --) shift && break ;;
+    --model | --on | --cards | --devices | --mode | --capture-sizes | --max-len | --max-seqs | --max-batched-tokens | \
+        --memory | --name | --host | --port) value "$1" $# ;;
+    *) fail "there is no option $1; --help lists them, and flags of vllm serve go after --." ;;
+    esac
+    case $1 in
+    --model) model=$2 ;;
+    --on) where=$2 ;;
+    --cards) number "$1" "$2" && cards=$2 ;;
+    --devices)
+        case ,$2, in *,,* | *[!0-9,]*) fail "--devices wants numbers of NPUs such as 0,1, got '$2'." ;; esac
+        devices=$2
+        ;;
+    --mode) mode=$2 ;;
+    --capture-sizes) numbers "$1" "$2" && sizes=$2 ;;
+    --max-len) number "$1" "$2" && max_len=$2 ;;
+    --max-seqs) number "$1" "$2" && max_seqs=$2 ;;
+    --max-batched-tokens) number "$1" "$2" && batched=$2 ;;
+    --memory)
+        case $2 in 0.[0-9]* | 1 | 1.0) ;; *) fail "--memory wants a fraction such as 0.95, got '$2'." ;; esac
+        memory=$2
+        ;;
+    --name) name=$2 ;;
+    --host) host=$2 ;;
+    --port) number "$1" "$2" && port=$2 ;;
+    esac
+    shift 2
+done
+
+case $where in npu | cpu | emulated) ;; *) fail "--on wants npu, cpu or emulated, got '$where'." ;; esac
+[ -n "$mode" ] || case $where in cpu) mode=eager ;; *) mode=piecewise ;; esac
+case $mode in eager | piecewise | full) ;; *) fail "--mode wants eager, piecewise or full, got '$mode'." ;; esac
+[ "$where" != cpu ] || [ "$mode" = eager ] || fail "there are no graphs on a CPU; leave out --mode $mode."
+[ "$port" -le 65535 ] || fail "--port $port is not between 1 and 65535."
+
+# which of the two it is: the number of layers tells, for a name on the hub the name
+size=other offline=''
+[ -n "$model" ] || fail "--model is missing: the folder of a checkpoint. A small one: npu-gptoss tiny DIR --trained"
+if [ -d "$model" ]; then
+    offline=1
+    [ -f "$model/config.json" ] || fail "$model holds no config.json: it is not a checkpoint in the official layout."
+    has_weights "$model" || fail "$model holds no *.safetensors: it is not a complete checkpoint."
+    layers=$(sed -n 's/.*"num_hidden_layers" *: *\([0-9]*\).*/\1/p' "$model/config.json" | head -n 1)
+    case $layers in 24) size=20b ;; 36) size=120b ;; esac
+else
+    case $model in
+    /* | .* | *[!/]/*/* | *[!A-Za-z0-9_./-]*) fail "--model $model is not a folder." ;;
+    */*) ;;
+    *) fail "--model $model is neither a folder nor a name on the hub such as openai/gpt-oss-20b." ;;
+    esac
+    case $model in *120b*) size=120b ;; *20b*) size=20b ;; esac
+fi
+path=${model%/}
+[ -n "$name" ] || name=${path##*/}
+
+count=''
+[ -z "$devices" ] || count=$(printf '%s\n' "$devices" | tr ',' '\n' | wc -l | tr -d ' ')
+[ -n "$cards" ] || cards=$count
+[ -n "$cards" ] || case $size,$where in 120b,npu) cards=4 ;; *) cards=1 ;; esac
+[ -z "$count" ] || [ "$count" = "$cards" ] || fail "--devices names $count NPUs and --cards says $cards."
+case $cards in 1 | 2 | 4 | 8) ;; *) fail "gpt-oss has 8 key heads: --cards wants 1, 2, 4 or 8, got $cards." ;; esac
+if [ "$size" = 120b ] && [ "$where" = npu ] && [ "$cards" -lt 4 ]; then
+    fail "120b takes 234 GB as BF16, and $cards of 64 GB have $((64 * cards)): use --cards 4 or 8."
+fi
+[ "$where" != cpu ] || [ "$cards" = 1 ] || fail "on a CPU there is one card; leave out --cards and --devices."
+
+# put together from the end, so that flags of the user come last
+[ "$where" = cpu ] || set -- --gpu-memory-utilization "$memory" "$@"
+case $mode in
+eager) set -- --enforce-eager "$@" ;;
+piecewise) graphs=PIECEWISE ;;
+full) graphs=FULL_DECODE_ONLY ;;
+esac
+[ "$mode" = eager ] ||
+    set -- --compilation-config "{\"cudagraph_mode\": \"$graphs\", \"cudagraph_capture_sizes\": [$sizes]}" "$@"
+set -- serve "$model" --served-model-name "$name" --host "$host" --port "$port" --tensor-parallel-size "$cards" \
+    --max-model-len "$max_len" --max-num-seqs "$max_seqs" --max-num-batched-tokens "$batched" \
+    --enable-log-requests --enable-auto-tool-choice --tool-call-parser openai "$@"
+
+root=$(CDPATH='' cd -- "$here/.." && pwd)
+case $where in
+emulated)
+    emulate=${NPU_GPTOSS_EMULATED_VENV:-$root/.venv-emulated}/bin/npu-gptoss
+    [ -n "$dry" ] || [ -x "$emulate" ] ||
+        fail "there is no emulated environment; make it once with: make setup-emulated"
+    set -- "$emulate" emulate --devices "$cards" -- vllm "$@"
+    ;;
+*)
+    vllm=vllm
+    [ "$where" = npu ] || [ ! -x "$root/.venv/bin/vllm" ] || vllm=$root/.venv/bin/vllm
+    [ -n "$dry" ] || command -v "$vllm" >/dev/null ||
+        fail "vllm is not there. On a 910B: docs/running-on-910b.md; for the CPU: make setup"
+    set -- "$vllm" "$@"
+    ;;
+esac
+
+# what a CPU wants, emulated NPUs included; what the user has set stays
+threads=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) space=4
+[ "$size" != other ] || threads=1 space=1
+case $where in
+cpu)
+    [ -n "${OMP_NUM_THREADS:-}" ] || set -- "OMP_NUM_THREADS=$threads" "$@"
+    [ -n "${VLLM_CPU_KVCACHE_SPACE:-}" ] || set -- "VLLM_CPU_KVCACHE_SPACE=$space" "$@"
+    [ -n "${NPU_GPTOSS_PLATFORM:-}" ] || set -- NPU_GPTOSS_PLATFORM=cpu "$@"
+    ;;
+emulated) [ -n "${OMP_NUM_THREADS:-}" ] || set -- "OMP_NUM_THREADS=$threads" "$@" ;;
+npu) [ -z "$devices" ] || set -- "ASCEND_RT_VISIBLE_DEVICES=$devices" "$@" ;;
+esac
+[ -z "$offline" ] || [ -n "${HF_HUB_OFFLINE:-}" ] || set -- HF_HUB_OFFLINE=1 "$@"
+[ -n "${VLLM_NO_USAGE_STATS:-}" ] || set -- VLLM_NO_USAGE_STATS=1 "$@"
+set -- env "$@"
+
+quoted "$@"
+[ -z "$dry" ] || exit 0
+port_is_free "$host" "$port" || fail "the server cannot listen on $host port $port; choose another with --port."
+exec "$@"

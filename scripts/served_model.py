@@ -1,0 +1,69 @@
+"""Prints the name and the checkpoint of the model that an OpenAI-compatible server serves, separated by a tab.
+
+    served_model.py URL [NAME]
+
+perf.sh and mmlu.sh ask it before they start a long run: without an answer it says in words what is wrong. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+TIMEOUT = 20  # seconds
+
+
+class ServerError(Exception):
+    """What was asked, what came back, what to do."""
+
+
+def served_models(url: str) -> dict[str, str]:
+    """name -> checkpoint of every model at `url` (`http://host:port`, with or without `/v1`)."""
+    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
+            models = json.load(response)["data"]
+            return {model["id"]: model.get("root") or "" for model in models}
+    except urllib.error.HTTPError as error:
+        remedy = "start it without --api-key for this" if error.code == 401 else "is it an OpenAI-compatible server?"
+        raise ServerError(f"{address} answers {error.code} {error.reason}; {remedy}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerError(
+            f"no server answers at {address} ({reason}). Start one (scripts/serve.sh, make serve), wait until it is "
+            "ready, or name another with --url"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise ServerError(f"{address} answers something else than a list of models; is --url right?") from None
+
+
+def choose(models: dict[str, str], wanted: str) -> tuple[str, str]:
+    """The model called `wanted`, or the only one."""
+    if wanted and wanted not in models:
+        raise ServerError(f"the server has no model {wanted!r}; it serves {', '.join(models) or 'none'}")
+    if not wanted and len(models) != 1:
+        raise ServerError(f"the server serves {', '.join(models) or 'no model'}; name one with --model")
+    name = wanted or next(iter(models))
+    return name, models[name]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not 1 <= len(words) <= 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        print("\t".join(choose(served_models(words[0]), words[1] if len(words) > 1 else "")))
+    except ServerError as error:
+        print(f"{error}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
