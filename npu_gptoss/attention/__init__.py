@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import ascend, reference, small_ops  # noqa: F401  (registers their kernels)
-from npu_gptoss.attention.metadata import AttentionMetadata
+from npu_gptoss.attention.metadata import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad, zero_tail
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import select_kernel, signature
 
-__all__ = ["AttentionMetadata", "paged_attention", "write_kv_cache"]
+__all__ = ["AttentionMetadata", "DecodeMetadata", "StepMetadata", "paged_attention", "write_kv_cache"]
 
 
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: int, head_dim: int) -> None:
@@ -32,11 +32,12 @@ def write_kv_cache(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     *,
     kernel: str | None = None,
 ) -> None:
-    """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored.
+    """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored, and so,
+    on an accelerator's own kernels, are rows whose slot is negative.
 
     key, value: [>= tokens, kv_heads, head_dim]. Caches: [blocks, block_size, kv_heads, head_dim], written in place.
     kernel: the name of a kernel or solution, to override the selection.
@@ -56,7 +57,7 @@ def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     sinks: torch.Tensor,
     *,
     scale: float,

@@ -1,4 +1,9 @@
-"""What one scheduler step looks like to attention."""
+"""What one scheduler step looks like to attention: with lengths known to the host, or, for graphs, to the device only.
+
+`AttentionMetadata` is any step: prefill, chunks and decode mixed, lengths as host integers. `DecodeMetadata` is a step
+of decode whose lengths are read on the device at every run, so that a captured graph can be replayed as they grow.
+Both are taken by `paged_attention` and `write_kv_cache`.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +69,70 @@ class AttentionMetadata:
     @property
     def max_seq_len(self) -> int:
         return max(self.seq_lens, default=0)
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """One row a request, with lengths in tensors that stay where they are: what a full decode graph is captured with.
+
+    Kernels read the tensors' contents on the device when they run; refresh them in place before a replay (or let the
+    graph itself advance them). What is fixed at capture: the number of rows, the width of the table and `max_seq_len`,
+    from which launch grids and the number of splits follow; a split without keys returns at once.
+
+    lengths: [rows] int32, keys that the row sees, its own included; 0 marks a padding row, whose result is zero and
+        whose query may hold anything. Triton kernels cut what exceeds max_seq_len or the table, so that a step which
+        will be thrown away reads nothing beyond.
+    block_table: [rows, blocks] int32; its first ceil(length / block_size) entries of a row are read, no others.
+    slot_mapping: [rows] int32 or int64, where the row's new key and value go; negative: nowhere.
+    max_seq_len: the longest length of any replay. Smaller is a little faster; a capture for the model's context works.
+
+    To solutions that know only `AttentionMetadata` it looks like one; its `seq_lens` copies the lengths to the host.
+    That is right whenever it is allowed: inside a capture the device refuses it, and the capture fails.
+    """
+
+    lengths: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        rows = self.lengths.shape[0]
+        if self.lengths.dtype != torch.int32 or self.lengths.dim() != 1:
+            raise InputError(f"lengths must be [rows] int32, got {list(self.lengths.shape)} {self.lengths.dtype}")
+        if self.block_table.shape[0] < rows or self.slot_mapping.shape[0] < rows:
+            raise InputError(
+                f"{rows} rows need as many in block_table and slot_mapping, "
+                f"got {self.block_table.shape[0]} and {self.slot_mapping.shape[0]}"
+            )
+        if self.max_seq_len < 1:
+            raise InputError(f"max_seq_len must be at least 1, got {self.max_seq_len}")
+
+    @property
+    def num_requests(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """All rows: which of them are padding is known to the device only."""
+        return self.lengths.shape[0]
+
+    @property
+    def max_query_len(self) -> int:
+        return 1
+
+    @property
+    def query_start_loc(self) -> tuple[int, ...]:
+        return tuple(range(self.lengths.shape[0] + 1))
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """As the device has them now: waits for it."""
+        return tuple(self.lengths.tolist())
+
+    @property
+    def plans(self) -> dict[Any, Any]:
+        """Always empty: what a solution derives from lengths on the host would be stale at the next run."""
+        return {}
+
+
+StepMetadata = AttentionMetadata | DecodeMetadata

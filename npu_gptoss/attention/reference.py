@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.attention.metadata import AttentionMetadata
+from npu_gptoss.attention.metadata import StepMetadata
 from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
@@ -37,7 +37,7 @@ def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     sinks: torch.Tensor,
     scale: float,
     sliding_window: int | None,

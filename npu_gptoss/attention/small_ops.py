@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from npu_gptoss.attention.metadata import AttentionMetadata
+from npu_gptoss.attention.metadata import StepMetadata
 from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.attention.window import first_visible, keys_before
 from npu_gptoss.errors import InputError
@@ -54,7 +54,7 @@ class Batch:
     hidden: torch.Tensor
 
 
-def _pieces(metadata: AttentionMetadata, before: int | None) -> Iterator[Piece]:
+def _pieces(metadata: StepMetadata, before: int | None) -> Iterator[Piece]:
     for request, seq_len in enumerate(metadata.seq_lens):
         start, end = metadata.query_start_loc[request : request + 2]
         for row in range(start, end, ROWS):
@@ -65,7 +65,7 @@ def _pieces(metadata: AttentionMetadata, before: int | None) -> Iterator[Piece]:
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Equal row counts together, similar key counts first, cut where the padded scores would exceed the budget."""
     ordered = sorted(pieces, key=lambda p: (p.rows, p.keys))
-    for rows, group in groupby(ordered, key=lambda p: p.rows):
+    for (rows, _), group in groupby(ordered, key=lambda p: (p.rows, p.keys == 0)):
         batch: list[Piece] = []
         for piece in group:
             if batch and (len(batch) + 1) * rows * piece.keys > SCORES:
@@ -75,7 +75,7 @@ def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _plan(metadata: AttentionMetadata, before: int | None, block_size: int, device: torch.device) -> list[Batch]:
+def _plan(metadata: StepMetadata, before: int | None, block_size: int, device: torch.device) -> list[Batch]:
     plan = []
     for pieces in _batches(list(_pieces(metadata, before))):
         request, row, position, key_start, keys = (
@@ -108,7 +108,7 @@ def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     sinks: torch.Tensor,
     scale: float,
     sliding_window: int | None,
@@ -120,12 +120,17 @@ def paged_attention(
     group = heads // kv_heads
     before = keys_before(sliding_window)
     key = ("attention.small_ops", before, block_size)
-    if key not in metadata.plans:
-        metadata.plans[key] = _plan(metadata, before, block_size, query.device)
+    plans = metadata.plans
+    if key not in plans:
+        plans[key] = _plan(metadata, before, block_size, query.device)
+    plan = plans[key]
     flat_keys, flat_values = (cache.reshape(-1, kv_heads, head_dim) for cache in (key_cache, value_cache))
     sink = sinks.float().view(1, kv_heads, group, 1, 1)
-    for batch in metadata.plans[key]:
+    for batch in plan:
         pieces, rows, keys = batch.hidden.shape
+        if keys == 0:  # padding rows of a DecodeMetadata
+            out[batch.rows] = 0
+            continue
         # [pieces, kv_heads, group * rows, head_dim] times [pieces, kv_heads, head_dim, keys]
         q = query[batch.rows].float().view(pieces, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         k = flat_keys[batch.slots].float().permute(0, 2, 3, 1)
