@@ -1,6 +1,7 @@
 """Our metrics on /metrics: counted where the model runs, and carried through vLLM's own processes unharmed.
 
-What a live server shows is compared with vLLM's own counters here, and on graphs in tests/scripts/test_serve_emulated.py.
+What a live server shows is compared with vLLM's own counters here; graphs are replayed by the server of
+tests/scripts/test_serve_emulated.py.
 """
 
 from __future__ import annotations
@@ -116,9 +117,7 @@ def test_a_step_survives_both_of_vllms_serialisers():
     put(step, outputs)
     received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[0]))
     assert take(received.scheduler_stats) == STEP
-    assert received.scheduler_stats == SchedulerStats(num_running_reqs=3), (
-        "vLLM's own loggers must find nothing of ours"
-    )
+    assert received.scheduler_stats == SchedulerStats(num_running_reqs=3), "vLLM's own loggers would read the rest"
 
 
 def test_a_connectors_statistics_stay_what_they_were():
@@ -189,7 +188,7 @@ def test_the_calls_of_later_releases_are_understood():
 
 @pytest.mark.parametrize(("model_type", "release"), [("llama", "0.11.0"), ("gpt_oss", "0.25.1")])
 def test_nothing_is_shown_for_another_model_or_where_the_package_steps_aside(model_type, release, monkeypatch):
-    monkeypatch.setattr(metrics, "installed_vllm", lambda: release)
+    monkeypatch.setattr(metrics.importlib.metadata, "version", lambda name: release)
     logger = metrics.StatLogger(config(model_type, "other"), 0)
     logger.record(SchedulerStats(), None, 0)
     assert value("npu_gptoss_tokens_total", "other", mode="eager") is None
