@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai_harmony
 import pytest
+
+openai_harmony = pytest.importorskip("openai_harmony")
 
 from npu_gptoss.engine.chat import Chat, ChatError
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import openai_harmony
 import pytest
+
+openai_harmony = pytest.importorskip("openai_harmony")
 
 from npu_gptoss import cli
 from npu_gptoss.engine import Engine, SamplingParams
