@@ -134,7 +134,7 @@ def read_run(folder: Path) -> MmluRun:
     right = sum(answer.right for answer in answers)
     if metric["num"] != len(answers) or abs(metric["score"] - right / len(answers)) > 1e-4:
         raise ReportError(
-            f"{folder}: evalscope's report has {metric['num']} questions with a score of {metric['score']}, the reviews "
+            f"{folder}: the report has {metric['num']} questions with a score of {metric['score']}, the reviews "
             f"{len(answers)} with {right} right; {again}"
         )
     return MmluRun(folder, model, answers, _settings(folder / "configs" / "task_config.yaml"))

@@ -1,0 +1,128 @@
+"""One prompt through stock vLLM without a server: `LLM` with the Ascend article's settings, eager or with graphs.
+
+    offline.py --model DIR                      graphs captured PIECEWISE (on a CPU: eager)
+    offline.py --model DIR --mode eager --profile traces
+
+Prints what the model thought and answered. `--profile DIR` runs the prompt once to warm up and once under vLLM's
+profiler; the trace goes to DIR. On the emulated 910B: npu-gptoss emulate -- python scripts/offline.py --model DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+PROMPT = "Who are you? Please introduce yourself and analyze your relationship with OpenAI."
+GRAPHS = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
+CAPTURE_SIZES = [16, 4, 2, 1]
+PROFILER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+
+
+def engine_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """The keyword arguments of vLLM's `LLM`: the article's."""
+    graphs = {"compilation_config": {"cudagraph_mode": GRAPHS.get(mode), "cudagraph_capture_sizes": CAPTURE_SIZES}}
+    return {
+        "model": options.model,
+        "tensor_parallel_size": options.cards,
+        "max_model_len": options.max_len,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "gpu_memory_utilization": 0.95,
+        **({"enforce_eager": True} if mode == "eager" else graphs),
+    }
+
+
+def as_call(options: dict[str, Any]) -> str:
+    """The call as Python: what --dry-run prints."""
+    return "LLM(" + ", ".join(f"{name}={value!r}" for name, value in options.items()) + ")"
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """What has to stand in the environment before vLLM is imported; what the user has set stays."""
+    wanted = {"VLLM_NO_USAGE_STATS": "1"}
+    if Path(options.model).is_dir():
+        wanted["HF_HUB_OFFLINE"] = "1"
+    if options.on == "cpu":
+        wanted |= {"NPU_GPTOSS_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if options.profile:
+        wanted[PROFILER_VARIABLE] = str(options.profile.resolve())
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def refusal(options: argparse.Namespace) -> str | None:
+    """Why the request cannot be met, in words."""
+    if options.on == "cpu" and options.mode in GRAPHS:
+        return f"there are no graphs on a CPU; leave out --mode {options.mode}"
+    if not Path(options.model).is_dir():
+        if "/" not in options.model or options.model.startswith(("/", ".")):
+            return f"--model {options.model} is neither a folder nor a name on the hub such as openai/gpt-oss-20b"
+    elif not (Path(options.model) / "config.json").is_file():
+        return f"{options.model} holds no config.json: it is not a checkpoint in the official layout"
+    return None
+
+
+def show(output: RequestOutput) -> None:
+    from npu_gptoss.model.harmony_text import parse_reply
+
+    completion, tokens = output.outputs[0], len(output.prompt_token_ids)
+    reply = parse_reply(completion.text)
+    print(f"thought: {reply.analysis}")
+    print(
+        f"answer: {reply.content}"
+        if reply.content
+        else f"no answer yet, the end of the text: {completion.text[-200:]!r}"
+    )
+    print(f"{tokens} tokens in, {len(completion.token_ids)} out, ended by {completion.finish_reason}")
+
+
+def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**settings)
+    sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, skip_special_tokens=False)
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.profile:
+        llm.chat(messages, sampling, use_tqdm=False)  # what happens only once does not belong into the trace
+        llm.start_profile()
+    (output,) = llm.chat(messages, sampling, use_tqdm=False)
+    if options.profile:
+        llm.stop_profile()
+        print(f"trace: in {os.environ[PROFILER_VARIABLE]}")
+    show(output)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a checkpoint, or a name on the hub")
+    parser.add_argument("--on", choices=("npu", "cpu"), default="npu", help="where; the emulated 910B counts as npu")
+    parser.add_argument("--mode", choices=("eager", *GRAPHS), help="default piecewise, on a CPU eager")
+    parser.add_argument("--cards", type=int, default=1, help="tensor parallel size: 4 or 8 for 120b (default 1)")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=512, help="of the reply, reasoning included (default 512)")
+    parser.add_argument("--max-len", type=int, default=16384, help="tokens of prompt and reply (default 16384)")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of vLLM's profiler there")
+    parser.add_argument("--dry-run", action="store_true", help="print environment and call, run nothing")
+    options = parser.parse_args(arguments)
+    words = refusal(options)
+    if words:
+        print(f"offline.py: {words}.", file=sys.stderr)
+        return 2
+    settings = engine_options(options, options.mode or ("eager" if options.on == "cpu" else "piecewise"))
+    variables = environment(options)
+    print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), as_call(settings), flush=True)
+    if not options.dry_run:
+        os.environ.update(variables)
+        generate(options, settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
