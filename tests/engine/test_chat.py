@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-openai_harmony = pytest.importorskip("openai_harmony")
+pytest.importorskip("openai_harmony")
+
+import openai_harmony
 
 from npu_gptoss.engine.chat import Chat, ChatError
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary

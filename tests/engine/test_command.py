@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-openai_harmony = pytest.importorskip("openai_harmony")
+pytest.importorskip("openai_harmony")
+
+import openai_harmony
 
 from npu_gptoss import cli
 from npu_gptoss.engine import Engine, SamplingParams
