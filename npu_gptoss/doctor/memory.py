@@ -93,7 +93,7 @@ def fit(config: GptOssConfig, ranks: int, length: int, total: int, utilisation: 
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.3g} GiB" if size < GIB else f"{size / GIB:.1f} GiB"
+    return f"{size / (1 << 20):.0f} MiB" if size < GIB else f"{size / GIB:.1f} GiB"
 
 
 def thousands(tokens: int) -> str:

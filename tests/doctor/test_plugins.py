@@ -26,7 +26,12 @@ def test_a_well_installed_plugin_is_found(tmp_path):
 
 
 def test_a_plugin_that_is_not_installed_is_a_failure(tmp_path):
-    only(plugins.discovered(machine(tmp_path, plugins={})), "failed", "no package names npu_gptoss", "pip install --no-deps")
+    only(
+        plugins.discovered(machine(tmp_path, plugins={})),
+        "failed",
+        "no package names npu_gptoss",
+        "pip install --no-deps",
+    )
 
 
 def test_another_package_under_the_plugins_name_is_a_failure(tmp_path):
@@ -36,7 +41,12 @@ def test_another_package_under_the_plugins_name_is_a_failure(tmp_path):
 
 def test_a_filter_that_leaves_the_plugin_out_is_a_failure(tmp_path):
     here = ascend(tmp_path, VLLM_PLUGINS="ascend")
-    only(plugins.discovered(here), "failed", "VLLM_PLUGINS=ascend leaves npu_gptoss out", "VLLM_PLUGINS=ascend,npu_gptoss.")
+    only(
+        plugins.discovered(here),
+        "failed",
+        "VLLM_PLUGINS=ascend leaves npu_gptoss out",
+        "VLLM_PLUGINS=ascend,npu_gptoss.",
+    )
     only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="ascend,npu_gptoss")), "ok")
     only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="")), "failed", "set VLLM_PLUGINS=npu_gptoss.")
 
@@ -68,9 +78,7 @@ def test_a_second_platform_is_a_failure(tmp_path):
     only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
     here = machine(tmp_path, plugins=with_plugin(PLATFORMS, second))
     only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss")
-    filtered = machine(
-        tmp_path, plugins=with_plugin(PLATFORMS, second), VLLM_PLUGINS="npu_gptoss_cpu,npu_gptoss"
-    )
+    filtered = machine(tmp_path, plugins=with_plugin(PLATFORMS, second), VLLM_PLUGINS="npu_gptoss_cpu,npu_gptoss")
     assert "(other_npu)" not in next(plugins.platforms(filtered)).sentence
 
 

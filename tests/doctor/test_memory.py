@@ -1,0 +1,126 @@
+"""The arithmetic of weights and KV cache, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.doctor import memory
+from npu_gptoss.doctor.machine import GIB, Device
+from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B, kv_bytes_per_token, weight_bytes
+from npu_gptoss.model.checkpoint import expected_tensors
+from npu_gptoss.model.config import GptOssConfig
+from tests.checkpoints import random_config
+from tests.doctor.machines import only, write
+from tests.model.published import published_config
+
+CARD = Device("npu", "Ascend910B3", 8, 64 * GIB, 63 * GIB)
+
+
+def elements(config: GptOssConfig) -> int:
+    return sum(math.prod(spec.shape) for spec in expected_tensors(config).values())
+
+
+@pytest.mark.parametrize("config", [PUBLISHED_20B, PUBLISHED_120B, random_config()], ids=["20b", "120b", "random"])
+def test_weights_are_the_checkpoints_tensors_in_bf16(config):
+    assert weight_bytes(config) == 2 * elements(config)
+
+
+def test_the_presets_are_the_published_models():
+    small = GptOssConfig.from_dict(published_config())
+    large = GptOssConfig.from_dict(published_config(36, 128))
+    names = (
+        "num_hidden_layers",
+        "num_local_experts",
+        "hidden_size",
+        "num_key_value_heads",
+        "vocab_size",
+        "layer_types",
+    )
+    for preset, published in ((PUBLISHED_20B, small), (PUBLISHED_120B, large)):
+        assert [getattr(preset, n) for n in names] == [getattr(published, n) for n in names]
+    assert weight_bytes(PUBLISHED_20B) == pytest.approx(41.8e9, rel=0.01)
+    assert weight_bytes(PUBLISHED_120B) == pytest.approx(233.7e9, rel=0.01)
+    assert (kv_bytes_per_token(PUBLISHED_20B), kv_bytes_per_token(PUBLISHED_120B)) == (48 * 1024, 72 * 1024)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_all_but_what_each_holds_whole(ranks):
+    whole, shared = weight_bytes(PUBLISHED_120B), ranks * weight_bytes(PUBLISHED_120B, ranks)
+    per_layer = 128 * 2881 + 2 * 2880 + 128 * 2880 + 2880  # router, norms, biases of down and o
+    assert shared - whole == 2 * (ranks - 1) * (36 * per_layer + 2880)
+    assert ranks * kv_bytes_per_token(PUBLISHED_120B, ranks) == kv_bytes_per_token(PUBLISHED_120B)
+
+
+def test_more_ranks_than_key_heads_hold_a_head_each():
+    assert kv_bytes_per_token(PUBLISHED_20B, 16) == kv_bytes_per_token(PUBLISHED_20B, 8)
+    assert weight_bytes(PUBLISHED_20B, 16) > weight_bytes(PUBLISHED_20B) / 16
+
+
+def test_the_published_models_in_words():
+    one, four, eight = memory.preset_lines(16384)
+    assert one.startswith("gpt-oss-20b on one card of 64.0 GiB: 39.0 GiB of BF16 weights, 48 KiB of KV cache a token;")
+    assert "363 thousand tokens" in one
+    assert four.startswith("gpt-oss-120b on four cards of 64.0 GiB: 54.4 GiB of BF16 weights each, 18 KiB")
+    assert "67 thousand tokens" in four
+    assert "3.3 million tokens" in eight
+    assert [line.rpartition("; ")[2] for line in memory.preset_lines(16384, 32 * GIB)][:2] == ["does not fit"] * 2
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    import json
+
+    write(tmp_path / "20b/config.json", json.dumps(published_config()))
+    return tmp_path / "20b"
+
+
+def test_what_fits_says_how_much_context_does(model):
+    only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "363 thousand tokens")
+
+
+def test_what_does_not_fit_is_a_failure(model):
+    card = replace(CARD, total=32 * GIB, free=32 * GIB)
+    only(memory.memory(model, 16384, 1, card), "failed", "on 32.0 GiB of Ascend910B3: that does not fit", "more cards")
+    only(memory.memory(model, 16384, 2, card), "ok")
+
+
+def test_what_fits_only_just_is_a_warning(model):
+    card = replace(CARD, total=44 * GIB, free=44 * GIB)
+    only(memory.memory(model, 16384, 1, card), "warning", "tight", "--gpu-memory-utilization 0.95")
+
+
+def test_a_context_beyond_the_models_positions_is_a_failure(model):
+    only(memory.memory(model, 131073, 1, CARD), "failed", "more than the checkpoint's 131072 positions")
+
+
+def test_cards_that_do_not_divide_the_heads_or_are_not_there_are_failures(model):
+    only(
+        memory.memory(model, 16384, 3, CARD), "failed", "does not divide the query heads and key heads", "1, 2, 4 or 8"
+    )
+    first, second = memory.memory(model, 16384, 4, replace(CARD, count=2))
+    only([first], "failed", "needs 4 devices, torch sees 2", "ASCEND_RT_VISIBLE_DEVICES")
+    assert second.state == "ok"
+
+
+def test_a_card_that_something_else_uses_is_a_warning(model):
+    first, second = memory.memory(model, 16384, 1, replace(CARD, free=20 * GIB))
+    assert first.state == "ok"
+    only([second], "warning", "Only 20.0 GiB of 64.0 GiB are free", "something else uses")
+
+
+def test_on_a_cpu_the_available_memory_counts(model):
+    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 50 * GIB)
+    only(memory.memory(model, 16384, 1, host), "ok", "50.0 GiB of available memory for 1 process")
+    only(memory.memory(model, 16384, 1, replace(host, free=30 * GIB)), "failed", "does not fit", "Free memory")
+
+
+def test_without_model_config_or_device_the_presets_are_told(model, tmp_path):
+    finding = only(memory.memory(None, 16384, 1, CARD), "not applicable", "No --model")
+    assert finding.details == memory.preset_lines(16384)
+    (tmp_path / "empty").mkdir()
+    only(memory.memory(tmp_path / "empty", 16384, 1, CARD), "not applicable", "see checkpoint")
+    only(memory.memory(model, 16384, 4, None), "not applicable", "No device is usable; each of 4 would need")
