@@ -27,7 +27,7 @@ from npu_gptoss.model.tiny_data import evaluation_set
 from npu_gptoss.model.tiny_score import Example, tally
 from tests.emulator.machine import venv
 from tests.model.test_trained_tiny import build, score
-from tests.serving.server import free_port
+from tests.serving.server import Server, free_port
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -97,6 +97,32 @@ def test_it_really_is_vllm_ascend_with_graphs(served: Served) -> None:
     log = Path(re.search(r"its output goes to (\S+)", served.printed)[1]).read_text()
     assert "Platform plugin ascend is activated" in log
     assert "mixed prefill-decode, PIECEWISE" in log
+
+
+def test_metrics_tell_replays_from_eager_steps(served: Served) -> None:
+    """One request alone: its prompt, larger than any graph, runs eagerly; each further token replays a graph."""
+    server = Server(served.url, "gpt-oss-tiny", Path())
+    before = {mode: server.metric("npu_gptoss_tokens_total", mode=mode) for mode in ("eager", "piecewise")}
+    replays = server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="1")
+    body = {"model": "gpt-oss-tiny", "prompt": [7] * 517, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(
+        f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 6
+    assert server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="1") - replays == 5
+    assert server.metric("npu_gptoss_tokens_total", mode="piecewise") - before["piecewise"] == 5
+    assert server.metric("npu_gptoss_tokens_total", mode="eager") - before["eager"] == 517
+    assert server.metric("npu_gptoss_kernel_info", operation="attention.paged", solution="ascend") == 1
+
+    # three requests whose tokens meet in one step are padded to the next captured size
+    padding = server.metric("npu_gptoss_padding_tokens_total", mode="piecewise")
+    body |= {"n": 3, "prompt": [9] * 3, "max_tokens": 12, "temperature": 1}
+    request.data = json.dumps(body).encode()
+    with urllib.request.urlopen(request, timeout=300) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 36
+    assert server.metric("npu_gptoss_padding_tokens_total", mode="piecewise") - padding >= 10
+    assert server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="4") >= 10
 
 
 def test_the_score_is_that_of_the_cpu(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
