@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npu_gptoss.doctor import bandwidth
+from npu_gptoss.doctor.machine import GIB, Device
+from tests.doctor.machines import only
+
+CARD = Device("npu", "Ascend910B3", 1, 64 * GIB, 60 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        ("Ascend910B1", 1600),
+        ("Ascend910B2C", 1600),
+        ("Ascend910B3", 1600),
+        ("Ascend910B4", 800),
+        ("Ascend910B4-1", 1600),
+        ("NVIDIA H200", 4800),
+        ("NVIDIA A100-SXM4-40GB", 1555),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("Ascend910_9391", None),
+    ],
+)
+def test_the_nominal_bandwidth_is_that_of_the_very_chip(name, speed):
+    assert bandwidth.nominal(name) == speed
+
+
+def test_a_measurement_is_told_with_its_share_of_nominal():
+    only([bandwidth.judged(1357.4, 1600, CARD)], "ok", "1357 GB/s, 85% of the nominal 1600 GB/s")
+    only([bandwidth.judged(799.0, 1600, CARD)], "warning", "50% of the nominal", "npu-smi info")
+    only([bandwidth.judged(900.0, None, CARD)], "ok", "its nominal bandwidth is not known")
+
+
+def test_on_a_cpu_there_is_just_the_number(monkeypatch):
+    monkeypatch.setattr(bandwidth, "SECONDS", 0.05)
+    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 8 << 20)
+    finding = only(bandwidth.bandwidth(torch.device("cpu"), host), "ok", "memory of Kunpeng moves", "thread(s)")
+    assert float(finding.sentence.split(" GB/s")[0].split()[-1]) > 0
+
+
+def test_the_emulated_device_is_not_measured():
+    emulated = Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, emulated=True)
+    only(bandwidth.bandwidth(torch.device("cpu"), emulated), "not applicable", "says nothing of a 910B")

@@ -1,0 +1,155 @@
+"""The whole command: beside vLLM, on a damaged checkpoint, without torch, and when a check of its own breaks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.doctor import command, memory, plugins, probe, stack, vocabulary
+from npu_gptoss.doctor.checks import CHECKS
+from npu_gptoss.doctor.findings import ok
+from npu_gptoss.model.tiny import tiny_config, write_tiny
+from tests.doctor.machines import ascend, machine
+from tests.markdown import ROOT
+
+LIGHT = "import sys, npu_gptoss.doctor.command; sys.exit(bool({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def doctor(*arguments: str, python: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *python, "-m", "npu_gptoss.cli", "doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def findings(run: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    assert run.returncode in (0, 1), run.stderr
+    report = json.loads(run.stdout)
+    assert report["ok"] is (run.returncode == 0)
+    return {finding["check"]: finding for finding in report["findings"]}
+
+
+def test_importing_the_command_imports_the_standard_library_only():
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
+
+
+def test_a_laptop_without_torch_gets_a_report():
+    run = doctor(python=("-S",))  # without site-packages
+    assert run.returncode == 1
+    assert run.stderr == ""
+    assert "torch: torch is not installed, and nothing here computes without it." in run.stdout
+    assert "→ `make setup`" in run.stdout
+    assert "gpt-oss-120b on four cards" in run.stdout
+    found = findings(doctor("--json", python=("-S",)))
+    assert list(found) == [check.name for check in CHECKS]
+    assert [name for name, finding in found.items() if finding["state"] == "failed"] == ["torch"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("bpe_openai", reason="the published ranks: make setup installs them")
+    folder = tmp_path_factory.mktemp("doctor") / "tiny"
+    write_tiny(folder, config=tiny_config(layers=2, hidden=64, intermediate=64), mxfp4=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.serving
+def test_all_is_well_beside_vllm_with_a_whole_checkpoint(tiny):
+    pytest.importorskip("vllm")
+    found = findings(doctor("--json", "--model", str(tiny), "--max-model-len", "4096", NPU_GPTOSS_PLATFORM="cpu"))
+    assert [f for f in found.values() if f["state"] not in ("ok", "not applicable")] == []
+    assert "GptOssForCausalLM is npu_gptoss.serving.model" in found["registration"]["sentence"]
+    assert "MXFP4 experts" in found["checkpoint"]["sentence"]
+    assert "GB/s" in found["bandwidth"]["sentence"]
+    assert found["self-test-window"]["state"] == found["vocabulary"]["state"] == found["memory"]["state"] == "ok"
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the processes that load vLLM and torch."""
+    monkeypatch.setattr(plugins, "registration", lambda here: [ok("registration", "skipped")])
+    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("device", "skipped")], None))
+
+
+def diagnose(here, model=None):
+    return command.diagnose(here, model, max_model_len=4096, tensor_parallel_size=1, max_num_seqs=16)
+
+
+def test_a_damaged_checkpoint_ends_with_one_and_says_what_to_do(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plugins, "registration", lambda here: [ok("registration", "skipped")])
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in tiny.iterdir():
+        (damaged / file.name).symlink_to(file)
+    weights = damaged / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content[: len(content) // 2])
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "cpu")
+    assert command.run(options("--model", str(damaged), "--max-model-len", "4096")) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "failed checkpoint:" in text
+    assert "model.safetensors: the file is truncated" in text
+    assert "→ The download is incomplete or damaged: download the file again." in text
+    assert "ok vocabulary" in text, "one failure hides no other check"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "check"),
+    [(stack, "python", "python"), (memory, "memory", "memory"), (vocabulary, "vocabulary", "vocabulary")],
+)
+def test_a_check_that_breaks_does_not_end_the_report(module, name, check, tmp_path, monkeypatch):
+    def broken(*arguments: object) -> list[object]:
+        raise ZeroDivisionError("broken")
+
+    quick(monkeypatch)
+    monkeypatch.setattr(module, name, broken)
+    found = {finding.check: finding for finding in diagnose(machine(tmp_path))}
+    assert found[check].state == "failed"
+    assert "This check itself broke" in found[check].sentence
+    assert {"python", "torch", "vllm", "memory", "graphs"} <= set(found)
+
+
+def test_a_probe_that_breaks_does_not_end_the_report(tmp_path, monkeypatch):
+    quick(monkeypatch)
+    monkeypatch.setattr(probe, "probe", lambda here, model: 1 / 0)
+    found = {finding.check: finding for finding in diagnose(machine(tmp_path))}
+    assert "This check itself broke" in found["torch-works"].sentence
+    assert "memory" in found
+
+
+def test_a_bare_ascend_machine_is_told_everything_that_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/davinci0").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {f.check: f for f in diagnose(ascend(tmp_path, {}))}
+    missing = {name for name, finding in found.items() if finding.state == "failed"}
+    assert missing == {
+        "torch", "torch-npu", "vllm", "vllm-ascend", "cann", "nnal", "driver", "device-files", "vocabulary",
+    }  # fmt: skip
+    assert list(found) == [check.name for check in CHECKS if check.name in found], "in the order of the table"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--max-model-len", "0"), ("--tensor-parallel-size", "-1"), ("--max-num-seqs", "x")]
+)
+def test_numbers_that_are_none_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        options(*arguments)
+    assert stop.value.code == 2
+    assert arguments[0] in capsys.readouterr().err

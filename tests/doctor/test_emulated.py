@@ -1,0 +1,56 @@
+"""On the emulated 910B the doctor reports a 910B, and an alpha build of CANN is found there too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.emulator.launch import Machine
+from npu_gptoss.model.tiny import tiny_config, write_tiny
+from tests.doctor.test_cann import install_toolkit
+from tests.emulator.machine import emulate
+from tests.markdown import ROOT
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.mark.slow
+def test_the_doctor_reports_a_910b_and_all_is_well(tmp_path: Path) -> None:
+    pytest.importorskip("bpe_openai", reason="the published ranks: make setup installs them")
+    write_tiny(tmp_path / "tiny", config=tiny_config(layers=2, hidden=64, intermediate=64), mxfp4=True)
+    arguments = ("--json", "--model", str(tmp_path / "tiny"), "--max-model-len", "4096")
+    run = emulate(
+        "-m", "npu_gptoss.cli", "doctor", *arguments, machine=Machine(devices=2), timeout=600, PYTHONPATH=str(ROOT)
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    report = json.loads(run.stdout)
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert [finding for finding in report["findings"] if finding["state"] == "failed"] == []
+    assert report["platform"] == "ascend"
+    assert found["device"]["sentence"].startswith("2 × Ascend910B3 with 4.0 GiB each")
+    assert "an emulated Ascend 910B" in found["device"]["sentence"]
+    assert "CANN 8.3.RC1" in found["cann"]["sentence"]
+    assert "vLLM runs on npu" in found["registration"]["sentence"]
+    assert "takes learnable_sink" in found["attention-operator"]["sentence"]
+    kernels = {f["subject"]: f["sentence"] for f in report["findings"] if f["check"] == "kernels"}
+    assert kernels["attention.paged"] == "attention.paged.ascend is selected."
+    assert kernels["moe.experts"] == "moe.experts.ascend is selected."
+    for test in ("sink", "window", "bias", "activation"):
+        assert found[f"self-test-{test}"]["state"] == "ok"
+        assert "from the definition" in found[f"self-test-{test}"]["sentence"] or test == "window"
+    for name in ("bandwidth", "driver", "nnal", "device-files"):
+        assert found[name]["state"] == "not applicable"
+
+
+def test_an_alpha_build_of_cann_is_a_failure_there(tmp_path: Path) -> None:
+    home = install_toolkit(tmp_path / "8.3.RC1.alpha003", "8.3.RC1.alpha003", "x86_64")
+    code = (
+        "from npu_gptoss.doctor import cann, machine\n"
+        "for finding in cann.toolkit(machine.Machine()): print(finding.state, finding.sentence, finding.remedy)"
+    )
+    run = emulate("-c", code, ASCEND_HOME_PATH=str(home), PYTHONPATH=str(ROOT))
+    assert run.stdout.startswith("failed CANN 8.3.RC1.alpha003"), run.stderr
+    assert "fails on sinks" in run.stdout
+    assert "Install CANN 8.3.RC2" in run.stdout

@@ -1,0 +1,43 @@
+"""docs/doctor.md says what the code says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from npu_gptoss.doctor import command, selftest
+from npu_gptoss.doctor.findings import SCHEMA, STATES, as_json, ok
+from scripts import doctor_page
+
+
+def test_the_page_is_up_to_date():
+    text = doctor_page.PAGE.read_text(encoding="utf-8")
+    assert text == doctor_page.written(text), "python scripts/doctor_page.py --write"
+
+
+def test_a_table_without_its_place_is_an_error():
+    with pytest.raises(ValueError, match="one place for checks"):
+        doctor_page.written("no place")
+
+
+def test_the_page_names_every_state_field_and_option():
+    text = doctor_page.PAGE.read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([a-z ]+) \| ", text.partition("## The checks")[0], re.M) == ["state", *STATES]
+    report = as_json([ok("python", "x")], "0", "cpu")
+    section = text.partition("## As JSON")[2]
+    for name in (*report, *report["findings"][0]):
+        assert f"`{name}`" in section, name
+    assert f"`schema` is {SCHEMA}" in section
+    from tests.doctor.test_command import options
+
+    for name, value in vars(options()).items():
+        if name not in ("json", "model"):
+            assert f"--{name.replace('_', '-')} " in text
+            assert str(value) in text or value == 1, f"the default of {name}"
+
+
+def test_the_limit_that_the_page_names_is_the_one_in_force():
+    assert set(selftest.LIMITS.values()) == {0.02, 1e-4}
+    assert json.dumps(command.__doc__).count("half a minute") == 1

@@ -1,0 +1,129 @@
+"""What needs torch runs in a process of its own: that it fails, crashes or hangs is told, with what it was at."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.doctor import probe
+from npu_gptoss.doctor.findings import ok
+from npu_gptoss.doctor.machine import GIB, Device
+from npu_gptoss.serving.ascend import limits
+from tests.doctor.machines import machine, only, write
+from tests.markdown import ROOT
+
+
+@pytest.fixture
+def with_torch(tmp_path: Path):
+    """Runs the real child beside a torch that is made of the given code."""
+
+    def run(code: str) -> probe.Probed:
+        write(tmp_path / "modules/torch.py", code)
+        paths = os.pathsep.join((str(tmp_path / "modules"), str(ROOT)))
+        return probe.probe(machine(tmp_path, PYTHONPATH=paths, PATH=os.environ["PATH"]), None)
+
+    return run
+
+
+def states(probed: probe.Probed) -> dict[str, str]:
+    return {finding.check: finding.state for finding in probed.findings}
+
+
+def test_a_torch_that_does_not_import_is_told_with_its_words(with_torch):
+    probed = with_torch('raise ImportError("libhccl.so: cannot open shared object file")')
+    only(probed.findings[:1], "failed", "torch cannot be imported: libhccl.so", "set_env.sh")
+    assert states(probed) == {**dict.fromkeys(probe.ALL, "not applicable"), "torch-works": "failed"}
+    assert probed.device is None
+
+
+def test_a_crash_is_told_with_its_signal(with_torch):
+    probed = with_torch('import os, sys; print("double free", file=sys.stderr, flush=True); os.abort()')
+    only(probed.findings[:1], "failed", "was ended by SIGABRT: double free", "do not fit together")
+    assert states(probed)["device"] == "not applicable"
+
+
+def test_a_hang_is_told(with_torch, monkeypatch):
+    monkeypatch.setattr(probe, "LIMIT", 1)
+    probed = with_torch("import time; time.sleep(60)")
+    only(probed.findings[:1], "failed", "did not end within 1 s")
+
+
+def test_without_torch_nothing_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe.subprocess, "run", None)
+    probed = probe.probe(machine(tmp_path, {}), None)
+    assert states(probed) == dict.fromkeys(probe.ALL, "not applicable")
+
+
+def test_what_was_found_before_a_crash_is_kept_and_the_check_that_crashed_is_named():
+    device = {"kind": "npu", "name": "Ascend910B3", "count": 1, "total": 64, "free": 60, "emulated": False}
+    lines = [
+        {"begin": "torch-works"},
+        {
+            "finding": {
+                "check": "torch-works",
+                "state": "ok",
+                "sentence": "x",
+                "remedy": "",
+                "details": [],
+                "subject": "",
+            }
+        },
+        {"device": device},
+        {"begin": "self-test-sink"},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"findi'
+    probed = probe.read(text, "was ended by SIGSEGV", "")
+    assert probed.findings[0] == ok("torch-works", "x")
+    only(probed.findings[1:2], "failed", "The process that checks this was ended by SIGSEGV.")
+    assert probed.findings[1].check == "self-test-sink"
+    assert probed.device == Device(**device)
+    assert set(states(probed)) == set(probe.ALL)
+
+
+def test_how_a_process_ended():
+    assert probe._ending(0) == ""
+    assert probe._ending(1) == "ended with exit code 1"
+    assert probe._ending(-11) == "was ended by SIGSEGV"
+    assert probe._ending(-99) == "was ended by signal 99"
+
+
+def test_a_device_that_is_not_there_is_a_failure(monkeypatch):
+    seen: list[Device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    only(probe.device("cuda", False, seen), "failed", "There is no cuda device that works", "NPU_GPTOSS_PLATFORM=cpu")
+    assert seen == []
+
+
+def test_the_cpu_is_told_with_its_memory():
+    seen: list[Device] = []
+    only(probe.device("cpu", False, seen), "ok", "core(s)", "RAM available")
+    assert 0 < seen[0].free <= seen[0].total
+
+
+@pytest.mark.parametrize(
+    ("device", "state", "phrase"),
+    [
+        (
+            Device("npu", "Ascend910B3", 8, 64 * GIB, 60 * GIB),
+            "ok",
+            "8 × Ascend910B3 with 64.0 GiB each, 60.0 GiB free",
+        ),
+        (Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, True), "ok", "an emulated Ascend 910B"),
+        (Device("npu", "Ascend910_9391", 16, 64 * GIB, 60 * GIB), "warning", "made for the Ascend 910B"),
+    ],
+)
+def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
+    only([probe._device_finding("ascend", device)], state, phrase)
+
+
+def test_an_operator_without_sinks_is_a_failure(monkeypatch):
+    sentence = "npu_fused_infer_attention_score_v2 of torch-npu 2.5.1 has no learnable_sink; install torch-npu 2.7.1"
+    monkeypatch.setattr(limits, "operator_objection", lambda: sentence)
+    finding = only(probe.attention_operator(), "failed", "has no learnable_sink.")
+    assert finding.remedy == "Install torch-npu 2.7.1."
+    monkeypatch.setattr(limits, "operator_objection", lambda: None)
+    only(probe.attention_operator(), "ok", "takes learnable_sink")
