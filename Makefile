@@ -14,9 +14,19 @@ BIN = .venv/bin
 SETUP_EMULATED = $(or $(PYTHON),python3) scripts/setup_emulated.py $(if $(PYTHON),--python $(PYTHON))
 EMULATED_VENV = $(CURDIR)/.venv-emulated
 EMULATED ?= 1
+# evalscope too, because it wants another transformers
+SETUP_EVALSCOPE = $(or $(PYTHON),python3) scripts/setup_evalscope.py $(if $(PYTHON),--python $(PYTHON))
+EVALSCOPE ?= 1
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ifeq ($(EMULATED)$(EVALSCOPE),00)
+LEFT_OUT = -m 'not emulated and not evalscope'
+else ifeq ($(EMULATED),0)
+LEFT_OUT = -m 'not emulated'
+else ifeq ($(EVALSCOPE),0)
+LEFT_OUT = -m 'not evalscope'
+endif
 EMULATE ?=
 
 .PHONY: help
@@ -35,14 +45,16 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	  --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
 
 .PHONY: test
-test: check ## set up, check and run all the tests (PYTEST_ARGS="tests/kernels -x" for some; EMULATED=0 without the 910B)
-ifeq ($(EMULATED),0)
-	$(PYTEST) -m 'not emulated' $(PYTEST_ARGS)
-else
+test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0 leave those out)
+ifneq ($(EMULATED),0)
 	@$(SETUP_EMULATED) --tools || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
 	Without them: make test EMULATED=0"; exit 1; }
-	NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV) $(PYTEST) $(PYTEST_ARGS)
 endif
+ifneq ($(EVALSCOPE),0)
+	@$(SETUP_EVALSCOPE) || { echo "make test: evalscope could not be set up, so its tests cannot run. \
+	Without them: make test EVALSCOPE=0"; exit 1; }
+endif
+	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV)) $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
@@ -64,6 +76,10 @@ setup: ## set up .venv with the test tools, nothing else
 setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 	@$(SETUP_EMULATED) --tools
 
+.PHONY: setup-evalscope
+setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/mmlu.sh and their tests
+	@$(SETUP_EVALSCOPE)
+
 .PHONY: format
 format: setup ## let ruff format and mend what it can
 	$(BIN)/ruff format .
@@ -71,5 +87,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-emulated .checkpoints .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-emulated .venv-evalscope .checkpoints .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
