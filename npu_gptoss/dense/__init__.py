@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense import reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, row_class
 from npu_gptoss.dense.weights import RowScaled, Weight, quantize_rows
@@ -50,7 +50,7 @@ def qkv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     *,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ def router(
     """The experts of each row, and the normed row that they read.
 
     residual, delta: [rows, hidden]; weight: [experts, hidden]; bias: [experts].
-    live: [rows], negative marks a padding row: its ids are -1, so that no expert is read for it, its weights 0.
+    live: [rows], 0 marks a padding row: its ids are -1, so that no expert is read for it, its weights 0.
 
     Returns the new residual, the normed rows [rows, hidden], weights [rows, top_k] float32 and ids [rows, top_k]
     int32 or int64, largest logit first.
@@ -202,9 +202,17 @@ def logits(
     return out
 
 
-def greedy(logits: torch.Tensor, *, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [rows, vocab] -> ids [rows] int64 of the largest, and [rows] bool: whether all of a row are finite."""
+def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: str | None = None) -> torch.Tensor:
+    """logits [rows, vocab] -> ids [rows] int64 of the largest, into `out` where given.
+
+    -1 for a row that holds NaN or infinity: sampling from that would be silent garbage.
+    """
     if logits.dim() != 2 or not logits.shape[1]:
         raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}")
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    elif out.shape != logits.shape[:1] or out.dtype != torch.int64:
+        raise InputError(f"out must be [{logits.shape[0]}] int64, got {list(out.shape)} {out.dtype}")
     run = select_kernel(GREEDY, signature(logits=logits.dtype), {}, override=kernel)
-    return run(logits=logits)
+    run(logits=logits, out=out)
+    return out

@@ -48,5 +48,5 @@ LOGITS = define_operation(
     "dense", "logits", roles=("hidden", "weight"), traits=("rows",), summary="the vocabulary's logits of normed rows"
 )
 GREEDY = define_operation(
-    "dense", "greedy", roles=("logits",), traits=(), summary="the largest logit of each row, and whether all are finite"
+    "dense", "greedy", roles=("logits",), traits=(), summary="the largest logit of each row, if all are finite"
 )

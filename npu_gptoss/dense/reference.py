@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.weights import Weight, expanded
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
@@ -59,7 +60,7 @@ def qkv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: object,
+    metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition."""
     kv_heads, head_dim = key_cache.shape[2:]
@@ -116,7 +117,7 @@ def router(
     ids = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, :top_k]
     weights = torch.softmax(logits.gather(1, ids), dim=-1)
     if live is not None:
-        weights[live < 0], ids[live < 0] = 0.0, -1
+        weights[live <= 0], ids[live <= 0] = 0.0, -1
     return hidden.to(residual.dtype), normed.to(residual.dtype), weights, ids
 
 
@@ -157,9 +158,7 @@ def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     traits={},
     priority=Priority.REFERENCE,
 )
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: the first of equals; a row with NaN or infinity is not finite, whatever its id."""
-    finite = torch.isfinite(logits)
-    clean = torch.where(finite, logits.float(), float("-inf"))
-    first = (clean == clean.amax(-1, keepdim=True)).int().argmax(-1)
-    return first, finite.all(-1)
+def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
+    """The definition: the first of equals; -1 where a row holds NaN or infinity."""
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    out.copy_(torch.where(torch.isfinite(logits).all(-1), first, -1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.attention import AttentionMetadata, write_kv_cache
+from npu_gptoss.attention import StepMetadata, write_kv_cache
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.dense.weights import Weight, expanded
@@ -50,7 +50,7 @@ def qkv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch ops, and the attention family's own cache write."""
     kv_heads, head_dim = key_cache.shape[2:]
@@ -103,7 +103,7 @@ def router(
     normed = rms_norm(hidden, norm_weight, eps)
     weights, ids = route(F.linear(normed, weight, bias), top_k)
     if live is not None:
-        padding = (live < 0)[:, None]
+        padding = (live <= 0)[:, None]
         weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
     return hidden, normed, weights, ids
 
@@ -145,6 +145,6 @@ def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     traits={},
     priority=Priority.PORTABLE,
 )
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """torch.argmax."""
-    return logits.argmax(dim=-1), torch.isfinite(logits).all(-1)
+    out.copy_(torch.where(torch.isfinite(logits).all(-1), logits.argmax(dim=-1), -1))

@@ -1,8 +1,8 @@
 """Decode steps as replayed graphs: one row a request, inputs that stay on the device from step to step.
 
 `full`: one graph a bucket, attention included; the attention kernel reads its lengths on the device. `piecewise`: what
-lies between two attentions is a graph, attention itself is launched with the host's lengths. Either way the step ends
-on the device with its tokens chosen and its inputs moved on (`graphs.advance`), and the host reads one small tensor.
+lies between two attentions is a graph, attention itself is launched with the host's lengths. Either way a step takes
+its inputs from a cursor on the device (`graphs.advance`) and leaves its tokens there; the host reads one small tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from npu_gptoss import dense
-from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
 from npu_gptoss.engine.request import Request
 from npu_gptoss.engine.scheduler import Chunk
 from npu_gptoss.graphs import DecodeState, Recorded, Recorder, advance, bucket_for
@@ -35,7 +35,7 @@ class Launch:
     logits: torch.Tensor  # [bucket, vocab], until the next step is launched
 
     def chosen(self) -> list[int]:
-        """The greedy tokens, -1 where the logits were not finite. Waits for the step."""
+        """The greedy tokens, -1 where a row's logits were not all finite. Waits for the step."""
         if self.done is not None:
             self.done.synchronize()
         return self.tokens.tolist()
@@ -55,12 +55,16 @@ class DecodeGraphs:
         max_blocks: int,
         recorder: Recorder,
     ) -> None:
-        """sizes ascending; max_blocks: of one request. Captures all of them, the largest first."""
+        """sizes ascending; max_blocks: of one request. The last block of the caches must belong to nobody.
+
+        Captures all sizes, the largest first.
+        """
         self.model = model
         self.kv_caches = kv_caches
         self.mode = mode
         self.sizes = tuple(sizes)
-        self.state = DecodeState.allocate(self.sizes[-1], max_blocks, block_size, model.device)
+        spare_slot = kv_caches[0][0].shape[0] * block_size - 1
+        self.state = DecodeState.allocate(self.sizes[-1], max_blocks, block_size, spare_slot, model.device)
         # one for all graphs: each would otherwise keep its own
         self._logits = torch.empty(self.sizes[-1], model.config.vocab_size, dtype=model.dtype, device=model.device)
         self._recorder = recorder
@@ -114,20 +118,18 @@ class DecodeGraphs:
         done.record()
         return Launch(tuple(requests), size, tokens, done, logits)
 
-    def _metadata(self, rows: DecodeState) -> AttentionMetadata:
+    def _metadata(self, rows: DecodeState) -> DecodeMetadata:
         """For whatever a graph holds: every row of the bucket, the lengths from the device."""
-        size = rows.capacity
-        longest = rows.block_table.shape[1] * rows.block_size
-        return AttentionMetadata(
-            query_start_loc=tuple(range(size + 1)),
-            seq_lens=(longest,) * size,
+        return DecodeMetadata(
+            lengths=rows.seq_lens,
             block_table=rows.block_table,
             slot_mapping=rows.slots,
+            max_seq_len=rows.block_table.shape[1] * rows.block_size,
         )
 
     def _end(self, rows: DecodeState, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.head(hidden, out=self._logits[: rows.capacity])
-        advance(rows, *dense.greedy(logits))
+        dense.greedy(logits, out=rows.tokens)
         return logits
 
     def _capture_full(self, size: int) -> Callable[[Sequence[int]], torch.Tensor]:
@@ -135,7 +137,8 @@ class DecodeGraphs:
         metadata = self._metadata(rows)
 
         def step() -> torch.Tensor:
-            hidden = self.model.forward(rows.input_ids, rows.positions, self.kv_caches, metadata, live=rows.slots)
+            advance(rows)
+            hidden = self.model.forward(rows.input_ids, rows.positions, self.kv_caches, metadata, live=rows.seq_lens)
             return self._end(rows, hidden)
 
         recorded = self._recorder.record(step)
@@ -153,10 +156,11 @@ class DecodeGraphs:
         def piece(index: int, residual: torch.Tensor | None) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
             def work() -> tuple[torch.Tensor, torch.Tensor]:
                 if index == 0:
+                    advance(rows)
                     stream, delta = model.embed(rows.input_ids), None
                 else:
                     assert residual is not None
-                    stream, delta = model.leave(index - 1, residual, attended, live=rows.slots)
+                    stream, delta = model.leave(index - 1, residual, attended, live=rows.seq_lens)
                 if index > last:
                     return stream, self._end(rows, model.finish(stream, delta))
                 return model.enter(index, stream, delta, rows.positions, caches[index], inside)

@@ -80,7 +80,7 @@ class Engine:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)
         allocator = BlockAllocator(num_blocks, block_size)
         self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
-        # The last block belongs to nobody: slot -1, where a graph's padding rows point, is its last one.
+        # The last block belongs to nobody: a graph's padding rows write there.
         self.kv_caches = allocate_kv_caches(config, num_blocks + 1, block_size, dtype, self.device)
         self.graphs = self._capture(graphs, graph_sizes)
         self._ahead: Launch | None = None

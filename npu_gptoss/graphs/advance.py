@@ -1,10 +1,12 @@
-"""A decode step's end, on the device: the chosen tokens become the next step's inputs.
+"""A decode step's beginning, on the device: the cursor becomes the step's inputs, and moves on.
 
-    tokens    = chosen where finite, -1 elsewhere
-    input_ids = max(tokens, 0);   positions += 1;   seq_lens += 1;   slots = where the next key goes
+For the rows in use (cursor position >= 0):
 
-for the rows in use (slot >= 0); padding rows stay as they are. So the next step can be launched before the host has
-seen this one's tokens.
+    input_ids = max(token, 0);   positions = position;   seq_lens = position + 1;   slots = the block table's
+    position += 1
+
+Padding rows get token 0, position 0, no keys and the spare slot. A token of -1 (the logits that chose it were not
+finite) is computed as 0: the host will throw the step away, but it must stay within the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ ADVANCE = define_operation(
     "advance",
     roles=("table",),
     traits=(),
-    summary="the chosen tokens become the inputs of the next decode step",
+    summary="the cursor becomes the inputs of a decode step, and moves on",
 )
 
 
-def advance(state: DecodeState, chosen: torch.Tensor, finite: torch.Tensor, *, kernel: str | None = None) -> None:
-    """Moves `state` one token on, in place. chosen [rows] int64, finite [rows] bool, for the rows of `state`."""
+def advance(state: DecodeState, *, kernel: str | None = None) -> None:
+    """Fills the inputs of `state` from its cursor and moves that by one, in place."""
     run = select_kernel(ADVANCE, signature(table=state.block_table.dtype), {}, override=kernel)
-    run(state=state, chosen=chosen, finite=finite)
+    run(state=state)
 
 
 @register_kernel(
@@ -45,18 +47,19 @@ def advance(state: DecodeState, chosen: torch.Tensor, finite: torch.Tensor, *, k
     traits={},
     priority=Priority.PORTABLE,
 )
-def advance_small_ops(state: DecodeState, chosen: torch.Tensor, finite: torch.Tensor) -> None:
+def advance_small_ops(state: DecodeState) -> None:
     """Plain torch ops."""
-    used = state.slots >= 0
-    state.tokens.copy_(torch.where(finite, chosen, -1))
-    state.input_ids.copy_(torch.where(used, state.tokens.clamp(min=0), state.input_ids))
-    state.positions.add_(used)
-    state.seq_lens.add_(used)
-    # a request that ends here may own no further block: its next step is thrown away, but must not reach beyond
-    column = (state.positions // state.block_size).clamp(max=state.block_table.shape[1] - 1)
+    used = state.next_positions >= 0
+    position = state.next_positions.clamp(min=0)
+    # what is launched behind a request's last token owns no further block: it must not reach beyond the table
+    column = (position // state.block_size).clamp(max=state.block_table.shape[1] - 1)
     block = state.block_table.gather(1, column[:, None]).squeeze(1).to(torch.int64)
-    slot = block * state.block_size + state.positions % state.block_size
-    state.slots.copy_(torch.where(used, slot, state.slots))
+    slot = block * state.block_size + position % state.block_size
+    state.input_ids.copy_(state.tokens.clamp(min=0) * used)
+    state.positions.copy_(position)
+    state.slots.copy_(torch.where(used, slot, state.spare_slot))
+    state.seq_lens.copy_((position + 1) * used)
+    state.next_positions.add_(used)
 
 
 @register_kernel(
@@ -68,8 +71,8 @@ def advance_small_ops(state: DecodeState, chosen: torch.Tensor, finite: torch.Te
     traits={},
     priority=Priority.PERFORMANT,
 )
-def advance_triton(state: DecodeState, chosen: torch.Tensor, finite: torch.Tensor) -> None:
+def advance_triton(state: DecodeState) -> None:
     """One launch."""
     from npu_gptoss.graphs.advance_triton import launch
 
-    launch(state, chosen, finite)
+    launch(state)

@@ -1,7 +1,11 @@
 """The inputs of a decode step in tensors that stay where they are.
 
-Row i is one request. Rows from `count` on pad the bucket: token 0 at position 0, no keys (seq_len 0), no slot (-1),
-and a row of zeros in the block table. Whatever reads a padding row finds zeros, never what an earlier step left there.
+The host fills the cursor (each request's next token and where it stands) and the block table; `advance`, the first
+thing that a graph runs, turns them into the step's inputs and moves the cursor on; the last thing that it runs puts the
+chosen tokens into the cursor. So the next step can be launched before the host has seen this one's tokens.
+
+Row i is one request. The rows behind them pad the bucket: token 0 at position 0, no keys (seq_len 0, by which a padding
+row is told), a slot that belongs to nobody. They never hold what an earlier step left there.
 """
 
 from __future__ import annotations
@@ -14,46 +18,66 @@ import torch
 
 from npu_gptoss.errors import InputError
 
-PADDING_SLOT = -1
+NOBODY = -1  # the cursor's position of a padding row
 
 
 @dataclass(frozen=True)
 class DecodeState:
     """For up to `capacity` requests of up to `blocks` cache blocks each.
 
-    ints: [3, capacity] int64: input ids, positions, slots. One tensor, so that one copy fills them.
-    seq_lens: [capacity] int32, keys that the row's token sees, its own included.
+    cursor: [2, capacity] int64: the tokens to compute next, and their positions (NOBODY: padding).
     block_table: [capacity, blocks] int32.
-    tokens: [capacity] int64, what the step chose; -1: its logits were not finite.
+    ints: [3, capacity] int64: the step's input ids, positions, slots.
+    seq_lens: [capacity] int32, keys that the row's token sees, its own included.
+    spare_slot: where padding rows write their keys and values.
     """
 
+    cursor: torch.Tensor
+    block_table: torch.Tensor
     ints: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    tokens: torch.Tensor
     block_size: int
+    spare_slot: int
 
     @classmethod
-    def allocate(cls, capacity: int, blocks: int, block_size: int, device: torch.device) -> DecodeState:
-        ints = torch.zeros(3, capacity, dtype=torch.int64, device=device)
-        ints[2] = PADDING_SLOT
+    def allocate(
+        cls, capacity: int, blocks: int, block_size: int, spare_slot: int, device: torch.device
+    ) -> DecodeState:
+        """Of padding rows only."""
+        cursor = torch.zeros(2, capacity, dtype=torch.int64, device=device)
+        cursor[1] = NOBODY
         return cls(
-            ints=ints,
-            seq_lens=torch.zeros(capacity, dtype=torch.int32, device=device),
+            cursor=cursor,
             block_table=torch.zeros(capacity, blocks, dtype=torch.int32, device=device),
-            tokens=torch.zeros(capacity, dtype=torch.int64, device=device),
+            ints=torch.zeros(3, capacity, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(capacity, dtype=torch.int32, device=device),
             block_size=block_size,
+            spare_slot=spare_slot,
         )
 
     @property
     def capacity(self) -> int:
-        return self.ints.shape[1]
+        return self.cursor.shape[1]
 
     def rows(self, count: int) -> DecodeState:
         """The first `count` rows, as views: what a graph of that size captures."""
         return DecodeState(
-            self.ints[:, :count], self.seq_lens[:count], self.block_table[:count], self.tokens[:count], self.block_size
+            self.cursor[:, :count],
+            self.block_table[:count],
+            self.ints[:, :count],
+            self.seq_lens[:count],
+            self.block_size,
+            self.spare_slot,
         )
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[capacity] int64: the tokens to compute next: those that the last step chose; -1: it was not finite."""
+        return self.cursor[0]
+
+    @property
+    def next_positions(self) -> torch.Tensor:
+        return self.cursor[1]
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -68,36 +92,29 @@ class DecodeState:
         return self.ints[2]
 
     def load(self, token_ids: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
-        """Fills one row a request and zeroes the rest: the next token of each, where it stands, and its blocks."""
+        """One row a request: its next token, where that stands, and its blocks; the rest becomes padding."""
         count = len(token_ids)
         if not len(positions) == len(tables) == count <= self.capacity:
             raise InputError(
                 f"a decode step takes up to {self.capacity} requests with a token, a position and a table each, "
                 f"got {count}, {len(positions)} and {len(tables)}"
             )
-        where = np.asarray(positions, dtype=np.int64)
-        ints = np.zeros((3, self.capacity), dtype=np.int64)
-        ints[0, :count], ints[1, :count], ints[2] = token_ids, where, PADDING_SLOT
-        width = max((len(table) for table in tables), default=0)
-        table = np.zeros((self.capacity, width), dtype=np.int32)
-        for row, blocks in zip(table, tables, strict=False):
+        cursor = np.zeros((2, self.capacity), dtype=np.int64)
+        cursor[1] = NOBODY
+        cursor[0, :count], cursor[1, :count] = token_ids, positions
+        # Rows and columns that this leaves alone may hold blocks of an earlier step: no row's length reaches them.
+        table = np.zeros((count, max((len(table) for table in tables), default=0)), dtype=np.int32)
+        for row, blocks in zip(table, tables, strict=True):
             row[: len(blocks)] = blocks
-        if count:
-            ints[2, :count] = table[np.arange(count), where // self.block_size].astype(np.int64) * self.block_size
-            ints[2, :count] += where % self.block_size
-        lengths = np.zeros(self.capacity, dtype=np.int32)
-        lengths[:count] = where + 1
-        _copy(self.ints, ints)
-        _copy(self.seq_lens, lengths)
-        # Columns behind the longest table may hold blocks of an earlier step: no row's length reaches them.
-        _copy(self.block_table[:, :width], table)
+        _copy(self.cursor, cursor)
+        _copy(self.block_table[:count, : table.shape[1]], table)
 
     def set_blocks(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """(row, index, block) each: requests that grew into a new block since `load`."""
         if not entries:
             return
         rows, columns, blocks = np.asarray(entries, dtype=np.int64).T
-        flat = torch.empty(2, len(entries), dtype=torch.int64, device=self.ints.device)
+        flat = torch.empty(2, len(entries), dtype=torch.int64, device=self.cursor.device)
         _copy(flat, np.stack((rows * self.block_table.shape[1] + columns, blocks)))
         self.block_table.view(-1).index_copy_(0, flat[0], flat[1].to(torch.int32))
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss import dense
-from npu_gptoss.attention import AttentionMetadata, paged_attention
+from npu_gptoss.attention import StepMetadata, paged_attention
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import assemble
 from npu_gptoss.model.checkpoint import iterate_tensors
@@ -115,7 +115,7 @@ class GptOss:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_caches: Sequence[KVCache],
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
         live: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over the packed tokens of all requests: writes their keys and values, returns normed hidden states.
@@ -143,7 +143,7 @@ class GptOss:
         delta: torch.Tensor | None,
         positions: torch.Tensor,
         kv_cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer `index` up to its attention: the residual stream and the queries [rows, heads, head_dim]."""
         weights = self.layers[index].attention
@@ -165,7 +165,7 @@ class GptOss:
         index: int,
         query: torch.Tensor,
         kv_cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of layer `index`, [rows, heads, head_dim], into `out` where given."""
@@ -185,7 +185,7 @@ class GptOss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer `index` from its attention on: the residual stream, and what is still to be added to it.
 
-        live: [rows], negative for rows that are padding; no expert is read for them.
+        live: [rows], 0 for rows that are padding; no expert is read for them.
         """
         attention, moe = self.layers[index].attention, self.layers[index].moe
         residual = dense.output(attended.flatten(1), attention.output_weight, attention.output_bias, residual)

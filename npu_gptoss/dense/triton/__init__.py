@@ -17,7 +17,7 @@ from npu_gptoss.dense.weights import Weight, expanded
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 
 if TYPE_CHECKING:
-    from npu_gptoss.attention import AttentionMetadata
+    from npu_gptoss.attention import StepMetadata
 
 CUDA = Capability.of("cuda", features=("triton",))
 HEAD_DIMS = frozenset({16, 32, 64, 128})
@@ -44,7 +44,7 @@ def qkv_gemv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch: add, norm, matrix-vector product, RoPE, cache write."""
     from npu_gptoss.dense.triton import launches
@@ -74,7 +74,7 @@ def qkv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Three launches: add and norm, cuBLAS, RoPE and cache write."""
     from npu_gptoss.dense.triton import launches
@@ -153,7 +153,7 @@ def router_after_norm(
     hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
     weights, ids = route(F.linear(normed, weight, bias), top_k)
     if live is not None:
-        padding = (live < 0)[:, None]
+        padding = (live <= 0)[:, None]
         weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
     return hidden, normed, weights, ids
 
@@ -201,8 +201,8 @@ def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None
     traits={},
     priority=Priority.PERFORMANT,
 )
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """Two launches; the first of equal logits."""
     from npu_gptoss.dense.triton import launches
 
-    return launches.greedy(logits)
+    launches.greedy(logits, out)

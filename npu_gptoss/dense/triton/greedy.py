@@ -1,4 +1,4 @@
-"""The largest logit of each row and whether all are finite, in two launches that fill the chip."""
+"""The largest logit of each row, if all are finite, in two launches that fill the chip."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 @triton.jit
 def partial_kernel(
-    logits,  # [rows, VOCAB] or fp32
+    logits,  # [rows, VOCAB]
     values,  # [rows, parts] fp32
-    ids,  # [rows, parts] int32
-    bad,  # [rows, parts] int32
+    ids,  # [rows, parts] int32; -1: not all are finite
     parts,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -28,19 +27,18 @@ def partial_kernel(
     finite = (tl.abs(value) < float("inf")) | (at >= VOCAB)  # NaN compares false
     clean = tl.where(finite, value, float("-inf"))
     largest = tl.max(clean, 0)
+    winner = tl.min(tl.where(clean == largest, at, VOCAB), 0)  # the first of equals
     tl.store(values + row * parts + part, largest)
-    tl.store(ids + row * parts + part, tl.min(tl.where(clean == largest, at, VOCAB), 0))
-    tl.store(bad + row * parts + part, tl.max(tl.where(finite, 0, 1), 0))
+    tl.store(ids + row * parts + part, tl.where(tl.min(finite.to(tl.int32), 0) == 1, winner, -1))
 
 
 @triton.jit
 def final_kernel(
     values,
     ids,
-    bad,
-    token_ids,  # [rows] int64
-    finite,  # [rows] bool, as bytes
+    out,  # [rows] int64, `stride` apart
     parts,
+    stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -52,8 +50,5 @@ def final_kernel(
     inside = at < parts
     value = tl.load(values + row * parts + at, mask=inside, other=float("-inf"))
     index = tl.load(ids + row * parts + at, mask=inside, other=VOCAB)
-    largest = tl.max(value, 0)
-    winner = tl.min(tl.where((value == largest) & inside, index, VOCAB), 0)  # the first of equals
-    tl.store(token_ids + row, tl.minimum(winner, VOCAB - 1).to(tl.int64))
-    damaged = tl.max(tl.load(bad + row * parts + at, mask=inside, other=0), 0)
-    tl.store(finite + row, (1 - damaged).to(tl.uint8))
+    winner = tl.min(tl.where((value == tl.max(value, 0)) & inside, index, VOCAB), 0)
+    tl.store(out + row * stride, tl.where(tl.min(index, 0) < 0, -1, winner).to(tl.int64))

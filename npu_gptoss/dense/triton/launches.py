@@ -22,7 +22,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
-    from npu_gptoss.attention import AttentionMetadata
+    from npu_gptoss.attention import StepMetadata
 
 QKV_PAIRS = 4  # RoPE pairs of a program, two rows of the weight each
 QKV_WARPS = 4
@@ -30,7 +30,7 @@ LINEAR_ROWS = 4
 LINEAR_WARPS = 4
 WIDE_ROWS = 8  # of lm_head
 ROUTER_SHARE = 4  # experts of a program
-GREEDY_BLOCK = 4096
+GREEDY_BLOCK = 1024
 
 
 def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -61,7 +61,7 @@ def qkv_gemv(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     *,
     pairs: int = QKV_PAIRS,
     warps: int = QKV_WARPS,
@@ -182,7 +182,7 @@ def rope_cache(
     positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
 ) -> torch.Tensor:
     """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
@@ -273,29 +273,24 @@ def router(
     return new_residual, normed, topk_weights, topk_ids
 
 
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """As `dense.greedy`."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    device = logits.device
     parts = triton.cdiv(vocab, GREEDY_BLOCK)
-    values = torch.empty(rows, parts, dtype=torch.float32, device=device)
-    ids, bad = (torch.empty(rows, parts, dtype=torch.int32, device=device) for _ in range(2))
-    token_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    finite = torch.empty(rows, dtype=torch.bool, device=device)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     if rows:
         partial_kernel[(parts, rows)](
-            logits, values, ids, bad, parts, VOCAB=vocab, BLOCK=GREEDY_BLOCK, **launch_options(logits, 4)
+            logits, values, ids, parts, VOCAB=vocab, BLOCK=GREEDY_BLOCK, **launch_options(logits, 4)
         )
         final_kernel[(rows,)](
             values,
             ids,
-            bad,
-            token_ids,
-            finite.view(torch.uint8),
+            out,
             parts,
+            out.stride(0),
             VOCAB=vocab,
             BLOCK=triton.next_power_of_2(parts),
             **launch_options(logits, 1),
         )
-    return token_ids, finite

@@ -21,7 +21,7 @@ def router_kernel(
     norm_weight,  # [HIDDEN] fp32
     weight,  # [EXPERTS, HIDDEN]
     bias,  # [EXPERTS]
-    live,  # [tokens], if HAS_LIVE: negative marks a padding row, whose ids become -1 and whose weights 0
+    live,  # [tokens], if HAS_LIVE: 0 marks a padding row, whose ids become -1 and whose weights 0
     normed_out,  # [tokens, HIDDEN]
     topk_weights,  # [tokens, TOP_K] fp32
     topk_ids,  # [tokens, TOP_K] int32
@@ -95,7 +95,7 @@ def router_kernel(
         share = tl.exp(best - tl.max(best, 0))
         share = share / tl.sum(share, 0)
         if HAS_LIVE:
-            real = tl.load(live + token) >= 0
+            real = tl.load(live + token) > 0
             share = tl.where(real, share, 0.0)
             ids = tl.where(real, ids, -1)
         tl.store(topk_weights + token * TOP_K + slot, share, mask=slot < TOP_K)

@@ -1,0 +1,254 @@
+"""Replayed decode steps against steps without graphs, and proof that the comparison notices a stale input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gptoss.engine import Engine, SamplingParams, decode
+from npu_gptoss.engine import engine as engine_module
+from npu_gptoss.errors import InputError
+from npu_gptoss.graphs import DecodeState, advance
+from npu_gptoss.graphs import state as state_module
+from tests.checkpoints import write_random_checkpoint
+from tests.engine.recording import RerunRecorder
+from tests.oracle import random_prompts
+
+LENGTHS = (1, 3, 15, 16, 17, 40, 129)
+SIZES = (1, 2, 4, 8)
+MODES = ("full", "piecewise")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("decode") / "checkpoint"
+    write_random_checkpoint(path, layers=2, window=20)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS, 512)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recorder() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "Recorder", RerunRecorder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Engine:
+    return Engine(directory, dtype="float32", num_blocks=100)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def graphed(request: pytest.FixtureRequest, directory: Path) -> Engine:
+    return Engine(directory, dtype="float32", num_blocks=100, graphs=request.param, graph_sizes=SIZES)
+
+
+def tokens(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
+    results = [result.token_ids for result in engine.generate(prompts, params)]
+    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
+    return results
+
+
+def count_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    counts = {"launch": 0, "launch_next": 0}
+    for name in counts:
+        right = getattr(engine.graphs, name)
+
+        def counted(requests: object, name: str = name, right: object = right) -> object:
+            counts[name] += 1
+            return right(requests)
+
+        monkeypatch.setattr(engine.graphs, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize("requests", range(1, len(LENGTHS) + 1))
+def test_greedy_tokens_are_those_without_graphs(
+    requests: int, plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    """Three requests run in the bucket of four, five to seven in that of eight."""
+    params = SamplingParams(max_tokens=24)
+    assert tokens(graphed, prompts[:requests], params) == tokens(plain, prompts[:requests], params)
+
+
+def test_steps_are_launched_ahead_and_loaded_by_the_host_once(
+    graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the test above proves nothing about the inputs that the device moves on by itself."""
+    counts = count_launches(graphed, monkeypatch)
+    tokens(graphed, prompts[:3], SamplingParams(max_tokens=40))
+    assert counts == {"launch": 1, "launch_next": 38}
+
+
+def test_requests_that_end_at_different_times_hand_their_rows_on(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    each = [SamplingParams(max_tokens=n) for n in (5, 30, 1, 17, 2, 24, 9)]
+    want = [result.token_ids for result in plain.generate(prompts, each)]
+    assert [result.token_ids for result in graphed.generate(prompts, each)] == want
+
+
+def test_what_was_launched_behind_a_stop_token_is_thrown_away(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    free = tokens(plain, prompts, SamplingParams(max_tokens=20))
+    stops = SamplingParams(max_tokens=20, stop_token_ids=(free[0][4], free[3][9]))
+    want = tokens(plain, prompts, stops)
+    assert {len(answer) for answer in want} != {20}
+    assert tokens(graphed, prompts, stops) == want
+
+
+def test_sampled_tokens_and_logprobs_are_those_without_graphs(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    each = [
+        SamplingParams(max_tokens=9, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, logprobs=2),
+        SamplingParams(max_tokens=9, temperature=0.7, top_k=5, seed=4),
+    ]
+    want, got = plain.generate(prompts[:4], each), graphed.generate(prompts[:4], each)
+    assert [result.token_ids for result in got] == [result.token_ids for result in want]
+    for mine, theirs in zip(got[2].logprobs, want[2].logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_a_cache_too_small_for_all_preempts_and_loses_nothing(
+    directory: Path, plain: Engine, prompts: list[list[int]]
+) -> None:
+    tight = Engine(directory, dtype="float32", num_blocks=14, graphs="full", graph_sizes=SIZES)
+    params = SamplingParams(max_tokens=60)
+    assert tokens(tight, prompts, params) == tokens(plain, prompts, params)
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_a_batch_above_the_largest_graph_runs_without(
+    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(2,))
+    counts = count_launches(small, monkeypatch)
+    params = SamplingParams(max_tokens=6)
+    assert tokens(small, prompts[:4], params) == tokens(plain, prompts[:4], params)
+    assert counts == {"launch": 0, "launch_next": 0}
+    assert tokens(small, prompts[:2], params) == tokens(plain, prompts[:2], params)
+    assert counts["launch"] == 1
+
+
+def test_logits_that_are_not_finite_stop_a_graph_too(directory: Path) -> None:
+    engine = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(1,))
+    first = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids[0]
+    engine.model.embedding[first] = float("nan")  # the prompt is computed without graphs, and still finite
+    with pytest.raises(engine_module.NonFiniteLogits, match="NaN or infinity"):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
+
+
+# Mistakes that a graph invites: each must change the tokens
+
+
+def load_without(name: str) -> Callable:
+    """`load` that forgets one of the inputs: the graph sees what an earlier step left."""
+    right = DecodeState.load
+
+    def load(self: DecodeState, *args: object) -> None:
+        kept = getattr(self, name).clone()
+        right(self, *args)
+        getattr(self, name).copy_(kept)
+
+    return load
+
+
+def advance_without(name: str) -> Callable:
+    def advance_all_but(state: DecodeState) -> None:
+        kept = getattr(state, name).clone()
+        advance(state)
+        getattr(state, name).copy_(kept)
+
+    return advance_all_but
+
+
+def mistaken(directory: Path, plain: Engine, prompts: list[list[int]]) -> bool:
+    """Whether the engine as it now is computes other tokens, in either mode."""
+    params = SamplingParams(max_tokens=24)
+    want = tokens(plain, prompts, params)
+    for mode in MODES:
+        engine = Engine(directory, dtype="float32", num_blocks=100, graphs=mode, graph_sizes=SIZES)
+        engine.generate(prompts[::-1], SamplingParams(max_tokens=3))  # leaves other requests' inputs behind
+        if [result.token_ids for result in engine.generate(prompts, params)] != want:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["tokens", "next_positions", "block_table"])
+def test_an_input_that_the_host_does_not_refresh_is_noticed(
+    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeState, "load", load_without(name))
+    assert mistaken(directory, plain, prompts)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "positions", "slots", "seq_lens", "next_positions"])
+def test_an_input_that_the_device_does_not_move_on_is_noticed(
+    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "advance", advance_without(name))
+    assert mistaken(directory, plain, prompts)
+
+
+def test_a_block_that_the_device_is_not_told_of_is_noticed(
+    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
+    assert mistaken(directory, plain, prompts)
+
+
+def test_a_tail_that_is_not_zeroed_is_noticed(
+    directory: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests after four: the fourth row would go on writing into a block that may have a new owner."""
+
+    def slots_of_padding() -> list[int]:
+        engine = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=SIZES)
+        engine.generate(prompts[:4], SamplingParams(max_tokens=3))
+        engine.generate(prompts[:3], SamplingParams(max_tokens=3))
+        return engine.graphs.state.slots[3:4].tolist()
+
+    assert slots_of_padding() == [100 * 16 + 15]  # in the block that belongs to nobody
+    right = state_module._copy
+
+    def only_real_rows(target: torch.Tensor, values: np.ndarray) -> None:
+        if values.dtype == np.int64 and target.shape == values.shape and len(values) == 2:
+            real = int((values[1] >= 0).sum())
+            target, values = target[:, :real], values[:, :real]
+        right(target, values)
+
+    monkeypatch.setattr(state_module, "_copy", only_real_rows)
+    assert slots_of_padding() != [100 * 16 + 15]
+
+
+# Settings
+
+
+def test_graphs_on_a_cpu_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_gptoss.graphs import Recorder
+
+    monkeypatch.setattr(engine_module, "Recorder", Recorder)
+    with pytest.raises(InputError, match="graphs can be captured on cuda or npu, not on cpu: choose none"):
+        Engine(directory, num_blocks=4, graphs="full")
+
+
+def test_a_mode_that_does_not_exist_is_refused(directory: Path) -> None:
+    with pytest.raises(InputError, match="there are no graphs 'partial': expected auto, full, piecewise, none"):
+        Engine(directory, num_blocks=4, graphs="partial")
+
+
+def test_a_cpu_has_no_graphs_by_default(plain: Engine) -> None:
+    assert plain.graphs is None
