@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, write_kv_cache
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.bench.kernels import Case
 from npu_gptoss.bench.measure import rotation
@@ -99,7 +99,7 @@ def _decode(
     dtype: torch.dtype,
     kernel: str,
 ) -> Calls:
-    """Every call reads other blocks of one cache, scattered over it."""
+    """Every call reads other blocks of one cache, scattered over it; lengths are on the device, as in a full graph."""
     sets, blocks = rotation(work.kv_bytes, device), math.ceil(context / block_size)
     keys, values = _caches(sets * batch * blocks, config, block_size, device, dtype)
     tables = torch.randperm(sets * batch * blocks, device=device).to(torch.int32).view(sets, batch, blocks)
@@ -107,11 +107,11 @@ def _decode(
     sinks = torch.randn(config.num_attention_heads, device=device, dtype=dtype)
     calls: Calls = []
     for table in tables:
-        metadata = AttentionMetadata(
-            query_start_loc=tuple(range(batch + 1)),
-            seq_lens=(context,) * batch,
+        metadata = DecodeMetadata(
+            lengths=torch.full((batch,), context, device=device, dtype=torch.int32),
             block_table=table,
             slot_mapping=table[:, -1].long() * block_size + (context - 1) % block_size,
+            max_seq_len=context,
         )
         query = torch.randn(batch, *heads, device=device, dtype=dtype)
         calls.append(

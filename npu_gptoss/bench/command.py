@@ -8,22 +8,24 @@ and only numbers of one run compare.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from npu_gptoss.bench import attention_cases, decode, kernels, moe_cases, prefill, records
+from npu_gptoss.bench import attention_cases, decode, dense_cases, kernels, moe_cases, prefill, records
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, write_random_checkpoint
 from npu_gptoss.bench.roofline import NOMINAL, WEIGHT_BYTES, Ceilings
+from npu_gptoss.bench.routing import expert_format
 from npu_gptoss.engine import Engine
+from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import load_kernels
-from npu_gptoss.kernels.registry import registry
 from npu_gptoss.model.config import GptOssConfig
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
@@ -77,6 +79,7 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to be laid beside ours")
     _output_arguments(parser)
 
@@ -165,6 +168,8 @@ def _with_engine(
         max_batch_size=batch_size,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
+        graphs=args.graphs,
+        graph_sizes=args.batch if what == "decode" else [1],
         progress=True,
     )
     form = expert_format(engine)
@@ -184,21 +189,21 @@ def _kernel(args: argparse.Namespace) -> int:
     load_kernels()
     _check_price(args.gpu_price)
     device = resolve_device(args.device)
-    unknown = sorted(set(args.operation) - set(registry.operations))
-    if unknown:
-        raise InputError(f"there is no operation {unknown[0]!r}; there are {', '.join(sorted(registry.operations))}")
     config = full_config(args.size) if args.model is None else GptOssConfig.from_directory(args.model)
     dtype = resolve_dtype(args.dtype, config)
+    builders = _builders(args, config, device, dtype)
+    unknown = sorted(set(args.operation) - builders.keys())
+    if unknown:
+        raise InputError(f"there are no cases of an operation {unknown[0]!r}, but of {', '.join(sorted(builders))}")
     nominal, own = _ceilings(device)
     _say_what(kernels.DEFINITIONS, nominal, own, device, args.gpu_price)
     print(kernels.KERNEL_HEAD)
     rows: list[dict[str, Any]] = []
     told: set[tuple[str, str]] = set()
     with kernels_for(device):
-        for name in args.operation or sorted(registry.operations):
-            cases = _cases(name, args, config, device, dtype)
+        for name in args.operation or sorted(builders):
             for found in kernels.run_kernels(
-                cases, device, wanted=args.kernel, nominal=nominal, measured=own, samples=args.samples
+                builders[name](), device, wanted=args.kernel, nominal=nominal, measured=own, samples=args.samples
             ):
                 if isinstance(found, kernels.Skipped):
                     if (found.kernel, found.reason) not in told:
@@ -213,34 +218,24 @@ def _kernel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(
-    operation: str, args: argparse.Namespace, config: GptOssConfig, device: torch.device, dtype: torch.dtype
-) -> list[kernels.Case]:
+def _builders(
+    args: argparse.Namespace, config: GptOssConfig, device: torch.device, dtype: torch.dtype
+) -> dict[str, Callable[[], Iterable[kernels.Case]]]:
+    """For each operation what makes its cases."""
     where = {"device": device, "dtype": dtype}
-    rows = [*args.batch, *args.tokens]
-    builders: dict[str, Callable[[], Any]] = {
-        "attention.paged": lambda: attention_cases.attention_cases(
-            config,
-            batches=args.batch,
-            contexts=args.context,
-            prompts=args.tokens,
-            block_size=args.block_size,
-            **where,
-        ),
-        "attention.write_kv": lambda: attention_cases.write_cases(
-            config, batches=rows, block_size=args.block_size, **where
-        ),
-        "moe.route": lambda: moe_cases.route_cases(config, batches=rows, **where),
-        "moe.experts": lambda: moe_cases.experts_cases(config, tokens=rows, weights=args.weights, **where),
+    rows = sorted({*args.batch, *args.tokens})
+    attention = {"batches": args.batch, "contexts": args.context, "prompts": args.tokens}
+    cache = {"block_size": args.block_size, **where}
+    partial = functools.partial
+    builders: dict[str, Callable[[], Iterable[kernels.Case]]] = {
+        "attention.paged": partial(attention_cases.attention_cases, config, **attention, **cache),
+        "attention.write_kv": partial(attention_cases.write_cases, config, batches=rows, **cache),
+        "moe.experts": partial(moe_cases.experts_cases, config, tokens=rows, weights=args.weights, **where),
+        "moe.route": partial(moe_cases.route_cases, config, batches=rows, **where),
     }
-    if operation not in builders:
-        raise InputError(f"no benchmark case is written for {operation}; there are some for {', '.join(builders)}")
-    return list(builders[operation]())
-
-
-def expert_format(engine: Engine) -> str:
-    """In which format the engine holds its experts: what the bytes are counted in."""
-    return "bf16"
+    for name in dense_cases.OPERATIONS:
+        builders[name] = partial(dense_cases.dense_cases, name, config, rows=rows, **where)
+    return builders
 
 
 def _ceilings(device: torch.device) -> tuple[Ceilings, Ceilings | None]:

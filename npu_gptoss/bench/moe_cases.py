@@ -9,15 +9,25 @@ import torch
 
 from npu_gptoss.bench.kernels import Case
 from npu_gptoss.bench.measure import rotation
+from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import BF16_BYTES, Work, expected_distinct, expert_bytes, experts_work
 from npu_gptoss.kernels import signature
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.moe import (
+    AnyExperts,
+    ExpertWeights,
+    Fp8Experts,
+    Mxfp4Experts,
+    expert_mlp,
+    prepare_experts,
+    quantize_fp8,
+    route,
+)
 from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.moe.operations import EXPERTS, ROUTE, row_class
 
 Calls = list[Callable[[], object]]
-STD = 0.02
+ROLES = {"mxfp4": Mxfp4Experts.format, "fp8": Fp8Experts.format}  # what a kernel's weight role calls them
 
 
 def route_cases(
@@ -61,8 +71,8 @@ def experts_cases(
             yield Case(
                 EXPERTS,
                 f"{form} of {experts} tokens={count}",
-                signature(hidden=dtype, weight=dtype if form == "bf16" else form),
-                {"activation": SWIGLUOAI, "expert_parallel": False},
+                signature(hidden=dtype, weight=ROLES.get(form, dtype)),
+                {"activation": SWIGLUOAI, "expert_parallel": False, "rows": row_class(count)},
                 experts_work(config, count, form, distinct),
                 functools.partial(_experts, ids, config, form, device, dtype),
             )
@@ -82,16 +92,20 @@ def _experts(
     return calls
 
 
-def random_experts(config: GptOssConfig, form: str, device: torch.device, dtype: torch.dtype) -> ExpertWeights:
-    """One layer's experts, normal weights."""
+def random_experts(config: GptOssConfig, form: str, device: torch.device, dtype: torch.dtype) -> AnyExperts:
+    """One layer's experts, normal weights: mxfp4, fp8, or for bf16 whatever the dtype is."""
     experts, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+    generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, STD)
+        return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, STD, generator=generator)
 
-    return ExpertWeights(
-        gate_up_proj=normal(experts, hidden, 2 * inner),
-        gate_up_proj_bias=normal(experts, 2 * inner),
-        down_proj=normal(experts, inner, hidden),
-        down_proj_bias=normal(experts, hidden),
-    )
+    biases = {"gate_up_proj_bias": normal(experts, 2 * inner), "down_proj_bias": normal(experts, hidden)}
+    if form == "bf16":
+        return ExpertWeights(normal(experts, hidden, 2 * inner), down_proj=normal(experts, inner, hidden), **biases)
+    blocks = {}
+    for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        made = [random_mxfp4((rows, columns), STD, generator, device) for _ in range(experts)]
+        blocks[f"{name}_blocks"], blocks[f"{name}_scales"] = (torch.stack(halves) for halves in zip(*made, strict=True))
+    packed = Mxfp4Experts(**blocks, **biases)
+    return packed if form == "mxfp4" else quantize_fp8(packed)

@@ -1,0 +1,168 @@
+"""What a layer computes besides attention and experts, alone at gpt-oss's shapes: projections, router, norms, head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from npu_gptoss import dense
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.bench.kernels import Case
+from npu_gptoss.bench.measure import rotation
+from npu_gptoss.bench.random_checkpoint import STD
+from npu_gptoss.bench.roofline import BF16_BYTES, Work, kv_bytes_per_token, linear_work
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, row_class
+from npu_gptoss.kernels import Operation, Signature, signature
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.rope import cos_sin_cache
+
+Calls = list[Callable[[], object]]
+
+
+def dense_cases(
+    operation: str, config: GptOssConfig, *, rows: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
+    """One of the family's operations for every number of rows."""
+    shapes = DenseShapes(config, device, dtype)
+    for count in rows:
+        yield shapes.case(operation, count)
+
+
+class DenseShapes:
+    """Builds the cases of one model's shapes; each set of a rotation has weights of its own."""
+
+    def __init__(self, config: GptOssConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.hidden = config.hidden_size
+        self.query = config.num_attention_heads * config.head_dim
+        self.kv = config.num_key_value_heads * config.head_dim
+
+    def case(self, operation: str, rows: int) -> Case:
+        """operation: its full name."""
+        found: Operation
+        build: Callable[[int, str], Callable[[], object]]
+        rounds, hidden = {"rows": row_class(rows)}, self.dtype
+        stream = Work(activation_bytes=2 * rows * self.hidden * BF16_BYTES)
+        if operation == QKV.name:
+            found, build = QKV, self._qkv
+            call: Signature = signature(hidden=hidden, weight=hidden, kv=hidden)
+            traits = {**rounds, "head_dim": self.config.head_dim}
+            work = _sum(linear_work(rows, self.hidden, self.query + 2 * self.kv), Work(kv_bytes=self._kv_bytes(rows)))
+        elif operation == OUTPUT.name:
+            found, build, traits = OUTPUT, self._output, rounds
+            call, work = signature(hidden=hidden, weight=hidden), linear_work(rows, self.query, self.hidden)
+        elif operation == ROUTER.name:
+            found, build, traits = ROUTER, self._router, rounds
+            call = signature(hidden=hidden, weight=hidden)
+            work = _sum(linear_work(rows, self.hidden, self.config.num_local_experts), stream)
+        elif operation == LOGITS.name:
+            found, build, traits = LOGITS, self._logits, rounds
+            call, work = signature(hidden=hidden, weight=hidden), linear_work(rows, self.hidden, self.config.vocab_size)
+        elif operation == GREEDY.name:
+            found, build, traits, call = GREEDY, self._greedy, {}, signature(logits=hidden)
+            work = Work(activation_bytes=rows * self.config.vocab_size * BF16_BYTES)
+        else:
+            found, build, traits, call = ADD_NORM, self._add_norm, {}, signature(hidden=hidden)
+            work = _sum(stream, stream)  # both inputs read, the sum and its norm written
+
+        def calls(kernel: str) -> Calls:
+            return [build(rows, kernel) for _ in range(rotation(work.bytes, self.device))]
+
+        return Case(found, f"rows={rows}", call, traits, work, calls)
+
+    def _kv_bytes(self, rows: int) -> int:
+        return rows * kv_bytes_per_token(self.config)
+
+    def _normal(self, *shape: int, std: float = STD) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(0.0, std)
+
+    def _norm(self) -> torch.Tensor:
+        return torch.ones(self.hidden, device=self.device)
+
+    def _qkv(self, rows: int, kernel: str) -> Callable[[], object]:
+        config, block_size = self.config, 16
+        shape = (rows, block_size, config.num_key_value_heads, config.head_dim)
+        table = torch.randperm(rows, device=self.device).to(torch.int32)[:, None]
+        metadata = AttentionMetadata(
+            query_start_loc=tuple(range(rows + 1)),
+            seq_lens=(1,) * rows,
+            block_table=table,
+            slot_mapping=table[:, 0].long() * block_size,
+        )
+        return functools.partial(
+            dense.qkv,
+            self._normal(rows, self.hidden, std=1.0),
+            self._normal(rows, self.hidden, std=1.0),
+            self._norm(),
+            config.rms_norm_eps,
+            self._normal(self.query + 2 * self.kv, self.hidden),
+            self._normal(self.query + 2 * self.kv),
+            _cos_sin(config, self.dtype, self.device),
+            torch.randint(0, 1024, (rows,), device=self.device),
+            torch.zeros(shape, device=self.device, dtype=self.dtype),
+            torch.zeros(shape, device=self.device, dtype=self.dtype),
+            metadata,
+            kernel=kernel,
+        )
+
+    def _output(self, rows: int, kernel: str) -> Callable[[], object]:
+        return functools.partial(
+            dense.output,
+            self._normal(rows, self.query, std=1.0),
+            self._normal(self.hidden, self.query),
+            self._normal(self.hidden),
+            self._normal(rows, self.hidden, std=1.0),
+            kernel=kernel,
+        )
+
+    def _router(self, rows: int, kernel: str) -> Callable[[], object]:
+        return functools.partial(
+            dense.router,
+            self._normal(rows, self.hidden, std=1.0),
+            None,
+            self._norm(),
+            self.config.rms_norm_eps,
+            self._normal(self.config.num_local_experts, self.hidden),
+            self._normal(self.config.num_local_experts),
+            self.config.num_experts_per_tok,
+            kernel=kernel,
+        )
+
+    def _logits(self, rows: int, kernel: str) -> Callable[[], object]:
+        weight = self._normal(self.config.vocab_size, self.hidden)
+        out = torch.empty(rows, self.config.vocab_size, device=self.device, dtype=self.dtype)
+        return functools.partial(dense.logits, self._normal(rows, self.hidden, std=1.0), weight, out=out, kernel=kernel)
+
+    def _greedy(self, rows: int, kernel: str) -> Callable[[], object]:
+        return functools.partial(dense.greedy, self._normal(rows, self.config.vocab_size, std=1.0), kernel=kernel)
+
+    def _add_norm(self, rows: int, kernel: str) -> Callable[[], object]:
+        return functools.partial(
+            dense.add_norm,
+            self._normal(rows, self.hidden, std=1.0),
+            self._normal(rows, self.hidden, std=1.0),
+            self._norm(),
+            self.config.rms_norm_eps,
+            kernel=kernel,
+        )
+
+
+OPERATIONS = tuple(operation.name for operation in (QKV, OUTPUT, ROUTER, ADD_NORM, LOGITS, GREEDY))
+
+
+@functools.lru_cache(maxsize=1)
+def _cos_sin(config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of the first positions: all that a case turns by."""
+    return cos_sin_cache(config, 1024, dtype, device)
+
+
+def _sum(first: Work, second: Work) -> Work:
+    return Work(
+        first.expert_bytes + second.expert_bytes,
+        first.dense_bytes + second.dense_bytes,
+        first.kv_bytes + second.kv_bytes,
+        first.activation_bytes + second.activation_bytes,
+        first.flops + second.flops,
+    )
