@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.attention import ascend, reference, small_ops  # noqa: F401  (registers their kernels)
+from npu_gptoss.attention import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.attention.metadata import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad, zero_tail
@@ -36,8 +36,9 @@ def write_kv_cache(
     *,
     kernel: str | None = None,
 ) -> None:
-    """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored, and so,
-    on an accelerator's own kernels, are rows whose slot is negative.
+    """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored.
+
+    A negative slot is refused on a CPU and left out by the Triton kernel.
 
     key, value: [>= tokens, kv_heads, head_dim]. Caches: [blocks, block_size, kv_heads, head_dim], written in place.
     kernel: the name of a kernel or solution, to override the selection.

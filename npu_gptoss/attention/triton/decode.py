@@ -1,0 +1,134 @@
+"""Attention of decode rows straight from the paged cache: a program a row, a key/value head and a share of the keys.
+
+All query heads of a key head are the rows of one product, so every key is read once. The keys are split over programs;
+each leaves its sums in memory and counts itself in, and the one that arrives last adds them up, with the sink, which no
+other has seen. A row whose keys fit one share is finished by its only program. The counters return to zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_gptoss.attention.triton.device import product, softmax_step
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def decode_kernel(
+    query,  # [rows, heads, DIM], strides query_row, query_head
+    key_cache,  # [blocks, PAGE, KV_HEADS, DIM]
+    value_cache,
+    sinks,  # [heads]
+    out,  # [rows, heads, DIM], strides out_row, out_head
+    lengths,  # [requests] int32
+    block_table,  # [requests, blocks], rows `table_stride` apart
+    row_of,  # [programs] int32, where MAPPED
+    request_of,
+    sums,  # [programs, KV_HEADS, SPLITS, HEADS, DIM] float32
+    extremes,  # [programs, KV_HEADS, SPLITS, 2, HEADS] float32: largest score, sum of weights
+    arrived,  # [programs, KV_HEADS] int32, zeros
+    scale,  # of the scores, times log2 e
+    limit,  # no row has more keys
+    table_stride,
+    query_row,
+    query_head,
+    out_row,
+    out_head,
+    HEADS: tl.constexpr,  # query heads of a key head
+    ROWS: tl.constexpr,  # the power of two, from 16, that holds them
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,  # the power of two that holds them
+    MAPPED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    program = tl.program_id(2)
+    member = tl.arange(0, ROWS)
+    real = member < HEADS
+    dim = tl.arange(0, DIM)
+    sink = tl.load(sinks + head * HEADS + member, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+    wait_for_inputs(PDL)
+    if MAPPED:
+        row = tl.load(row_of + program).to(tl.int64)
+        request = tl.load(request_of + program).to(tl.int64)
+    else:
+        row = program.to(tl.int64)
+        request = row
+    length = tl.minimum(tl.load(lengths + request), limit)
+    target = out + row * out_row + (head * HEADS + member)[:, None] * out_head + dim[None, :]
+    if BEFORE < 0:
+        first = 0
+    else:
+        first = tl.maximum(length - 1 - BEFORE, 0)
+    tiles = tl.cdiv(length - first, BLOCK_N)
+    share = tl.cdiv(tiles, SPLITS)
+    used = tl.cdiv(tiles, tl.maximum(share, 1))
+    if length <= 0:
+        if split == 0:
+            tl.store(target, tl.zeros([ROWS, DIM], out.dtype.element_ty), mask=real[:, None])
+    elif split < used:
+        q = tl.load(
+            query + row * query_row + (head * HEADS + member)[:, None] * query_head + dim[None, :],
+            mask=real[:, None],
+            other=0.0,
+        )
+        begin = first + split * share * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, length)
+        table = block_table + request * table_stride
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        result = tl.zeros([ROWS, DIM], tl.float32)
+        for at in tl.range(begin, end, BLOCK_N):
+            position = at + tl.arange(0, BLOCK_N)
+            inside = position < end
+            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+            source = ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * DIM + dim[None, :]
+            key = tl.load(key_cache + source, mask=inside[:, None], other=0.0)
+            value = tl.load(value_cache + source, mask=inside[:, None], other=0.0)
+            scores = product(q, key.T, WIDE)
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            result, largest, weight = softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE)
+        if used == 1:
+            final = tl.maximum(largest, sink)
+            shrink = tl.exp2(largest - final)
+            result = result * (shrink / (weight * shrink + tl.exp2(sink - final)))[:, None]
+            tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+        else:
+            series = (program * KV_HEADS + head).to(tl.int64)
+            mine = series * SPLITS + split
+            tl.store(sums + (mine * HEADS + member)[:, None] * DIM + dim[None, :], result, mask=real[:, None])
+            tl.store(extremes + mine * 2 * HEADS + member, largest, mask=real)
+            tl.store(extremes + (mine * 2 + 1) * HEADS + member, weight, mask=real)
+            tl.debug_barrier()  # all threads' sums, before one thread says that they are there
+            before_me = tl.atomic_add(arrived + series, 1, sem="acq_rel")
+            if before_me == used - 1:
+                tl.store(arrived + series, 0)
+                other = tl.arange(0, SPLITS_2)
+                place = ((series * SPLITS + other) * 2)[:, None] * HEADS + member[None, :]
+                there = (other < used)[:, None] & real[None, :]
+                tops = tl.load(extremes + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+                parts = tl.load(extremes + place + HEADS, mask=there, other=0.0, cache_modifier=".cg")
+                final = tl.maximum(tl.max(tops, 0), sink)
+                weights = tl.exp2(tops - final[None, :])
+                whole = tl.sum(weights * parts, 0) + tl.exp2(sink - final)
+                result = tl.zeros([ROWS, DIM], tl.float32)
+                for one in tl.range(0, used):
+                    where = series * SPLITS + one
+                    top = tl.load(extremes + where * 2 * HEADS + member, mask=real, other=0.0, cache_modifier=".cg")
+                    part = tl.load(
+                        sums + (where * HEADS + member)[:, None] * DIM + dim[None, :],
+                        mask=real[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    result += part * tl.exp2(top - final)[:, None]
+                tl.store(target, (result / whole[:, None]).to(out.dtype.element_ty), mask=real[:, None])

@@ -1,0 +1,66 @@
+"""The cache write: a program a token copies its key row and its value row to the token's slot."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def write_kernel(
+    key,  # [tokens, WIDTH], rows `key_stride` apart
+    value,
+    key_cache,  # [slots, WIDTH]
+    value_cache,
+    slots,  # [tokens] int32 or int64; negative: not written
+    key_stride,
+    value_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        row = tl.load(key + token * key_stride + column, mask=inside)
+        tl.store(key_cache + slot * WIDTH + column, row.to(key_cache.dtype.element_ty), mask=inside)
+        row = tl.load(value + token * value_stride + column, mask=inside)
+        tl.store(value_cache + slot * WIDTH + column, row.to(value_cache.dtype.element_ty), mask=inside)
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """As `write_kv_cache` of the family."""
+    for cache in (key_cache, value_cache):
+        if not cache.is_contiguous():
+            raise InputError(
+                f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
+            )
+    tokens, kv_heads, head_dim = key.shape
+    width = kv_heads * head_dim
+    key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))
+    write_kernel[(tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        **launch_options(key, 1),
+    )
