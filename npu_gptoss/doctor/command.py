@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from npu_gptoss import __version__
@@ -76,6 +77,8 @@ def diagnose(
 
 def run(args: argparse.Namespace) -> int:
     here = Machine()
+    if sys.stderr.isatty():
+        print("looking; vLLM and torch are loaded for it, which takes half a minute …", file=sys.stderr)
     findings = diagnose(
         here,
         args.model,

@@ -119,19 +119,6 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def sharding_objection(config: GptOssConfig, ranks: int) -> str | None:
-    """As the model says it when it is built."""
-    uneven = [
-        name
-        for name, size in (("query heads", config.num_attention_heads), ("intermediate size", config.intermediate_size))
-        if size % ranks
-    ]
-    kv_heads = config.num_key_value_heads
-    if kv_heads % ranks and ranks % kv_heads:
-        uneven.append("key heads")
-    return f"--tensor-parallel-size {ranks} does not divide the {' and '.join(uneven)}" if uneven else None
-
-
 def memory(model: Path | None, length: int, ranks: int, device: Device | None) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing."""
     on_cpu = device is None or device.kind == "cpu"
@@ -151,8 +138,8 @@ def memory(model: Path | None, length: int, ranks: int, device: Device | None) -
             f"Ask for at most {config.max_position_embeddings}.",
         )
         return
-    if objection := sharding_objection(config, ranks):
-        yield failed("memory", f"{objection} of this checkpoint.", "Use 1, 2, 4 or 8.")
+    if objection := config.sharding_objection(ranks):
+        yield failed("memory", f"{objection}.", "Use 1, 2, 4 or 8.")
         return
     if device is None:
         found = fit(config, ranks, length, 0)

@@ -242,13 +242,5 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
 
 def _check_sharding(config: GptOssConfig) -> None:
     ranks = get_tensor_model_parallel_world_size()
-    kv_heads = config.num_key_value_heads
-    uneven = [
-        f"{name} {size}"
-        for name, size in (("query heads", config.num_attention_heads), ("intermediate size", config.intermediate_size))
-        if size % ranks
-    ]
-    if kv_heads % ranks and ranks % kv_heads:
-        uneven.append(f"key/value heads {kv_heads}")
-    if uneven:
-        raise InputError(f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint")
+    if objection := config.sharding_objection(ranks):
+        raise InputError(objection)

@@ -99,7 +99,10 @@ def test_a_context_beyond_the_models_positions_is_a_failure(model):
 
 def test_cards_that_do_not_divide_the_heads_or_are_not_there_are_failures(model):
     only(
-        memory.memory(model, 16384, 3, CARD), "failed", "does not divide the query heads and key heads", "1, 2, 4 or 8"
+        memory.memory(model, 16384, 3, CARD),
+        "failed",
+        "does not divide query heads 64 and key/value heads 8 of this",
+        "1, 2, 4 or 8",
     )
     first, second = memory.memory(model, 16384, 4, replace(CARD, count=2))
     only([first], "failed", "needs 4 devices, torch sees 2", "ASCEND_RT_VISIBLE_DEVICES")

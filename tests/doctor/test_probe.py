@@ -125,5 +125,13 @@ def test_an_operator_without_sinks_is_a_failure(monkeypatch):
     monkeypatch.setattr(limits, "operator_objection", lambda: sentence)
     finding = only(probe.attention_operator(), "failed", "has no learnable_sink.")
     assert finding.remedy == "Install torch-npu 2.7.1."
+
+    def absent() -> None:
+        raise ModuleNotFoundError("No module named 'torch_npu'")
+
+    monkeypatch.setattr(limits, "operator_objection", absent)
+    only(
+        probe.attention_operator(), "failed", "torch_npu cannot be imported (No module", "See torch-npu and torch-works"
+    )
     monkeypatch.setattr(limits, "operator_objection", lambda: None)
     only(probe.attention_operator(), "ok", "takes learnable_sink")

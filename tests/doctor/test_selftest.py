@@ -70,6 +70,14 @@ def test_the_fused_operators_pass_within_their_contract(cann):
     assert used >= {"npu_fused_infer_attention_score_v2.out", "_npu_reshape_and_cache", "npu_grouped_matmul"}
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; make test-cuda runs it on one")
+def test_the_kernels_of_a_gpu_pass():
+    with platform_override("cuda"):
+        for check in CASES:
+            only(self_test(check, torch.device("cuda"), BF16), "ok")
+
+
 def attention(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     def mutant(**call: Any) -> None:
         """A mistake."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.doctor import stack
-from npu_gptoss.supported import PYTHON, TORCH_OLDEST, VLLM
+from npu_gptoss.supported import PYTHON, TORCH_NPU, TORCH_OLDEST, TORCH_ON_ASCEND, VLLM, VLLM_ASCEND
 from tests.doctor.machines import ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
 from tests.markdown import ROOT
 
@@ -119,6 +119,13 @@ def test_vllm_ascend(tmp_path, release, state, phrase):
 def test_what_is_for_ascend_does_not_apply_elsewhere(tmp_path):
     for check in (stack.torch_npu, stack.vllm_ascend):
         only(check(machine(tmp_path)), "not applicable")
+
+
+def test_the_emulated_environment_is_within_the_window():
+    text = (ROOT / "scripts/setup_emulated.py").read_text()
+    releases = (TORCH_ON_ASCEND.recommended, TORCH_NPU.recommended, VLLM_ASCEND.recommended)
+    listed = ", ".join(f'"{release}"' for release in releases)
+    assert f"TORCH, TORCH_NPU, VLLM_ASCEND = {listed}" in text
 
 
 def test_the_window_is_that_of_the_readme_and_of_the_package():
