@@ -37,29 +37,25 @@ def kernels(platform: str) -> Iterator[Finding]:
         ]
         more = {"subject": name, "details": tuple(_lines(found))}
         by = f", by the override {found.override!r}" if found.override else ""
+        remedy = "Mend what the lines above say; `npu-gptoss kernels explain` shows it again."
+        if by:
+            remedy = f"Unset NPU_GPTOSS_KERNEL_{name.replace('.', '_').upper()}."
         if found.selected is None:
-            yield failed(
-                "kernels",
-                f"No kernel can run{by}.",
-                f"Unset NPU_GPTOSS_KERNEL_{name.replace('.', '_').upper()}."
-                if by
-                else "Mend what the lines above say.",
-                **more,
-            )
+            yield failed("kernels", f"No kernel can run{by}.", remedy, **more)
         elif made_for and found.selected.priority < min(kernel.priority for kernel in made_for):
             yield warning(
                 "kernels",
                 f"{found.selected.name} is selected{by} and not {made_for[0].name}, which is made for this machine: "
                 "many small launches and waits where one would do (kernels are selected for "
                 f"{current_platform().kind}).",
-                "Mend what the lines above say; `npu-gptoss kernels explain` shows it again.",
+                remedy,
                 **more,
             )
         elif found.selected.priority == Priority.REFERENCE:
             yield warning(
                 "kernels",
                 f"{found.selected.name} is selected{by}, the definition: right, and slow.",
-                "Mend what the lines above say; `npu-gptoss kernels explain` shows it again.",
+                remedy,
                 **more,
             )
         else:
@@ -71,7 +67,7 @@ def _lines(found: Explanation) -> Iterator[str]:
     for candidate in found.candidates:
         reasons = [r for r in candidate.reasons if r.startswith("runs on ")] or candidate.reasons
         if candidate.kernel is not found.selected:
-            yield f"{candidate.kernel.name}: {'; '.join(reasons) or 'could run, has a lower priority'}"
+            yield f"{candidate.kernel.name}: {'; '.join(reasons) or 'could run, is not selected'}"
 
 
 class _Complaints(logging.Handler):

@@ -30,7 +30,7 @@ def test_every_operation_has_a_finding_with_the_reasons_against_the_others():
     paged = found["attention.paged"]
     assert paged.sentence == "attention.paged.small_ops is selected."
     assert "attention.paged.ascend: runs on ascend; this is cpu" in paged.details
-    assert "attention.paged.reference: could run, has a lower priority" in paged.details
+    assert "attention.paged.reference: could run, is not selected" in paged.details
 
 
 def test_on_ascend_the_fused_operators_are_selected():
@@ -67,6 +67,7 @@ def test_the_slow_definition_is_a_warning(monkeypatch):
         finding = by_operation("cpu")["moe.route"]
     assert finding.state == "warning"
     assert "moe.route.reference is selected, by the override 'reference', the definition" in finding.sentence
+    assert finding.remedy == "Unset NPU_GPTOSS_KERNEL_MOE_ROUTE."
 
 
 def test_third_party_kernels_that_do_not_load_are_a_warning(monkeypatch):
