@@ -1,7 +1,7 @@
-"""Projections of one or a few rows: each program keeps some rows of the weight in registers and streams the tokens.
+"""Projections of one row, as matrix-vector products: a program has some rows of the weight.
 
 A decode step of one token reads every weight once, so what counts is how many bytes are on their way. A program loads
-all of its weights before it waits for its inputs; see `device.py`.
+its weights, and asks for those of programs that cannot run yet, before it waits for its inputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import load_sum, normed, turned
+from npu_gptoss.dense.triton.device import load_sum, normed, prefetch, prefetch_share, turned
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -28,7 +28,8 @@ def qkv_kernel(
     query,  # [tokens, HEADS, DIM]
     key_cache,  # [slots, KV_HEADS, DIM]
     value_cache,
-    tokens,
+    upcoming,  # what the kernels behind this one read, `upcoming_size` bytes, if AHEAD
+    upcoming_size,
     real_tokens,
     eps,
     HIDDEN: tl.constexpr,
@@ -38,6 +39,8 @@ def qkv_kernel(
     PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head to a program
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    WAVE: tl.constexpr,  # programs that run at once: each asks for the weights of those that follow it
+    AHEAD: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
@@ -45,6 +48,7 @@ def qkv_kernel(
     HALF: tl.constexpr = DIM // 2
     DTYPE: tl.constexpr = residual.dtype.element_ty
     program = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
     head = program // (HALF // PAIRS)
     lane = (program % (HALF // PAIRS)) * PAIRS + tl.arange(0, PAIRS)
     low = head * DIM + lane
@@ -63,44 +67,53 @@ def qkv_kernel(
     if SCALED:
         scale_low = tl.load(weight_scale + low)
         scale_high = tl.load(weight_scale + high)
+    # Positions and slots are the step's, not the chain's: whoever wrote them had ended before the chain began.
+    place = tl.load(positions + token) * DIM + lane
+    cos = tl.load(cos_sin + place)
+    sin = tl.load(cos_sin + place + HALF)
+    slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
+    if PDL and program < WAVE:
+        BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
+        for later in range(program + WAVE, tl.num_programs(0), WAVE):
+            first_low = later // (HALF // PAIRS) * DIM + later % (HALF // PAIRS) * PAIRS
+            size = tl.full((), PAIRS * BYTES, tl.int32)
+            prefetch(weight + first_low.to(tl.int64) * HIDDEN, size, PDL)
+            prefetch(weight + (first_low + HALF).to(tl.int64) * HIDDEN, size, PDL)
+    prefetch_share(upcoming, upcoming_size, PDL and AHEAD)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    for token in range(tokens):
-        row = token * HIDDEN
-        hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
-        hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
-        if HAS_DELTA and program == 0:
-            tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
-            tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
-        squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
-        inverse = tl.rsqrt(squares / HIDDEN + eps)
-        x_a = normed(hidden_a, inverse, norm_a, DTYPE)[None, :]
-        x_b = normed(hidden_b, inverse, norm_b, DTYPE)[None, :]
-        sum_low = tl.sum(low_a.to(tl.float32) * x_a, 1) + tl.sum(low_b.to(tl.float32) * x_b, 1)
-        sum_high = tl.sum(high_a.to(tl.float32) * x_a, 1) + tl.sum(high_b.to(tl.float32) * x_b, 1)
-        if SCALED:
-            sum_low *= scale_low
-            sum_high *= scale_high
-        first = (sum_low + bias_low).to(DTYPE)
-        second = (sum_high + bias_high).to(DTYPE)
+    row = token * HIDDEN
+    hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
+    hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
+    if HAS_DELTA and program == 0:
+        tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
+        tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
+    squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
+    inverse = tl.rsqrt(squares / HIDDEN + eps)
+    x_a = normed(hidden_a, inverse, norm_a, DTYPE)[None, :]
+    x_b = normed(hidden_b, inverse, norm_b, DTYPE)[None, :]
+    sum_low = tl.sum(low_a.to(tl.float32) * x_a, 1) + tl.sum(low_b.to(tl.float32) * x_b, 1)
+    sum_high = tl.sum(high_a.to(tl.float32) * x_a, 1) + tl.sum(high_b.to(tl.float32) * x_b, 1)
+    if SCALED:
+        sum_low *= scale_low
+        sum_high *= scale_high
+    first = (sum_low + bias_low).to(DTYPE)
+    second = (sum_high + bias_high).to(DTYPE)
+    if head < HEADS + KV_HEADS:
+        first, second = turned(first, second, cos, sin, DTYPE)
+    if head < HEADS:
+        out = query + (token * HEADS + head) * DIM + lane
+        tl.store(out, first)
+        tl.store(out + HALF, second)
+    elif slot >= 0:
         if head < HEADS + KV_HEADS:
-            place = tl.load(positions + token) * DIM + lane
-            first, second = turned(first, second, tl.load(cos_sin + place), tl.load(cos_sin + place + HALF), DTYPE)
-        if head < HEADS:
-            out = query + (token * HEADS + head) * DIM + lane
+            out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + lane
             tl.store(out, first)
             tl.store(out + HALF, second)
-        elif token < real_tokens:
-            slot = tl.load(slots + token).to(tl.int64)
-            if slot >= 0:
-                if head < HEADS + KV_HEADS:
-                    out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + lane
-                    tl.store(out, first)
-                    tl.store(out + HALF, second)
-                else:
-                    out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + lane
-                    tl.store(out, first)
-                    tl.store(out + HALF, second)
+        else:
+            out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + lane
+            tl.store(out, first)
+            tl.store(out + HALF, second)
 
 
 @triton.jit
@@ -111,18 +124,19 @@ def linear_kernel(
     bias,  # [rows], if HAS_BIAS
     residual,  # [tokens, rows], if HAS_RESIDUAL
     out,  # [tokens, rows]
-    tokens,
     rows,
     IN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    WAVE: tl.constexpr,  # as above; 0: nobody asks for another's weights
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
+    token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     at_a = tl.arange(0, BLOCK_A)
@@ -134,18 +148,22 @@ def linear_kernel(
         shift = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         scale = tl.load(weight_scale + row, mask=inside, other=0.0)
+    if PDL and tl.program_id(0) < WAVE:
+        BYTES: tl.constexpr = IN * weight.dtype.element_ty.primitive_bitwidth // 8
+        for later in range(tl.program_id(0) + WAVE, tl.num_programs(0), WAVE):
+            count = tl.minimum(ROWS, rows - later * ROWS)
+            prefetch(weight + (later * ROWS).to(tl.int64) * IN, (count * BYTES).to(tl.int32), PDL)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    for token in range(tokens):
-        x_a = tl.load(x + token * IN + at_a).to(tl.float32)[None, :]
-        x_b = tl.load(x + token * IN + at_b, mask=in_b, other=0.0).to(tl.float32)[None, :]
-        value = tl.sum(weight_a.to(tl.float32) * x_a, 1) + tl.sum(weight_b.to(tl.float32) * x_b, 1)
-        if SCALED:
-            value *= scale
-        if HAS_BIAS:
-            value += shift
-        place = token * rows + row
-        if HAS_RESIDUAL:
-            value = value.to(DTYPE).to(tl.float32)
-            value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + place, value.to(DTYPE), mask=inside)
+    x_a = tl.load(x + token * IN + at_a).to(tl.float32)[None, :]
+    x_b = tl.load(x + token * IN + at_b, mask=in_b, other=0.0).to(tl.float32)[None, :]
+    value = tl.sum(weight_a.to(tl.float32) * x_a, 1) + tl.sum(weight_b.to(tl.float32) * x_b, 1)
+    if SCALED:
+        value *= scale
+    if HAS_BIAS:
+        value += shift
+    place = token * rows + row
+    if HAS_RESIDUAL:
+        value = value.to(DTYPE).to(tl.float32)
+        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, value.to(DTYPE), mask=inside)

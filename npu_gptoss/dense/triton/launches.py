@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from npu_gptoss.dense.operations import FEW_ROWS
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
 from npu_gptoss.dense.triton.greedy import final_kernel, partial_kernel
@@ -28,8 +29,10 @@ QKV_PAIRS = 4  # RoPE pairs of a program, two rows of the weight each
 QKV_WARPS = 4
 LINEAR_ROWS = 4
 LINEAR_WARPS = 4
-WIDE_ROWS = 8  # of lm_head
-ROUTER_SHARE = 4  # experts of a program
+WIDE = 65536  # outputs from which on a projection streams at full speed whatever is done
+WIDE_ROWS = 4
+QKV_WAVE = LINEAR_WAVE = 4 * 132  # programs at once on an H200, roughly: a matter of speed only
+ROUTER_SHARE = 2  # experts of a program
 GREEDY_BLOCK = 1024
 
 
@@ -40,6 +43,11 @@ def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if not matrix.is_contiguous():
         raise InputError(f"the weight must be contiguous, got strides {matrix.stride()}")
     return matrix, weight.scales if scaled else matrix, scaled
+
+
+def _bytes(upcoming: torch.Tensor | None) -> int:
+    """What a kernel may ask for ahead of those that read it, in whole pieces of 16 bytes."""
+    return 0 if upcoming is None else upcoming.numel() * upcoming.element_size() // 16 * 16
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
@@ -63,8 +71,11 @@ def qkv_gemv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
     *,
+    upcoming: torch.Tensor | None = None,
     pairs: int = QKV_PAIRS,
     warps: int = QKV_WARPS,
+    wave: int = QKV_WAVE,
+    **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`."""
     tokens, hidden = residual.shape
@@ -77,7 +88,7 @@ def qkv_gemv(
     query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
     block_a, block_b = halves(hidden)
     pairs = min(pairs, head_dim // 2)
-    qkv_kernel[(weight.shape[0] // (2 * pairs),)](
+    qkv_kernel[(weight.shape[0] // (2 * pairs), tokens)](
         residual,
         residual if delta is None else delta,
         new_residual,
@@ -91,7 +102,8 @@ def qkv_gemv(
         query,
         _flat(key_cache),
         _flat(value_cache),
-        tokens,
+        matrix if upcoming is None else upcoming,
+        _bytes(upcoming),
         metadata.num_tokens,
         eps,
         HIDDEN=hidden,
@@ -101,9 +113,12 @@ def qkv_gemv(
         PAIRS=pairs,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
+        WAVE=wave,
+        AHEAD=upcoming is not None,
         HAS_DELTA=delta is not None,
         SCALED=scaled,
         **launch_options(residual, warps),
+        **options,
     )
     return new_residual, query
 
@@ -117,6 +132,8 @@ def linear_gemv(
     *,
     rows: int | None = None,
     warps: int = LINEAR_WARPS,
+    wave: int | None = None,
+    **options: object,
 ) -> torch.Tensor:
     """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual."""
     tokens, inputs = x.shape
@@ -125,25 +142,28 @@ def linear_gemv(
     x = x.contiguous()
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    rows = rows or (LINEAR_ROWS if outputs < 65536 else WIDE_ROWS)
+    wide = outputs >= WIDE
+    rows = rows or (WIDE_ROWS if wide else LINEAR_ROWS)
+    wave = wave if wave is not None else 0 if wide else LINEAR_WAVE
     block_a, block_b = halves(inputs)
-    linear_kernel[(triton.cdiv(outputs, rows),)](
+    linear_kernel[(triton.cdiv(outputs, rows), tokens)](
         x,
         matrix,
         scales,
         x if bias is None else bias,
         x if residual is None else residual.contiguous(),
         out,
-        tokens,
         outputs,
         IN=inputs,
         ROWS=rows,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
+        WAVE=wave,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SCALED=scaled,
         **launch_options(x, warps),
+        **options,
     )
     return out
 
@@ -183,6 +203,10 @@ def rope_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: StepMetadata,
+    *,
+    groups: int | None = None,
+    warps: int = 1,
+    **options: object,
 ) -> torch.Tensor:
     """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
@@ -192,7 +216,10 @@ def rope_cache(
     if tokens == 0:
         return query
     group = next(g for g in (8, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
-    rope_cache_kernel[(tokens, (heads + 2 * kv_heads) // group)](
+    parts = (heads + 2 * kv_heads) // group
+    if groups is None:  # a decode batch is spread over the chip, a prompt fills it anyway
+        groups = parts if tokens > FEW_ROWS else 1
+    rope_cache_kernel[(tokens, parts // groups)](
         packed.contiguous(),
         cos_sin,
         positions,
@@ -205,7 +232,9 @@ def rope_cache(
         KV_HEADS=kv_heads,
         DIM=head_dim,
         GROUP=group,
-        **launch_options(packed, 1),
+        GROUPS=groups,
+        **launch_options(packed, warps),
+        **options,
     )
     return query
 
@@ -226,6 +255,7 @@ def router(
     top_k: int,
     live: torch.Tensor | None,
     *,
+    upcoming: torch.Tensor | None = None,
     share: int = ROUTER_SHARE,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -257,6 +287,8 @@ def router(
         topk_ids,
         torch.empty(tokens, experts, dtype=torch.float32, device=residual.device),
         _arrivals(max(1024, triton.next_power_of_2(tokens)), residual.device),
+        residual if upcoming is None else upcoming,
+        _bytes(upcoming),
         eps,
         HIDDEN=hidden,
         EXPERTS=experts,
@@ -268,6 +300,7 @@ def router(
         BLOCK_K=triton.next_power_of_2(top_k),
         HAS_DELTA=delta is not None,
         HAS_LIVE=live is not None,
+        AHEAD=upcoming is not None,
         **launch_options(residual, warps),
     )
     return new_residual, normed, topk_weights, topk_ids

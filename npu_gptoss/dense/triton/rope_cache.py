@@ -1,4 +1,4 @@
-"""RoPE of queries and keys and the write to the paged cache, from the packed projections: a program a row and head."""
+"""RoPE of queries and keys and the write to the paged cache, from the packed projections: a program a row, or a row and some heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    GROUP: tl.constexpr,  # heads of a program; divides HEADS and KV_HEADS
+    GROUP: tl.constexpr,  # heads computed together; divides HEADS and KV_HEADS
+    GROUPS: tl.constexpr,  # of a program
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = DIM // 2
@@ -30,28 +31,26 @@ def rope_cache_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * GROUP
     within = tl.arange(0, GROUP)[:, None] * DIM + tl.arange(0, HALF)[None, :]
-    source = packed + (token * ALL + head) * DIM + within
-    first = tl.load(source)
-    second = tl.load(source + HALF)
-    if head < HEADS + KV_HEADS:
-        place = tl.load(positions + token) * DIM + tl.arange(0, HALF)
-        cos = tl.load(cos_sin + place)[None, :]
-        sin = tl.load(cos_sin + place + HALF)[None, :]
-        first, second = turned(first, second, cos, sin, packed.dtype.element_ty)
-    if head < HEADS:
-        out = query + (token * HEADS + head) * DIM + within
-        tl.store(out, first)
-        tl.store(out + HALF, second)
-    elif token < real_tokens:
-        slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
+    place = tl.load(positions + token) * DIM + tl.arange(0, HALF)
+    cos = tl.load(cos_sin + place)[None, :]
+    sin = tl.load(cos_sin + place + HALF)[None, :]
+    slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
+    for group in tl.static_range(GROUPS):
+        head = (tl.program_id(1) * GROUPS + group) * GROUP
+        source = packed + (token * ALL + head) * DIM + within
+        first = tl.load(source)
+        second = tl.load(source + HALF)
+        if head < HEADS + KV_HEADS:
+            first, second = turned(first, second, cos, sin, packed.dtype.element_ty)
+        if head < HEADS:
+            out = query + (token * HEADS + head) * DIM + within
+            tl.store(out, first)
+            tl.store(out + HALF, second)
+        elif slot >= 0:
             if head < HEADS + KV_HEADS:
                 out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + within
-                tl.store(out, first)
-                tl.store(out + HALF, second)
             else:
                 out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + within
-                tl.store(out, first)
-                tl.store(out + HALF, second)
+            tl.store(out, first)
+            tl.store(out + HALF, second)
