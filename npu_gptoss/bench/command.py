@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kernel.add_argument("--block-size", type=int, default=16, metavar="N", help="of the cache (default: 16)")
     kernel.add_argument("--samples", type=int, default=20, metavar="N", help="of each timing (default: 20)")
+    kernel.add_argument("--peer", type=Path, metavar="FILE", help="another engine's kernels, to be laid beside ours")
     kernel.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     kernel.add_argument("--dtype", default="bfloat16", metavar="float32|bfloat16")
     _output_arguments(kernel)
@@ -186,6 +187,7 @@ def _with_engine(
 
 
 def _kernel(args: argparse.Namespace) -> int:
+    peer = None if args.peer is None else records.read_peer(args.peer, "kernel")
     load_kernels()
     _check_price(args.gpu_price)
     device = resolve_device(args.device)
@@ -212,6 +214,10 @@ def _kernel(args: argparse.Namespace) -> int:
                 else:
                     rows.append(found)
                     print(kernels.kernel_line(found), flush=True)
+    if peer is not None:
+        rows = records.beside(rows, peer, "kernel")
+        print(f"beside {peer['engine']}:")
+        print("\n".join(kernels.kernel_line(row) for row in rows if row["peer"]))
     if not rows:
         raise InputError("no kernel could run any of these cases; standard error says why for each")
     _write(args, "kernel", device, rows, kernels.DEFINITIONS, nominal, own)

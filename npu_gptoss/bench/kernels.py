@@ -140,11 +140,12 @@ def kernel_record(
 
 def kernel_line(record: Mapping[str, Any]) -> str:
     """One row of the printed table."""
-    mark = "*" if record["selected"] else " "
-    return (
+    mark, peer = "*" if record["selected"] else " ", record.get("peer")
+    text = (
         f"{mark}{record['kernel']:<44} {record['case']:<34} {record['us']:>10.2f} {record['floor_us']:>9.2f} "
         f"{record['percent_of_floor']:>6.1f}% {record['TBps']:>6.3f} {record['TFLOPs']:>8.2f}"
     )
+    return text + (f"  {peer['engine']}: {peer['us']:.2f} us" if peer else "")
 
 
 KERNEL_HEAD = (

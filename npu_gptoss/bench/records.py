@@ -198,16 +198,21 @@ def read_peer(path: Path, what: str) -> dict[str, Any]:
 def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
     """Each record with `peer`: the other engine's name, its number and how many times as long it takes; or None."""
     measured = MEASURED[what]
-    theirs = {_key(what, record): record for record in peer["records"]}
+    theirs = {_case(what, record): record for record in peer["records"]}
     result = []
     for record in records:
-        other = theirs.get(_key(what, record))
+        other = theirs.get(_case(what, record))
         entry = None
         if other is not None:
             times = round(other[measured] / record[measured], 3)
             entry = {"engine": peer["engine"], measured: other[measured], "times_as_long": times}
         result.append({**record, "peer": entry})
     return result
+
+
+def _case(what: str, record: Any) -> tuple[Any, ...]:
+    """What a peer's record has in common with ours: all of the key but a kernel's own name."""
+    return tuple(record.get(name) for name in KEYS[what] if name != "kernel")
 
 
 def _key(what: str, record: Any) -> tuple[Any, ...]:

@@ -99,6 +99,15 @@ def test_a_peers_number_stands_beside_the_same_point_and_no_other():
     assert "peer" not in ours[0]
 
 
+def test_a_peers_kernel_stands_beside_all_of_ours_of_the_same_case():
+    case = {"operation": "attention.paged", "case": "prefill full 8192"}
+    ours = [{**case, "kernel": name, "us": us} for name, us in (("triton", 2000.0), ("small_ops", 4000.0))]
+    peer = {"engine": "vLLM 0.25.1", "records": [{**case, "kernel": "FlashAttention-3", "us": 1000.0}]}
+    assert [row["peer"]["times_as_long"] for row in records.beside(ours, peer, "kernel")] == [0.5, 0.25]
+    other = [{**ours[0], "case": "prefill window 8192"}]
+    assert records.beside(other, peer, "kernel")[0]["peer"] is None
+
+
 def test_a_peers_file_needs_the_keys_and_the_number_only(tmp_path):
     file = tmp_path / "peer.json"
     point = {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": 0.117}

@@ -1,0 +1,97 @@
+"""The peer's script without vLLM: which of its outputs count, what its traces say, and that its files fit ours."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npu_gptoss.bench import attention_cases, decode
+from npu_gptoss.bench.random_checkpoint import full_config
+from scripts import bench_peer_vllm as script
+
+
+class Engine:
+    """Answers `step` with the numbers of new tokens that were planned for each request."""
+
+    def __init__(self, plan: list[list[int]]) -> None:
+        self.plan = list(plan)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.plan)
+
+    def step(self) -> list[SimpleNamespace]:
+        counts = self.plan.pop(0)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
+
+
+def peer(plan: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> script.Peer:
+    made = script.Peer.__new__(script.Peer)
+    made.engine, made.config, made.asked = Engine(plan), {"vocab_size": 100}, []
+    made.add = lambda prompts, max_tokens: made.asked.append((len(prompts), max_tokens))
+    clock = iter(range(1000))
+    monkeypatch.setattr(script.time, "perf_counter", lambda: float(next(clock)))
+    return made
+
+
+def test_only_steps_that_bring_every_request_one_token_count(monkeypatch):
+    start = [[1], [1, 1, 1], [1, 2], []]  # a prompt alone, too many, two tokens at once, nothing
+    steady = [[1, 1]] * (script.WARM_UP_STEPS + 4)
+    found = peer([*start, *steady, [1, 1], [1]], monkeypatch).steady_steps(2, 10, 3)
+    assert found == [1.0, 1.0, 1.0]
+
+
+def test_a_gap_in_the_steady_steps_starts_them_again(monkeypatch):
+    few = [[1, 1]] * (script.WARM_UP_STEPS + 2)
+    with pytest.raises(RuntimeError, match="no 3 steady steps in a row at batch 2, context 10"):
+        peer([*few, [1], *few], monkeypatch).steady_steps(2, 10, 3)
+
+
+def test_the_warm_up_and_the_definitions_are_those_of_our_own_measurement():
+    assert script.WARM_UP_STEPS == decode.WARM_UP_STEPS
+    assert set(script.DECODE_DEFINITIONS) <= set(decode.DEFINITIONS)
+
+
+def test_models_are_named_as_ours():
+    for (layers, experts), name in script.MODELS.items():
+        config = full_config(name)
+        assert (config.num_hidden_layers, config.num_local_experts) == (layers, experts)
+
+
+def test_kernels_are_summed_over_the_trace_of_that_name_alone(tmp_path):
+    events = [
+        {"cat": "kernel", "name": "gemm", "dur": 4},
+        {"cat": "kernel", "name": "gemm", "dur": 6},
+        {"cat": "kernel", "name": "norm", "dur": 1},
+        {"cat": "cpu_op", "name": "gemm", "dur": 99},
+    ]
+    with gzip.open(tmp_path / "decode_b32_dp0.1.pt.trace.json.gz", "wt") as stream:
+        json.dump({"traceEvents": events}, stream)
+    (tmp_path / "prefill_8192.json").write_text(json.dumps({"traceEvents": events * 2}))
+    (tmp_path / "decode_b32_totals.txt").write_text("gemm 10 us")
+    assert script.kernels_of(tmp_path, "decode_b32") == [
+        {"name": "gemm", "calls": 2, "us": 5.0, "total_us": 10.0},
+        {"name": "norm", "calls": 1, "us": 1.0, "total_us": 1.0},
+    ]
+
+
+def test_its_attention_cases_carry_the_names_of_ours():
+    """`beside` matches kernels by operation and case."""
+    ours = attention_cases.attention_cases(
+        full_config("20b"),
+        batches=[32],
+        contexts=[8192],
+        prompts=[32768],
+        block_size=16,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
+    names = {f"decode {kind} ctx=8192 B=32" for kind in ("full", "window")}
+    assert {case.name for case in ours} == names | {f"prefill {kind} 32768" for kind in ("full", "window")}
+    source = Path(script.__file__).read_text()
+    assert 'f"decode {kind} ctx={context} B={batch}"' in source
+    assert 'f"prefill {kind} {tokens}"' in source
