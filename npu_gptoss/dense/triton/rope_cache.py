@@ -1,4 +1,4 @@
-"""RoPE of queries and keys and the write to the paged cache, from the packed projections: a program a row, or a row and some heads."""
+"""RoPE of queries and keys, and the write of keys and values to the paged cache, from the packed projections."""
 
 from __future__ import annotations
 

@@ -1,0 +1,116 @@
+"""What the public dense ops refuse, and what they select."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npu_gptoss import dense
+from npu_gptoss.dense.operations import FEW, FEW_ROWS, LOGITS, MANY, ONE, QKV, row_class
+from npu_gptoss.dense.weights import RowScaled
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import explain, platform_override, signature
+from tests.dense.cases import Case, make_case
+
+
+@pytest.fixture
+def case() -> Case:
+    return make_case(3)
+
+
+def qkv(case: Case, **changes: object) -> object:
+    keys, values = case.caches()
+    arguments = {
+        "residual": case.residual,
+        "delta": case.delta,
+        "norm_weight": case.norm,
+        "eps": case.eps,
+        "weight": case.qkv_weight,
+        "bias": case.qkv_bias,
+        "cos_sin": case.cos_sin,
+        "positions": case.positions,
+        "key_cache": keys,
+        "value_cache": values,
+        "metadata": case.metadata,
+    }
+    return dense.qkv(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, r"norm_weight \[hidden\] float32"),
+        ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta must be like residual"),
+        ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
+        ({"bias": torch.zeros(5)}, r"the bias of weight must be \[128\]"),
+        ({"key_cache": torch.zeros(3, 2, 16)}, "the caches must be"),
+        ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "no number of query heads of 16"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions must be \[3\]"),
+    ],
+)
+def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        qkv(case, **changes)
+
+
+def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
+    with pytest.raises(InputError, match=r"residual must be \[3, 112\]"):
+        dense.output(case.attended, case.output_weight, case.output_bias, case.residual[:2])
+    router = (case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias)
+    with pytest.raises(InputError, match="top_k must be 1 to 8"):
+        dense.router(*router, 9)
+    with pytest.raises(InputError, match=r"live must be \[3\]"):
+        dense.router(*router, 4, live=torch.ones(2))
+    with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
+        dense.logits(case.residual, case.lm_head, out=torch.empty(3, 300))
+    with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
+        dense.greedy(torch.zeros(3))
+    with pytest.raises(InputError, match=r"out must be \[3\] int64"):
+        dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
+    with pytest.raises(InputError, match="values must be"):
+        RowScaled(case.lm_head, torch.ones(300))
+
+
+def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:
+    """No copy: decode has none to spare."""
+    assert dense.add_norm(case.residual, None, case.norm, 1e-5)[0] is case.residual
+
+
+def test_bf16_is_rounded_where_transformers_rounds(case: Case) -> None:
+    """The residual stream, the normed rows, the projection: each is bf16 before the next reads it."""
+    hidden = case.residual + case.delta
+    wide = hidden.float()
+    normed = (case.norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(torch.bfloat16)
+    got = dense.add_norm(case.residual, case.delta, case.norm, 1e-5)
+    assert torch.equal(got[0], hidden)
+    assert torch.equal(got[1], normed)
+    want = case.residual + torch.nn.functional.linear(case.attended, case.output_weight, case.output_bias)
+    assert torch.equal(dense.output(case.attended, case.output_weight, case.output_bias, case.residual), want)
+
+
+def test_rows_are_classed_at_the_boundaries() -> None:
+    assert [row_class(n) for n in (1, 2, FEW_ROWS, FEW_ROWS + 1)] == [ONE, FEW, FEW, MANY]
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "selected"),
+    [
+        ("cuda", ONE, "dense.qkv.triton_gemv"),
+        ("cuda", FEW, "dense.qkv.triton"),
+        ("cuda", MANY, "dense.qkv.triton"),
+        ("cpu", ONE, "dense.qkv.small_ops"),
+        ("ascend", MANY, "dense.qkv.small_ops"),
+    ],
+)
+def test_what_is_selected_for_bf16(platform: str, rows: str, selected: str) -> None:
+    call = signature(hidden="bfloat16", weight="bfloat16", kv="bfloat16")
+    with platform_override(platform, frozenset({"triton"})):
+        explanation = explain(QKV, call, {"rows": rows, "head_dim": 64})
+    assert explanation.selected.name == selected
+
+
+def test_without_triton_a_gpu_computes_with_small_ops() -> None:
+    with platform_override("cuda", frozenset()):
+        explanation = explain(LOGITS, signature(hidden="bfloat16", weight="bfloat16"), {"rows": ONE})
+    assert explanation.selected.name == "dense.logits.small_ops"
+    assert any("needs triton, which is not installed" in line for line in explanation.lines())
