@@ -1,4 +1,4 @@
-"""One table from the results of scripts/perf.sh, with the meaning of each column and the Ascend article's numbers.
+"""One table from the results of scripts/perf.sh, with the meaning of each column; for a 20b the article's numbers too.
 
     perf_report.py DIR [--output 128]
 
@@ -37,6 +37,7 @@ class ReportError(Exception):
 class Run:
     """One run of evalscope perf. Times are means: `latency` in s, `ttft` and `tpot` in ms; tokens are means too."""
 
+    model: str
     parallel: int
     requests: int
     failed: int
@@ -56,6 +57,7 @@ def read_run(path: Path) -> Run:
     try:
         values = json.loads(path.read_text())
         return Run(
+            path.parent.parent.name,  # DIR/MODEL/parallel_10_number_20/benchmark_summary.json
             int(values["Concurrency"]),
             int(values["Total Requests"]),
             int(values["Failed Requests"]),
@@ -86,11 +88,10 @@ def objections(runs: Sequence[Run], output: int) -> list[str]:
     ]
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Run], with_article: bool) -> str:
     rows = [HEADER, *(run.row() for run in runs)]
-    rows += [
-        (name, "", f"{latency:.2f}", f"{ttft:.0f}", f"{tpot:.1f}", "", "128") for name, latency, ttft, tpot in ARTICLE
-    ]
+    for name, latency, ttft, tpot in ARTICLE if with_article else ():
+        rows.append((name, "", f"{latency:.2f}", f"{ttft:.0f}", f"{tpot:.1f}", "", "128"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -108,8 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReportError as error:
         print(f"perf_report.py: {error}.", file=sys.stderr)
         return 2
-    print(f"\n{table(runs)}\n\n{DEFINITIONS}")
-    print("The article's rows: gpt-oss-20b in BF16 on one 910B3, ten requests at a time, 128 tokens in, 128 out.")
+    with_article = any("20b" in run.model.lower() for run in runs)
+    print(f"\n{table(runs, with_article)}\n\n{DEFINITIONS}")
+    if with_article:
+        print("The article's rows: gpt-oss-20b in BF16 on one 910B3, ten requests at a time, 128 tokens in, 128 out.")
     wrong = objections(runs, options.output)
     for sentence in wrong:
         print(f"NOT COMPARABLE: {sentence}.")

@@ -1,0 +1,52 @@
+"""Work directories like those that evalscope 1.14 writes, with outcomes that a test chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CONFIG = """\
+dataset_args:
+  mmlu:
+    few_shot_num: 5
+evalscope_version: 1.14.1
+generation_config:
+  reasoning_effort: medium
+  temperature: 0.0
+limit: null
+"""
+
+
+def review(subject: str, index: int, right: bool, letter: str = "A", prompt: str = "") -> dict[str, object]:
+    score = {
+        "value": {"accuracy": float(right)},
+        "extracted_prediction": letter,
+        "main_score_name": "accuracy",
+        "status": "success",
+    }
+    messages = [
+        {"role": "user", "content": prompt or f"question {index} of {subject}"},
+        {"role": "assistant", "content": [{"type": "text", "text": f"ANSWER: {letter}"}]},
+    ]
+    return {"index": index, "target": ["A"], "messages": messages, "sample_score": {"score": score}}
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(folder: Path, outcomes: Mapping[str, Sequence[bool]], model: str = "gpt-oss-20b") -> Path:
+    """A finished run: subject -> for each question, whether it was answered rightly."""
+    for subject, rights in outcomes.items():
+        reviews = [review(subject, index, right, "A" if right else "B") for index, right in enumerate(rights)]
+        write_lines(folder / "reviews" / model / f"mmlu_{subject}.jsonl", reviews)
+        ends = [{"index": i, "model_output": {"choices": [{"stop_reason": "stop"}]}} for i in range(len(rights))]
+        write_lines(folder / "predictions" / model / f"mmlu_{subject}.jsonl", ends)
+    everything = [right for rights in outcomes.values() for right in rights]
+    report = {"metrics": [{"num": len(everything), "score": round(sum(everything) / len(everything), 4)}]}
+    write_lines(folder / "reports" / model / "mmlu.json", [report])
+    (folder / "configs").mkdir()
+    (folder / "configs" / "task_config.yaml").write_text(CONFIG)
+    return folder

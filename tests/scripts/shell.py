@@ -1,0 +1,70 @@
+"""Runs the shell scripts of scripts/ as a user does."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+# evalscope's and vLLM's own variables on the machine that tests would change what is looked at
+DROPPED = ("VLLM_", "HF_", "OMP_", "NPU_GPTOSS_", "ASCEND_")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """That of a user who has the environment of the tests activated and nothing set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", **variables}
+
+
+def run(
+    script: str, *options: str | Path, scripts: Path = SCRIPTS, timeout: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(scripts / script), *map(str, options)]
+    done = subprocess.run(
+        command,
+        cwd=scripts.parent,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    print(done.stdout[-6000:], done.stderr[-6000:])  # pytest shows it when the test fails
+    return done
+
+
+def beside_a_fake_evalscope(folder: Path, status: int) -> Path:
+    """A copy of the scripts with an evalscope beside it that does nothing and ends with `status`."""
+    scripts, programs = folder / "scripts", folder / ".venv-evalscope" / "bin"
+    shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    programs.mkdir(parents=True)
+    (programs / "evalscope").write_text(f"#!/bin/sh\nexit {status}\n")
+    (programs / "evalscope").chmod(0o755)
+    # not a link: an interpreter of an environment that is called by another name looks for its packages elsewhere
+    (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (programs / "python").chmod(0o755)
+    return scripts
+
+
+def printed_command(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables and the words of the one line that --dry-run printed."""
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    words = shlex.split(line)
+    variables = {}
+    if words[0] == "env":
+        words = words[1:]
+        while "=" in words[0] and not words[0].startswith("-"):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+    return variables, words
+
+
+def following(words: list[str], flag: str) -> str:
+    """The value of a flag; the last one when it is given twice, as the programs read it."""
+    return words[len(words) - words[::-1].index(flag)]

@@ -1,0 +1,142 @@
+"""The MMLU report reads what evalscope wrote, counts it rightly, and refuses what would mislead."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.evalscope_files import review, write_lines, write_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import mmlu_report
+from mmlu_answers import ReportError, read_run
+
+LAW = [True] * 6 + [False] * 2
+ART = [True, False]
+
+
+def test_the_means_and_their_errors_are_those_worked_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert mmlu_report.main([str(write_run(tmp_path / "run", {"law": LAW, "art": ART}))]) == 0
+    printed = capsys.readouterr().out
+    # 7 of 10; sqrt(0.7 · 0.3 / 10) = 0.14491
+    assert "mean over questions: 70.00 ± 14.49 %** (7 right)" in printed
+    # (3/4 + 1/2) / 2; sqrt(0.75·0.25/8 + 0.5·0.5/2) / 2 = 0.19264
+    assert "mean over subjects: 62.50 ± 19.26 %" in printed
+    assert "| law | 8 | 6 | 75.00 ± 15.31 |" in printed
+    assert "| art | 2 | 1 | 50.00 ± 35.36 |" in printed
+    assert "10 questions of 2 subjects: a part of MMLU's 14042 questions" in printed
+    assert "few_shot_num 5" in printed
+    assert "null" not in printed
+
+
+@pytest.mark.parametrize(("model", "figures"), [("gpt-oss-20b", (84.0, 83.41)), ("gpt-oss-120b-BF16", (88.0, 87.55))])
+def test_the_published_figures_are_those_of_the_models_size(
+    model: str, figures: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rights = [True] * 860 + [False] * 140
+    assert mmlu_report.main([str(write_run(tmp_path / "run", {"law": rights}, model))]) == 0
+    printed = capsys.readouterr().out
+    for figure in figures:
+        # one σ of 86 % of 1000 is 1.097 points
+        assert f"| {figure:g} | {86 - figure:+.2f} | {(86 - figure) / 1.0973:+.1f} |" in printed
+    assert "this run asked 1000 of them" in printed
+
+
+def test_a_model_of_another_size_is_compared_with_nothing_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = str(write_run(tmp_path / "run", {"law": LAW}, "gpt-oss-tiny"))
+    mmlu_report.main([run])
+    assert "published" not in capsys.readouterr().out
+    mmlu_report.main([run, "--size", "120b"])
+    assert "87.55" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    first = write_run(tmp_path / "first", {"law": [True] * 12 + [False] * 3})
+    second = write_run(tmp_path / "second", {"law": [True] * 2 + [False] * 10 + [True] * 2 + [False]})
+    assert mmlu_report.main([str(first), "--against", str(second)]) == 0
+    printed = capsys.readouterr().out
+    assert "| **first right** | 2 | 10 |" in printed
+    assert "| **first wrong** | 2 | 1 |" in printed
+    assert "p = 0.03857" in printed
+    assert "The first run is better" in printed
+    assert mmlu_report.main([str(second), "--against", str(second)]) == 0
+    assert "cannot be told apart" in capsys.readouterr().out
+
+
+def test_runs_with_other_prompts_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    first, second = write_run(tmp_path / "first", {"law": LAW}), write_run(tmp_path / "second", {"law": LAW})
+    rows = [review("law", index, right, prompt=f"with examples: {index}") for index, right in enumerate(LAW)]
+    write_lines(second / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
+    assert mmlu_report.main([str(first), "--against", str(second)]) == 2
+    assert "were not asked the same" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_has_no_score(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    (run / "reports/gpt-oss-20b/mmlu.json").unlink()
+    with pytest.raises(ReportError, match=r"not finished: 8 questions are answered; run the same"):
+        read_run(run)
+
+
+def test_answers_that_are_missing_are_noticed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    path = run / "reviews/gpt-oss-20b/mmlu_law.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ReportError, match=r"8 questions with a score of 0\.75, the reviews 7 with 5 right"):
+        read_run(run)
+
+
+def test_a_score_that_differs_from_evalscopes_is_noticed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    write_lines(run / "reports/gpt-oss-20b/mmlu.json", [{"metrics": [{"num": 8, "score": 0.875}]}])
+    with pytest.raises(ReportError, match="run the same"):
+        read_run(run)
+
+
+def test_a_question_scored_again_counts_once_and_the_later_score_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": [True, False]})
+    rows = [review("law", 0, False), review("law", 1, False), review("law", 0, True)]
+    write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
+    assert [answer.right for answer in read_run(run).answers] == [True, False]
+
+
+def test_a_line_cut_off_by_an_interruption_is_no_answer(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    with (run / "reviews/gpt-oss-20b/mmlu_law.jsonl").open("a") as file:
+        file.write('{"index": 9, "target": ["A"')
+    assert len(read_run(run).answers) == 8
+
+
+def test_replies_without_a_letter_and_cut_replies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = write_run(tmp_path / "run", {"law": [True, False, False]})
+    rows = [review("law", 0, True), review("law", 1, False, ""), review("law", 2, False, "")]
+    write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
+    ends = ["stop", "max_tokens", "model_length"]
+    ended = [{"index": i, "model_output": {"choices": [{"stop_reason": end}]}} for i, end in enumerate(ends)]
+    write_lines(run / "predictions/gpt-oss-20b/mmlu_law.jsonl", ended)
+    mmlu_report.main([str(run)])
+    printed = capsys.readouterr().out
+    assert "no letter found in 2 replies; 1 were cut off at the token limit, 1 refused as too long" in printed
+
+
+def test_a_folder_with_two_models_is_ambiguous(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    write_lines(run / "reviews/other/mmlu_law.jsonl", [review("law", 0, True)])
+    with pytest.raises(ReportError, match="several models"):
+        read_run(run)
+
+
+def test_a_folder_without_answers_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert mmlu_report.main([str(tmp_path)]) == 2
+    assert "holds no answers to MMLU" in capsys.readouterr().err
+
+
+def test_files_of_another_evalscope_are_refused_in_words(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", [{"index": 0, "score": 1}])
+    with pytest.raises(ReportError, match=r"is not what evalscope 1\.14 writes"):
+        read_run(run)

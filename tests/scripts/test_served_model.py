@@ -1,0 +1,54 @@
+"""Before a long run the server is asked what it serves; every way that fails is a sentence."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.scripts.fake_server import fake_server
+from tests.scripts.shell import SCRIPTS
+from tests.serving.server import free_port
+
+sys.path.insert(0, str(SCRIPTS))
+import served_model
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_only_model_is_found_with_its_checkpoint(suffix: str, capsys: pytest.CaptureFixture) -> None:
+    with fake_server({"gpt-oss-20b": "/models/20b"}) as url:
+        assert served_model.main([url + suffix]) == 0
+    assert capsys.readouterr().out == "gpt-oss-20b\t/models/20b\n"
+
+
+def test_of_several_models_one_has_to_be_named(capsys: pytest.CaptureFixture) -> None:
+    with fake_server({"a": "/a", "b": "/b"}) as url:
+        assert served_model.main([url]) == 2
+        assert "serves a, b; name one with --model" in capsys.readouterr().err
+        assert served_model.main([url, "b"]) == 0
+        assert capsys.readouterr().out == "b\t/b\n"
+        assert served_model.main([url, "c"]) == 2
+        assert "no model 'c'; it serves a, b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (401, "", "answers 401 Unauthorized; start it without --api-key"),
+        (404, "", "answers 404 Not Found; is it an OpenAI-compatible server?"),
+        (200, "<html>", "something else than a list of models"),
+        (200, '{"data": 3}', "something else than a list of models"),
+        (200, '{"data": []}', "serves no model"),
+    ],
+)
+def test_another_server_is_recognised(status: int, body: str, words: str, capsys: pytest.CaptureFixture) -> None:
+    with fake_server({}, status, body) as url:
+        assert served_model.main([url]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_server_is_told_with_what_to_do(capsys: pytest.CaptureFixture) -> None:
+    assert served_model.main([f"http://127.0.0.1:{free_port()}"]) == 2
+    printed = capsys.readouterr().err
+    assert "no server answers" in printed
+    assert "scripts/serve.sh" in printed
