@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import attention_cases, decode, dense_cases, kernels, moe_cases, prefill, records
+from npu_gptoss.bench import agreement, attention_cases, decode, dense_cases, kernels, moe_cases, prefill, records
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, write_random_checkpoint
 from npu_gptoss.bench.roofline import NOMINAL, WEIGHT_BYTES, Ceilings
@@ -65,6 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernel.add_argument("--dtype", default="bfloat16", metavar="float32|bfloat16")
     _output_arguments(kernel)
 
+    both = commands.add_parser("graphs", help="decode with graphs against without: times and tokens")
+    _engine_arguments(both, peer=False)
+    both.add_argument("--batch", default=[1], help="requests (default: 1)", **COUNTS)
+    both.add_argument("--context", default=[1024], help="tokens of each prompt (default: 1024)", **COUNTS)
+    both.add_argument("--steps", type=int, default=64, metavar="N", help="steady steps measured (default: 64)")
+
+    same = commands.add_parser("agreement", help="greedy tokens against another engine's on the same checkpoint")
+    _engine_arguments(same, peer=False)
+    same.add_argument("--peer", type=Path, required=True, metavar="FILE", help="the other engine's prompts and tokens")
+
     weights = commands.add_parser("checkpoint", help="write a random checkpoint of full size, without a tokenizer")
     weights.add_argument("directory", type=Path, metavar="DIR", help="where to write; must hold no weights")
     weights.add_argument("--size", choices=SHAPES, default="20b")
@@ -73,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
 
 
-def _engine_arguments(parser: argparse.ArgumentParser) -> None:
+def _engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> None:
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
@@ -81,7 +91,8 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
     parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to be laid beside ours")
+    if peer:
+        parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
     _output_arguments(parser)
 
 
@@ -91,7 +102,15 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"decode": _decode, "prefill": _prefill, "kernel": _kernel, "checkpoint": _checkpoint}[args.action](args)
+    actions = {
+        "decode": _decode,
+        "prefill": _prefill,
+        "kernel": _kernel,
+        "graphs": _graphs,
+        "agreement": _agreement,
+        "checkpoint": _checkpoint,
+    }
+    return actions[args.action](args)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
@@ -161,18 +180,7 @@ def _with_engine(
     _check_price(args.gpu_price)
     device = resolve_device(args.device)
     nominal, own = _ceilings(device)
-    engine = Engine(
-        args.model,
-        device=device,
-        dtype=args.dtype,
-        max_batch_tokens=args.max_batch_tokens,
-        max_batch_size=batch_size,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        graphs=args.graphs,
-        graph_sizes=args.batch if what == "decode" else [1],
-        progress=True,
-    )
+    engine = _engine(args, device, args.batch if what == "decode" else [1])
     form = expert_format(engine)
     _say_what(definitions, nominal, own, device, args.gpu_price)
     print(head)
@@ -183,6 +191,49 @@ def _with_engine(
         line = decode.decode_line if what == "decode" else prefill.prefill_line
         print("\n".join(line(row) for row in rows))
     _write(args, what, device, rows, definitions, nominal, own)
+    return 0
+
+
+def _engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> Engine:
+    """With graphs of exactly the batch sizes that are measured."""
+    return Engine(
+        args.model,
+        device=device,
+        dtype=args.dtype,
+        max_batch_tokens=args.max_batch_tokens,
+        max_batch_size=max(sizes),
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        graphs=args.graphs,
+        graph_sizes=sorted(set(sizes)),
+        progress=True,
+    )
+
+
+def _graphs(args: argparse.Namespace) -> int:
+    _check_price(args.gpu_price)
+    device = resolve_device(args.device)
+    engine = _engine(args, device, args.batch)
+    _say_what(agreement.GRAPHS_DEFINITIONS, None, None, device, args.gpu_price)
+    rows = []
+    for context in args.context:
+        for batch in args.batch:
+            rows.append(agreement.compare_graphs(engine, batch, context, args.steps, expert_format(engine)))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    _write(args, "graphs", device, rows, agreement.GRAPHS_DEFINITIONS, None, None)
+    return 0
+
+
+def _agreement(args: argparse.Namespace) -> int:
+    peer = records.read_peer(args.peer, "greedy", ("prompt_token_ids", "token_ids"))
+    _check_price(args.gpu_price)
+    device = resolve_device(args.device)
+    engine = _engine(args, device, [len(peer["records"])])
+    _say_what(agreement.AGREEMENT_DEFINITIONS, None, None, device, args.gpu_price)
+    record = agreement.compare(engine, peer["records"], expert_format(engine))
+    record["peer"] = {"engine": peer["engine"]}
+    print(", ".join(f"{name} {value}" for name, value in record.items()))
+    _write(args, "agreement", device, [record], agreement.AGREEMENT_DEFINITIONS, None, None)
     return 0
 
 
@@ -252,14 +303,14 @@ def _ceilings(device: torch.device) -> tuple[Ceilings, Ceilings | None]:
 
 
 def _say_what(
-    definitions: dict[str, str], nominal: Ceilings, own: Ceilings | None, device: torch.device, price: float
+    definitions: dict[str, str], nominal: Ceilings | None, own: Ceilings | None, device: torch.device, price: float
 ) -> None:
     found = records.machine(device)
     print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in records.versions().items())}")
     for ceilings in filter(None, (nominal, own)):
         rates = f"{ceilings.bytes_per_s / 1e12:.3f} TB/s, {ceilings.flops_per_s / 1e12:.1f} TFLOP/s"
         print(f"ceilings, {ceilings.name}: {rates}")
-    if own is None:
+    if nominal is not None and own is None:
         print("no nominal ceilings are known of it, so the floors are at those measured: compare within this run only")
     for name, meaning in definitions.items():
         print(f"  {name}: {meaning}")
@@ -277,7 +328,7 @@ def _write(
     device: torch.device,
     rows: Sequence[dict[str, Any]],
     definitions: dict[str, str],
-    nominal: Ceilings,
+    nominal: Ceilings | None,
     own: Ceilings | None,
 ) -> None:
     if args.json is None:

@@ -32,8 +32,16 @@ KEYS = {
     "decode": ("model", "weights", "batch", "context"),
     "prefill": ("model", "weights", "prompt_tokens"),
     "kernel": ("operation", "kernel", "case"),
+    "agreement": ("model", "weights"),
+    "graphs": ("model", "weights", "batch", "context"),
 }
-MEASURED = {"decode": "tpot_ms", "prefill": "prefill_s", "kernel": "us"}
+MEASURED = {
+    "decode": "tpot_ms",
+    "prefill": "prefill_s",
+    "kernel": "us",
+    "agreement": "top1_agreement",
+    "graphs": "tpot_ms",
+}
 _FLOOR = {"decode": ("floor_ms", 1.0), "prefill": ("floor_ms", 1e-3), "kernel": ("floor_us", 1.0)}
 
 _TEXT, _COUNT, _NUMBER = "a text", "a whole number from 1", "a finite number above 0"
@@ -79,6 +87,26 @@ _FIELDS: dict[str, dict[str, str]] = {
         "TFLOPs": _AMOUNT,
         "percent_of_floor": _NUMBER,
         "method": _TEXT,
+    },
+    "agreement": {
+        "model": _TEXT,
+        "weights": _TEXT,
+        "requests": _COUNT,
+        "tokens": _COUNT,
+        "top1_agreement": _AMOUNT,
+        "largest_gap": _AMOUNT,
+        "decode_agreement": _AMOUNT,
+    },
+    "graphs": {
+        "model": _TEXT,
+        "weights": _TEXT,
+        "batch": _COUNT,
+        "context": _COUNT,
+        "tpot_ms": _NUMBER,
+        "eager_tpot_ms": _NUMBER,
+        "ratio": _NUMBER,
+        "tokens_compared": _COUNT,
+        "tokens_identical": _AMOUNT,
     },
 }
 _HEADER = ("schema", "what", "engine", "date", "machine", "versions", "definitions", "ceilings", "records")
@@ -177,8 +205,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         raise
 
 
-def read_peer(path: Path, what: str) -> dict[str, Any]:
-    """Another engine's file of the same kind. Its records need the keys and the measured number, nothing else."""
+def read_peer(path: Path, what: str, needed: Sequence[str] | None = None) -> dict[str, Any]:
+    """Another engine's file of the same kind. Its records need the keys and the measured number, nothing else.
+
+    needed: the fields of each record, for files that hold no measurement.
+    """
+    needed = needed or (*KEYS[what], MEASURED[what])
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -189,7 +221,7 @@ def read_peer(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content.get("engine"), str) or not isinstance(content.get("records"), list):
         raise InputError(f"{path}: expected `engine` and a list of `records`, as our own files have")
     for number, record in enumerate(content["records"]):
-        missing = [f for f in (*KEYS[what], MEASURED[what]) if not isinstance(record, dict) or f not in record]
+        missing = [f for f in needed if not isinstance(record, dict) or f not in record]
         if missing:
             raise InputError(f"{path}: record {number} lacks {', '.join(missing)}")
     return content
@@ -227,7 +259,7 @@ def _record_problems(what: str, record: Any) -> list[str]:
         value = record.get(name)
         if not _fits(value, expected):
             found.append(f"{name} must be {expected}, got {value!r}")
-    if not found:
+    if not found and what in _FLOOR:
         floor_name, factor = _FLOOR[what]
         percent = 100 * record[floor_name] * factor / record[MEASURED[what]]
         if not math.isclose(percent, record["percent_of_floor"], rel_tol=0.02, abs_tol=0.06):
