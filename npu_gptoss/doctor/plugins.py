@@ -103,10 +103,10 @@ def platforms(here: Machine) -> Iterator[Finding]:
     others = [name for name in names if name not in (ASCENDS, cpu_platform.NAME)]
     alone = f"{FILTER}=" + ",".join([ASCENDS if kind == ASCEND else cpu_platform.NAME, *_general_names(here)])
     if others and kind != CUDA:
-        yield failed(
+        yield warning(
             "platform-plugin",
             f"A second platform plugin is installed ({', '.join(others)}), and vLLM takes one: with two that answer it "
-            "does not start, and this package's own for CPUs steps aside.",
+            "does not start, and this package's own for CPUs steps aside. See registration for what comes of it.",
             f"Uninstall it, or set {alone}.",
         )
     elif kind == ASCEND and ASCENDS not in names:

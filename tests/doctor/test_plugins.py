@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.doctor import plugins
+from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.platform import GROUP as PLATFORMS
 from tests.doctor.machines import ASCEND_PLUGINS, CPU_PACKAGES, CPU_PLUGINS, GENERAL, ascend, machine, only, write
 from tests.markdown import ROOT
@@ -72,12 +73,12 @@ def test_the_order_is_told_and_a_plugin_behind_ours_is_a_warning(tmp_path):
     only(plugins.order(machine(tmp_path, plugins={})), "not applicable")
 
 
-def test_a_second_platform_is_a_failure(tmp_path):
+def test_a_second_platform_is_told(tmp_path):
     second = ("other_npu", "other:platform", "other-npu")
     here = ascend(tmp_path, plugins=with_plugin(PLATFORMS, second, ASCEND_PLUGINS))
-    only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
+    only(plugins.platforms(here), "warning", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
     here = machine(tmp_path, plugins=with_plugin(PLATFORMS, second))
-    only(plugins.platforms(here), "failed", "(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss")
+    only(plugins.platforms(here), "warning", "(other_npu)", "VLLM_PLUGINS=npu_gptoss_cpu,npu_gptoss")
     filtered = machine(tmp_path, plugins=with_plugin(PLATFORMS, second), VLLM_PLUGINS="npu_gptoss_cpu,npu_gptoss")
     assert "(other_npu)" not in next(plugins.platforms(filtered)).sentence
 
@@ -135,6 +136,33 @@ def test_another_platform_than_the_machines_is_a_failure(loading):
 
 def test_a_vllm_that_does_not_load_is_a_failure_with_its_last_line(loading):
     only(loading('raise ImportError("libx.so: no such file")'), "failed", "exit code 1", "libx.so: no such file")
+
+
+def test_two_platforms_with_which_vllm_does_not_start_are_a_failure(loading):
+    code = "raise RuntimeError(\"Only one platform plugin can be activated, but got: ['a', 'b']\")"
+    only(loading(code), "failed", "does not load", "Only one platform plugin can be activated")
+
+
+@pytest.mark.serving
+def test_a_model_that_a_plugin_behind_ours_replaces_is_found_in_the_real_vllm(tmp_path):
+    pytest.importorskip("vllm")
+    info = tmp_path / "packages/other-1.0.dist-info"
+    write(info / "METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    write(info / "entry_points.txt", "[vllm.general_plugins]\nother = other:register\n")
+    code = "from vllm import ModelRegistry\n"
+    code += "def register(): ModelRegistry.register_model('GptOssForCausalLM', 'other_model:Model')\n"
+    write(tmp_path / "packages/other.py", code)
+    # behind the installed packages: entry points come in the order of sys.path
+    write(tmp_path / "first/sitecustomize.py", f"import sys; sys.path.append({str(tmp_path / 'packages')!r})")
+    path = os.pathsep.join((str(tmp_path / "first"), str(ROOT)))
+    environ = {**os.environ, "PYTHONPATH": path, "NPU_GPTOSS_PLATFORM": "cpu"}
+    environ.pop("VLLM_PLUGINS", None)
+    only(
+        plugins.registration(Machine(environ=environ)),
+        "failed",
+        "would run other_model:Model",
+        "another plugin replaces",
+    )
 
 
 def test_a_vllm_that_hangs_is_a_failure(loading, monkeypatch):
