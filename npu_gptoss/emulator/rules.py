@@ -141,8 +141,16 @@ RULES: dict[int, Rule] = {
         ),
         *_family(
             "moe_routing",
-            (57, "gating_top_k_softmax takes 2-D or 3-D float logits and k up to the experts, at most 1024."),
-            (58, "gating_top_k takes 2-D logits, at most 2048 experts, a bias per expert, whole groups and renorm 0."),
+            (
+                57,
+                "gating_top_k_softmax takes 2-D or 3-D float logits and k up to the experts, at most 1024; NaN has no "
+                "place in their order.",
+            ),
+            (
+                58,
+                "gating_top_k takes 2-D logits without NaN, at most 2048 experts, a bias per expert, whole groups and "
+                "renorm 0.",
+            ),
             (59, "init_routing_v2 on CANN 8.3 takes few of its own defaults.", ONLY_8_3),
             (60, "init_routing takes int32 row and expert indices of one shape."),
             (61, "permute and unpermute take no padding, k up to 512, and matching sizes."),

@@ -122,7 +122,9 @@ def test_a_scatter_moves_its_rows_and_not_its_target(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     events = map(json.loads, trace.read_text().splitlines())
     scatters = ("aten::index_put_", "aten::_index_put_impl_", "aten::scatter_", "aten::index_copy_")
-    found = [(e["read"], e["written"]) for e in events if e["event"] == "op" and e["name"].partition(".")[0] in scatters]
+    found = [
+        (e["read"], e["written"]) for e in events if e["event"] == "op" and e["name"].partition(".")[0] in scatters
+    ]
     row, slots = 64 * 4, 2 * 8
     assert found == [
         (2 * row + slots, 2 * row),

@@ -1,6 +1,6 @@
 """All diffs together: stock vLLM and vllm-ascend, repaired, serve gpt-oss rightly without our plugin.
 
-`tests/serving/test_ascend_emulated.py` shows such a checkpoint's garbage without them.
+`tests/emulator/test_stock.py` shows the garbage without them.
 """
 
 from __future__ import annotations

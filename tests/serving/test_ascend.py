@@ -1,4 +1,4 @@
-"""What can be told about the vllm-ascend side without vllm-ascend; the rest is in test_ascend_emulated.py."""
+"""What can be told about the vllm-ascend side without vllm-ascend; the rest is in `emulated/`."""
 
 from __future__ import annotations
 

@@ -11,12 +11,24 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 SOFTMAX, SIGMOID = 0, 1
+NO_EXPERT = torch.iinfo(torch.int32).min  # as `poisoned` fills integers
 
 
 def largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest per row, the lower index first among equals."""
     index = torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
     return values.gather(-1, index), index
+
+
+def without_order(call: Call, rule: int, logits: torch.Tensor) -> torch.Tensor:
+    """[...] bool: rows that hold NaN. Nothing says where NaN comes among numbers, so such a row may choose any expert,
+    one twice, or none that exists."""
+    rows = logits.isnan().any(-1)
+    if rows.any():
+        call.undefined(
+            rule, f"{int(rows.sum())} of {rows.numel()} rows of logits hold NaN: their experts are undefined"
+        )
+    return rows
 
 
 @kernel("npu::npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)")
@@ -49,6 +61,7 @@ def moe_gating_top_k_softmax(x: torch.Tensor, finished: torch.Tensor | None = No
         weights, index = largest(torch.softmax(x.float(), -1), k)
         y.copy_(weights)
         ids.copy_(index)
+        ids[without_order(call, 57, x)] = NO_EXPERT
         if finished is not None:
             ids.masked_fill_(finished[..., None], experts)
         count = y.numel() // k
@@ -123,6 +136,7 @@ def moe_gating_top_k(
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     y.copy_(weights * routed_scaling_factor)
     ids.copy_(index)
+    ids[without_order(call, 58, x)] = NO_EXPERT
     if out_flag:
         out.copy_(norm)
     return y, ids, out

@@ -35,6 +35,20 @@ def test_R57_gating_top_k_softmax(x, k):
     softmax(LOGITS[None], k=8)
 
 
+@pytest.mark.parametrize(("rule", "op"), [(57, softmax), (58, lambda x, k: gating(x, k, norm_type=1))])
+def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
+    x = LOGITS.clone()
+    x[1, 3] = float("nan")
+    with rejects(rule, "1 of", "NaN"):
+        op(x, k=2)
+    with use(strict=False), leaves_undefined(rule):
+        _, ids, _ = op(x, k=2)
+    assert (ids[1] < 0).all()
+    assert (torch.cat([ids[:1], ids[2:]]) >= 0).all()
+    with use(execute=False):
+        op(x, k=2)
+
+
 @pytest.mark.parametrize(
     ("x", "extra"),
     [

@@ -1,0 +1,123 @@
+"""Engines of stock vllm-ascend 0.11.0 on the emulated 910B, in strict mode, asked from here.
+
+Each engine is a process of its own in the emulated environment (`on_ascend.py`), forked from one that has imported
+what all of them need.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.emulator.launch import Machine, environment
+from tests.checkpoints import write_random_checkpoint
+from tests.emulator.machine import venv
+from tests.oracle import load_oracle, oracle_logits
+from tests.serving.emulated.rounds import VOCABULARY
+
+SCRIPT = Path(__file__).with_name("on_ascend.py")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("emulated") / "bf16"
+    write_random_checkpoint(path, vocab_size=VOCABULARY)
+    return path
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path) -> Any:
+    """(prompt, answer) -> [tokens, vocabulary]: log-probabilities of transformers in fp32 for the answer's tokens."""
+    model = load_oracle(checkpoint)
+
+    @functools.cache
+    def logprobs(prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+        return torch.log_softmax(oracle_logits(model, prompt + answer[:-1])[len(prompt) - 1 :], -1)
+
+    return logprobs
+
+
+@pytest.fixture(scope="session")
+def ascend() -> Iterator[subprocess.Popen[str]]:
+    """The process in which vLLM is imported, on a machine of two devices."""
+    place = venv()
+    variables = {
+        **environment(Machine(devices=2), place),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
+    process = subprocess.Popen(
+        [str(place / "bin/python"), str(SCRIPT)],
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = [line for line in iter(process.stdout.readline, "READY\n") if line or process.poll() is not None]
+        assert process.poll() is None, "".join(said)
+        yield process
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
+    def run(
+        rounds: list[dict[str, Any]],
+        *,
+        options: dict[str, Any] | None = None,
+        machine: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
+        model: Path = checkpoint,
+        spoil: str | None = None,
+    ) -> tuple[list[Any], str]:
+        """What each round said, or the text of the error that ended it; and all that was printed."""
+        settings = {
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1100,
+            "gpu_memory_utilization": 0.5,
+            **(options or {}),
+        }
+        diagnostic = settings["dtype"] == "float32"
+        emulated = {"diagnostic_fp32": diagnostic, **(machine or {})}
+        in_process = {} if "data_parallel_size" in settings else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        out, log, path = (tmp_path / name for name in ("out.json", "log", "job.json"))
+        job = {
+            "checkpoint": str(model),
+            "options": settings,
+            "rounds": rounds,
+            "spoil": spoil,
+            "machine": emulated,
+            "variables": {
+                "NPU_GPTOSS_EMULATED_FP32": str(int(emulated["diagnostic_fp32"])),
+                **in_process,
+                **(variables or {}),
+            },
+            "vocabulary": VOCABULARY,
+            "log": str(log),
+            "out": str(out),
+        }
+        path.write_text(json.dumps(job))
+        print(path, file=ascend.stdin, flush=True)
+        answer = ascend.stdout.readline()
+        printed = log.read_text() if log.exists() else ""
+        assert answer == "DONE\n", f"the process ended: {answer}{printed[-6000:]}"
+        assert out.exists(), f"nothing was served:\n{printed[-12000:]}"
+        return json.loads(out.read_text()), printed
+
+    return run

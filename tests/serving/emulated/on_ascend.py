@@ -1,0 +1,127 @@
+"""Serves checkpoints with vLLM's `LLM` on the emulated 910B, each in a process forked from this one.
+
+Runs in the emulated environment, started by `conftest.py`: reads the path of a job a line and answers DONE.
+What takes long, importing torch_npu and vLLM, is done once, before the first fork; no device is touched by then.
+
+A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, and what is spoilt
+meanwhile: `spoils.py`), `spoil` (from the start on), `machine` (what differs in the emulated machine), `variables` (of
+the environment), `log`, and `out`, where for each round goes a list of `{tokens, logprobs}`, or an error's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from spoils import spoilt
+
+
+def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int) -> list[dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if isinstance(engine, LLM):
+        answers = engine.generate(inputs, sampling, use_tqdm=False)
+    else:
+        answers = asyncio.get_event_loop().run_until_complete(_together(engine, inputs, sampling))
+    return [
+        {
+            "tokens": list(answer.outputs[0].token_ids),
+            "logprobs": [[step[token].logprob for token in range(vocabulary)] for step in answer.outputs[0].logprobs],
+        }
+        for answer in answers
+    ]
+
+
+async def _together(engine: Any, inputs: list[Any], sampling: Any) -> list[Any]:
+    async def one(number: int, prompt: Any) -> Any:
+        async for answer in engine.generate(prompt, sampling, f"request-{number}"):
+            last = answer
+        return last
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(inputs)))
+
+
+def start(checkpoint: str, options: dict[str, Any]) -> Any:
+    """`LLM`, or with data parallelism the engine of the server, which starts one engine core a rank."""
+    settings = {"skip_tokenizer_init": True, "max_logprobs": -1, "seed": 0, **options}
+    if "data_parallel_size" not in options:
+        from vllm import LLM
+
+        return LLM(checkpoint, **settings)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **settings))
+
+
+def serve(job: dict[str, Any]) -> None:
+    from vllm.plugins import load_general_plugins
+
+    from npu_gptoss.emulator import context
+    from npu_gptoss.serving import compat
+
+    context.set_default(dataclasses.replace(context.current(), **job["machine"]))
+    load_general_plugins()
+    results = []
+    with spoilt(job["spoil"]):
+        engine = start(job["checkpoint"], job["options"])
+        states = {entry.patch.name: entry.state for entry in compat.status() if entry.patch.name.startswith("ascend")}
+        print("PATCHES", json.dumps(states))
+        for turn in job["rounds"]:
+            try:
+                with spoilt(turn.get("spoil")):
+                    results.append(generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"]))
+            except Exception as error:  # what the operators refuse; the engine is of no use afterwards
+                results.append(f"{type(error).__name__}: {error}")
+                break
+    Path(job["out"]).write_text(json.dumps(results))
+
+
+def child(job: dict[str, Any]) -> None:
+    log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.setpgid(0, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["variables"])
+    code = 1
+    try:
+        serve(job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever engines and process groups still want to say at exit
+
+
+def main() -> None:
+    import torch_npu  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    print("READY", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            child(json.loads(Path(line.strip()).read_text()))
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # workers that the job left behind
+        print("DONE", flush=True)
+
+
+if __name__ == "__main__":
+    main()

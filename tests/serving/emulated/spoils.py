@@ -1,0 +1,152 @@
+"""What can be spoilt in an engine on the emulated 910B, one mistake a function: for tests that must see each of them.
+
+Loaded by `on_ascend.py` in the emulated environment. Each is a context manager, entered before the engine starts or
+around one call of `generate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def updates_dropped() -> Iterator[None]:
+    """Graphs replay with the lengths of their capture; only the events come."""
+    from npu_gptoss.serving.ascend import full_graph
+
+    def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
+        event.record(stream)
+
+    with mock.patch.object(full_graph, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def updates_late() -> Iterator[None]:
+    """Each replay gets the lengths of the one before."""
+    from npu_gptoss.serving.ascend import full_graph
+
+    right, before = full_graph.update, {}
+
+    def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
+        key = id(handle)
+        right(stream, call, handle, event, before.get(key, lengths))
+        before[key] = lengths
+
+    with mock.patch.object(full_graph, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def replay_dropped() -> Iterator[None]:
+    import torch
+
+    with mock.patch.object(torch.npu.NPUGraph, "replay"):
+        yield
+
+
+@contextlib.contextmanager
+def block_table_rebound() -> Iterator[None]:
+    """Graphs are captured with a copy of the block table, which nobody fills."""
+    from npu_gptoss.serving.ascend.attention import AscendSinkMetadataBuilder
+
+    right = AscendSinkMetadataBuilder.build_for_graph_capture
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = right(self, *args, **kwargs)
+        build.kept.append(metadata.block_table.clone())
+        return dataclasses.replace(metadata, block_table=build.kept[-1])
+
+    build.kept = []
+    with mock.patch.object(AscendSinkMetadataBuilder, "build_for_graph_capture", build):
+        yield
+
+
+@contextlib.contextmanager
+def window_of_129() -> Iterator[None]:
+    from npu_gptoss.attention import ascend
+
+    with mock.patch.object(ascend, "keys_before", lambda window: window):
+        yield
+
+
+@contextlib.contextmanager
+def sinks_dropped() -> Iterator[None]:
+    from npu_gptoss.attention import ascend
+
+    right = ascend.call_arguments
+    with mock.patch.object(ascend, "call_arguments", lambda *a, **k: {**right(*a, **k), "learnable_sink": None}):
+        yield
+
+
+@contextlib.contextmanager
+def interleaved_weights() -> Iterator[None]:
+    """The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts."""
+    from npu_gptoss.moe import ascend
+
+    with mock.patch.object(ascend, "halves", lambda columns: columns):
+        yield
+
+
+@contextlib.contextmanager
+def biases_in_bf16() -> Iterator[None]:
+    from npu_gptoss.moe import ascend
+
+    right = ascend.grouped_mlp
+
+    def grouped_mlp(rows: Any, experts: Any, *group_list: Any) -> Any:
+        import torch
+
+        biases = {name: getattr(experts, name).to(torch.bfloat16) for name in ("gate_up_proj_bias", "down_proj_bias")}
+        return right(rows, dataclasses.replace(experts, **biases), *group_list)
+
+    from npu_gptoss.serving.ascend import moe
+
+    with mock.patch.object(moe, "grouped_mlp", grouped_mlp):
+        yield
+
+
+@contextlib.contextmanager
+def upstream_lists() -> Iterator[None]:
+    """The query list as vllm-ascend's builder makes it for a padded decode step: one short of the rows."""
+    from npu_gptoss.attention import ascend
+
+    right = ascend.call_arguments
+
+    def arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        ours = right(*args, **kwargs)
+        return {**ours, "actual_seq_qlen": ours["actual_seq_qlen"][:-1] or [1]}
+
+    with mock.patch.object(ascend, "call_arguments", arguments):
+        yield
+
+
+@contextlib.contextmanager
+def one_call_for_all() -> Iterator[None]:
+    """Shared prefixes are not counted."""
+    from npu_gptoss.attention import ascend
+    from npu_gptoss.serving.ascend import full_graph
+
+    right = ascend.parts
+    with (
+        mock.patch.object(ascend, "parts", lambda metadata, blocks, size: right(metadata, 1 << 30, size)),
+        mock.patch.object(full_graph, "fits_one_call", return_value=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tail_not_zeroed() -> Iterator[None]:
+    """The rows that a graph is padded with keep what memory held."""
+    from npu_gptoss import attention
+
+    with mock.patch.object(attention, "zero_tail", lambda out, tokens: out):
+        yield
+
+
+def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
+    return globals()[name]() if name else contextlib.nullcontext()

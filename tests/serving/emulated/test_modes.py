@@ -1,0 +1,83 @@
+"""gpt-oss in every mode of stock vllm-ascend 0.11.0 against transformers: float32, and bfloat16 within its rounding."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle, oracle_logits
+from tests.serving.emulated.rounds import (
+    EAGER,
+    FULL,
+    LENGTHS,
+    ONE_CHUNK_BEYOND_HALF_THE_MASK,
+    THREE_IN_A_BUCKET_OF_FOUR,
+    VOCABULARY,
+    WORKSPACE,
+    errors,
+    right,
+    turn,
+)
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+ORDINARY = [
+    turn(LENGTHS),
+    turn((300, 700), seed=1),  # nothing in common with the first round
+    turn(LENGTHS),  # now from the prefix cache
+    turn(ONE_CHUNK_BEYOND_HALF_THE_MASK),
+    turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2),
+]
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"options": EAGER},
+    "piecewise": {},
+    "full decode graphs": {"options": FULL, "machine": WORKSPACE},
+    "small ops": {
+        "options": EAGER,
+        "variables": {"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops", "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"},
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
+    results, printed = serve(ORDINARY, **MODES[mode])
+    assert right(ORDINARY, results, expected) == [True] * len(ORDINARY)
+    assert ("decode, FULL" in printed) == ("full" in mode)
+
+
+@pytest.mark.parametrize("mode", ["eager", "piecewise", "full decode graphs"])
+def test_bfloat16_stays_within_the_rounding_of_transformers_in_bfloat16(mode, serve, checkpoint, expected):
+    rounds = [turn(LENGTHS, tokens=3)]
+    how = MODES[mode]
+    results, _ = serve(rounds, **{**how, "options": {**how.get("options", {}), "dtype": "bfloat16"}})
+    rounded = load_oracle(checkpoint, torch.bfloat16)
+    ours = torch.cat(errors(rounds, results, expected)[0])
+    theirs = torch.cat(
+        [
+            (
+                torch.log_softmax(oracle_logits(rounded, prompt + answer["tokens"][:-1])[len(prompt) - 1 :], -1)
+                - expected(tuple(prompt), tuple(answer["tokens"]))
+            ).abs()
+            for prompt, answer in zip(rounds[0]["prompts"], results[0], strict=True)
+        ]
+    )
+    # a router that decides otherwise by a hair moves one prompt by much, in either implementation
+    assert float(ours.median()) < 1.5 * float(theirs.median())
+    assert float(ours.mean()) < 2 * float(theirs.mean())
+
+
+def test_the_published_format_is_claimed_before_ascend_claims_it(serve, expected, tmp_path):
+    """vllm-ascend takes any quantised checkpoint for its own; ours are the same values as the BF16 checkpoint's."""
+    write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
+    rounds = [turn((5, 140))]
+    results, printed = serve(rounds, options=EAGER, model=tmp_path / "mxfp4")
+    assert right(rounds, results, expected) == [True]
+    assert json.loads(printed.partition("PATCHES ")[2].splitlines()[0]) == {
+        "ascend-host-mask": "applied",
+        "ascend-full-graph": "applied",
+    }

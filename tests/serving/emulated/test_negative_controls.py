@@ -1,0 +1,74 @@
+"""Negative controls: each mistake of `spoils.py` is seen in an engine's answers, or refused by an operator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.emulated.rounds import (
+    EAGER,
+    FULL,
+    SPOILT,
+    THREE_IN_A_BUCKET_OF_FOUR,
+    TOLERANCE,
+    WORKSPACE,
+    errors,
+    right,
+    turn,
+    worst,
+)
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+
+def test_dropped_and_late_updates_and_dropped_replays_are_seen(serve, expected):
+    spoils = ["updates_dropped", "updates_late", "replay_dropped"]
+    rounds = [turn(SPOILT)]
+    for seed, spoil in enumerate(spoils, 3):
+        rounds += [turn(SPOILT, seed=seed, spoil=spoil), turn(SPOILT, seed=seed + 10)]
+    results, _ = serve(rounds, options=FULL, machine=WORKSPACE)
+    seen = [worst(of_round) > 100 * TOLERANCE for of_round in errors(rounds, results, expected)]
+    # a replay that did not take place leaves its events behind, which let every later one run too early
+    assert seen == [False, True, False, True, False, True, True]
+
+
+def test_a_block_table_that_was_rebound_is_seen(serve, expected):
+    rounds = [turn(SPOILT)]
+    results, _ = serve(rounds, options=FULL, machine=WORKSPACE, spoil="block_table_rebound")
+    assert worst(errors(rounds, results, expected)[0]) > 100 * TOLERANCE
+
+
+def test_a_tail_that_is_not_zeroed_is_refused_by_the_router(serve, expected):
+    """Three requests in a graph of four: what memory held in the fourth row reaches the router; NaN has no order."""
+    rounds = [
+        turn(THREE_IN_A_BUCKET_OF_FOUR),
+        turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="tail_not_zeroed"),
+    ]
+    results, _ = serve(rounds)
+    assert right(rounds[:1], results[:1], expected) == [True]
+    assert "[R57]" in results[1]
+    assert "NaN" in results[1]
+
+
+def test_a_wrong_window_and_lost_sinks_are_seen_and_short_lists_refused(serve, expected):
+    rounds = [
+        turn(SPOILT, seed=3, spoil="window_of_129"),
+        turn(SPOILT, seed=4, spoil="sinks_dropped"),
+        turn(SPOILT, seed=5),
+        turn(SPOILT, seed=6, spoil="upstream_lists"),
+    ]
+    results, _ = serve(rounds, options=EAGER)
+    seen = [worst(of_round) > 10 * TOLERANCE for of_round in errors(rounds[:3], results[:3], expected)]
+    assert seen == [True, True, False]
+    assert "[R15]" in results[3] or "[R13]" in results[3]
+
+
+def test_interleaved_weights_are_seen(serve, expected):
+    rounds = [turn(SPOILT)]
+    results, _ = serve(rounds, options=EAGER, spoil="interleaved_weights")
+    assert worst(errors(rounds, results, expected)[0]) > 1000 * TOLERANCE
+
+
+def test_biases_in_bf16_are_refused(serve):
+    rounds = [turn(SPOILT, spoil="biases_in_bf16")]
+    results, _ = serve(rounds, options={**EAGER, "dtype": "bfloat16"})
+    assert "[R47]" in results[0]
