@@ -44,6 +44,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,  # the power of two that holds them
+    CHUNK: tl.constexpr,  # how many shares are added up at once; divides SPLITS_2
     MAPPED: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -121,14 +122,14 @@ def decode_kernel(
                 weights = tl.exp2(tops - final[None, :])
                 whole = tl.sum(weights * parts, 0) + tl.exp2(sink - final)
                 result = tl.zeros([ROWS, DIM], tl.float32)
-                for one in tl.range(0, used):
-                    where = series * SPLITS + one
-                    top = tl.load(extremes + where * 2 * HEADS + member, mask=real, other=0.0, cache_modifier=".cg")
+                for some in tl.static_range(0, SPLITS_2, CHUNK):
+                    other = some + tl.arange(0, CHUNK)
+                    place = ((series * SPLITS + other) * 2)[:, None] * HEADS + member[None, :]
+                    there = (other < used)[:, None] & real[None, :]
+                    tops = tl.load(extremes + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    place = ((series * SPLITS + other)[:, None] * HEADS + member[None, :])[:, :, None] * DIM
                     part = tl.load(
-                        sums + (where * HEADS + member)[:, None] * DIM + dim[None, :],
-                        mask=real[:, None],
-                        other=0.0,
-                        cache_modifier=".cg",
+                        sums + place + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
                     )
-                    result += part * tl.exp2(top - final)[:, None]
+                    result += tl.sum(part * tl.exp2(tops - final[None, :])[:, :, None], 0)
                 tl.store(target, (result / whole[:, None]).to(out.dtype.element_ty), mask=real[:, None])

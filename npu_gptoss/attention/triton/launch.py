@@ -21,6 +21,7 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 
 LOG2_E = 1 / math.log(2)
 GATHER_KEYS = 64
+CHUNK = 8  # shares that the last program adds up at once
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ def decode(
         BLOCK_N=config.keys,
         SPLITS=splits,
         SPLITS_2=triton.next_power_of_2(splits),
+        CHUNK=min(triton.next_power_of_2(splits), CHUNK),
         MAPPED=rows.rows is not None,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
