@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import agreement, attention_cases, decode, dense_cases, kernels, moe_cases, prefill, records
+from npu_gptoss.bench import (
+    agreement,
+    attention_cases,
+    decode,
+    dense_cases,
+    kernels,
+    moe_cases,
+    prefill,
+    profile,
+    records,
+)
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, write_random_checkpoint
 from npu_gptoss.bench.roofline import NOMINAL, WEIGHT_BYTES, Ceilings
@@ -41,10 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--context", default=[1024], help="tokens of each prompt (default: 1024)", **COUNTS)
     step.add_argument("--steps", type=int, default=128, metavar="N", help="steady steps measured (default: 128)")
 
+    step.add_argument("--profile", action="store_true", help="show the device's kernels inside a step of each point")
+
     prompt = commands.add_parser("prefill", help="time to the first token of one prompt")
     _engine_arguments(prompt)
     prompt.add_argument("--tokens", default=[8192], help="of the prompt (default: 8192)", **COUNTS)
     prompt.add_argument("--repeats", type=int, default=3, metavar="N", help="prompts measured (default: 3)")
+
+    prompt.add_argument("--profile", action="store_true", help="show the device's kernels inside each prefill")
 
     kernel = commands.add_parser("kernel", help="each registered kernel of an operation alone")
     kernel.add_argument("operation", nargs="*", help="for example moe.experts; default: all")
@@ -140,6 +154,8 @@ def _decode(args: argparse.Namespace) -> int:
                     )
                 )
                 print(decode.decode_line(rows[-1]), flush=True)
+                if args.profile:
+                    rows[-1]["inside"] = _show(decode.profile_decode(engine, batch, context))
         return rows
 
     largest = max(args.batch)
@@ -163,9 +179,16 @@ def _prefill(args: argparse.Namespace) -> int:
                 )
             )
             print(prefill.prefill_line(rows[-1]), flush=True)
+            if args.profile:
+                rows[-1]["inside"] = _show(prefill.profile_prefill(engine, tokens))
         return rows
 
     return _with_engine(args, "prefill", prefill.DEFINITIONS, prefill.PREFILL_HEAD, measured, 1)
+
+
+def _show(found: list[profile.DeviceKernel]) -> list[dict[str, Any]]:
+    print("\n".join(profile.table(found)), flush=True)
+    return profile.as_records(found)
 
 
 def _with_engine(

@@ -13,7 +13,7 @@ import torch
 
 from npu_gptoss.bench.decode import significant
 from npu_gptoss.bench.measure import Timing, measure
-from npu_gptoss.bench.profile import DeviceKernel, device_kernels
+from npu_gptoss.bench.profile import DeviceKernel, as_records, device_kernels
 from npu_gptoss.bench.roofline import Ceilings, Work
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelSpec, Operation, Priority, Signature, current_platform
@@ -134,7 +134,7 @@ def kernel_record(
     if measured is not None:
         record["floor_measured_us"] = work.floor_s(measured) * 1e6
     record = {name: significant(value) for name, value in record.items()}
-    record["inside"] = [{"name": k.name, "calls": significant(k.calls), "us": significant(k.us)} for k in inside[:8]]
+    record["inside"] = as_records(inside, most=8)
     return record
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from npu_gptoss.bench.cost import dollars_per_million
 from npu_gptoss.bench.decode import check_fits, random_prompts, significant
+from npu_gptoss.bench.profile import DeviceKernel, device_kernels
 from npu_gptoss.bench.random_checkpoint import model_name
 from npu_gptoss.bench.roofline import Ceilings, prefill_work
 from npu_gptoss.engine import Engine, SamplingParams
@@ -39,6 +40,14 @@ def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> lis
         engine.generate([prompt], params)
         times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[DeviceKernel]:
+    """The device's kernels of one prompt from an empty cache to its first token, longest first."""
+    check_fits(engine, 1, tokens + 1)
+    prompt = random_prompts(1, tokens, engine.config.vocab_size, seed)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    return device_kernels(lambda: engine.generate(prompt, params), engine.device, repeats=1)
 
 
 def prefill_record(

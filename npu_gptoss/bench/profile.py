@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -26,12 +27,20 @@ def device_kernels(run: Callable[[], object], device: torch.device, *, repeats: 
     """The kernels of one `run`, longest first, as the mean of `repeats`. On a CPU, torch's operators instead."""
     run()
     synchronize(device)
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    activities = [ProfilerActivity.CPU, activity] if device.type == "cuda" else [activity]
-    with profile(activities=activities) as recorded:
+    with recording(device) as recorded:
         for _ in range(repeats):
             run()
         synchronize(device)
+    return kernels_of(recorded, device, repeats)
+
+
+def recording(device: torch.device) -> profile:
+    """A profiler of the device's kernels; a context manager, or `start` and `stop`."""
+    return profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU])
+
+
+def kernels_of(recorded: profile, device: torch.device, repeats: int) -> list[DeviceKernel]:
+    """What was recorded, longest first, divided by the number of times that it ran."""
     found = []
     for event in recorded.key_averages():
         on_device = str(event.device_type).endswith("CUDA")
@@ -57,8 +66,6 @@ def table(kernels: list[DeviceKernel], most: int = 25) -> list[str]:
     return lines
 
 
-def total_us(kernels: list[DeviceKernel]) -> float:
-    return sum(kernel.us for kernel in kernels)
-
-
-__all__ = ["DeviceKernel", "device_kernels", "table", "total_us"]
+def as_records(kernels: list[DeviceKernel], most: int = 16) -> list[dict[str, Any]]:
+    """The longest ones for a JSON record."""
+    return [{"name": k.name, "calls": round(k.calls, 2), "us": round(k.us, 2)} for k in kernels[:most]]

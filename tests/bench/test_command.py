@@ -42,11 +42,12 @@ def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     content["engine"] = "another engine"
     content["records"][0]["prefill_s"] *= 2
     probe.write_text(json.dumps(content))
-    assert bench("prefill", "--model", directory, *options, "--peer", probe, "--json", file) == 0
+    assert bench("prefill", "--model", directory, *options, "--peer", probe, "--json", file, "--profile") == 0
     (record,) = json.loads(file.read_text())["records"]
     assert record["peer"]["engine"] == "another engine"
     assert record["peer"]["prefill_s"] == content["records"][0]["prefill_s"]
     assert record["repeats"] == 2
+    assert record["inside"][0]["us"] >= record["inside"][1]["us"] > 0
     assert "another engine: " in capsys.readouterr().out
 
 
