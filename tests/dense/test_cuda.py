@@ -1,0 +1,143 @@
+"""The Triton kernels on a GPU, in bf16 at gpt-oss's sizes, against the definition and against rounding in its places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from npu_gptoss.dense import reference, small_ops
+from npu_gptoss.dense import triton as triton_kernels
+from npu_gptoss.dense.weights import quantize_rows
+from tests.dense import test_kernels as cpu
+from tests.dense.cases import Case, Sizes, make_case
+from tests.tolerances import assert_close
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
+]
+
+SIZES = Sizes(hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, vocab=20_011)
+ROWS = [(1, 1), (8, 5), (64, 64), (65, 65), (300, 300)]
+
+
+@pytest.fixture(scope="module")
+def cases() -> Callable[[int, int], Case]:
+    made: dict[tuple[int, int], Case] = {}
+
+    def case(rows: int, real: int) -> Case:
+        if (rows, real) not in made:
+            made[rows, real] = make_case(rows, min(real, 24), sizes=SIZES, device="cuda")
+        return made[rows, real]
+
+    return case
+
+
+PARAMETERS = [
+    pytest.param(run, definition, portable, kernel, rows, real, id=f"{kernel.__name__}-{rows}")
+    for run, definition, portable, kernel in (
+        (cpu.run_qkv, reference.qkv, small_ops.qkv, triton_kernels.qkv),
+        (cpu.run_qkv, reference.qkv, small_ops.qkv, triton_kernels.qkv_gemv),
+        (cpu.run_output, reference.output, small_ops.output, triton_kernels.output_gemv),
+        (cpu.run_add_norm, reference.add_norm, small_ops.add_norm, triton_kernels.add_norm),
+        (cpu.run_logits, reference.logits, small_ops.logits, triton_kernels.logits_gemv),
+    )
+    for rows, real in (ROWS[:1] if kernel.__name__.endswith("gemv") else ROWS)
+]
+
+
+@pytest.mark.parametrize(("run", "definition", "portable", "kernel", "rows", "real"), PARAMETERS)
+@pytest.mark.parametrize("delta", [True, False])
+def test_bf16_is_as_near_to_the_definition_as_plain_torch_in_bf16(
+    run: Callable,
+    definition: Callable,
+    portable: Callable,
+    kernel: Callable,
+    rows: int,
+    real: int,
+    delta: bool,
+    cases: Callable[[int, int], Case],
+) -> None:
+    case = cases(rows, real)
+    want = run(definition, case, delta)
+    for mine, theirs, exact in zip(run(kernel, case, delta), run(portable, case, delta), want, strict=True):
+        error, allowed = ((t.float() - exact.float()).norm() / exact.float().norm() for t in (mine, theirs))
+        assert torch.isfinite(mine).all()
+        assert error <= 1.1 * allowed + 1e-5, f"error {error:.2e}, plain torch {allowed:.2e}"
+
+
+@pytest.mark.parametrize(("rows", "real"), ROWS)
+@pytest.mark.parametrize("kernel", [triton_kernels.router, triton_kernels.router_after_norm])
+def test_the_router_chooses_as_plain_torch_but_for_ties(
+    kernel: Callable, rows: int, real: int, cases: Callable[[int, int], Case]
+) -> None:
+    case = cases(rows, real)
+    residual, normed, weights, ids = cpu.run_router(kernel, case)
+    want = cpu.run_router(small_ops.router, case)
+    assert torch.equal(residual, want[0])
+    assert (normed != want[1]).float().mean() < 1e-3  # a square root that rounds the other way
+    logits = torch.nn.functional.linear(normed, case.router_weight, case.router_bias).float()
+    chosen = logits.gather(1, ids.long())
+    worst_chosen = logits.topk(4, dim=-1).values[:, -1:]
+    assert (chosen >= worst_chosen - worst_chosen.abs() * 2**-7).all()  # one rounding of a bf16 logit
+    assert (ids.long().sort(1).values.diff(dim=1) > 0).all()  # each expert once
+    assert_close(weights, torch.softmax(chosen, -1), torch.bfloat16)
+
+
+def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(cases: Callable[[int, int], Case]) -> None:
+    case = cases(64, 64)
+    assert torch.equal(cpu.run_add_norm(triton_kernels.add_norm, case)[0], case.residual + case.delta)
+
+
+def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:
+    """The counter by which the last program knows itself must be zero after each launch."""
+    case = cases(8, 5)
+    first = cpu.run_router(triton_kernels.router, case)
+    for _ in range(50):
+        again = cpu.run_router(triton_kernels.router, case)
+        assert torch.equal(again[2], first[2])
+        assert torch.equal(again[3], first[3])
+
+
+@pytest.mark.parametrize("mistake", cpu.MISTAKES)
+def test_the_comparison_notices_in_bf16(mistake: str) -> None:
+    """The kernels' own computation with one input mistaken lies outside what rounding explains."""
+    run, definition, change = cpu.MISTAKES[mistake]
+    kernel = {cpu.run_qkv: "qkv_gemv", cpu.run_output: "output_gemv"}.get(run, run.__name__.removeprefix("run_"))
+    case = make_case(1, sizes=SIZES, device="cuda", seed=4)
+    if mistake == "no epsilon":
+        case = replace(case, residual=case.residual * 1e-3, delta=case.delta * 1e-3)
+    want = run(definition, case)
+    got = run(getattr(triton_kernels, kernel), change(case))
+    errors = [
+        (mine.float() - exact.float()).norm() / exact.float().norm() for mine, exact in zip(got, want, strict=True)
+    ]
+    assert max(errors) > 0.02
+
+
+def test_eight_bit_weights_cost_what_three_bits_of_mantissa_cost(cases: Callable[[int, int], Case]) -> None:
+    case = cases(1, 1)
+    scaled = quantize_rows(case.lm_head)
+    want = cpu.run_logits(reference.logits, case)[0].float()
+    exact = cpu.run_logits(reference.logits, case, weight=scaled)[0].float()
+    got = cpu.run_logits(triton_kernels.logits_gemv, case, weight=scaled)[0].float()
+    assert (got - exact).norm() / exact.norm() < 3e-3  # bf16's rounding of the result
+    assert 0.01 < (got - want).norm() / want.norm() < 0.04  # FP8's
+
+
+@pytest.mark.parametrize("rows", [1, 8, 130])
+def test_greedy_at_the_vocabularys_size(rows: int) -> None:
+    logits = torch.randn(rows, 201_088, device="cuda").to(torch.bfloat16)
+    logits[0, 200_001] = logits[0, 7] = 9.0
+    want = logits.float().argmax(-1)
+    want[0] = 7
+    if rows > 1:
+        logits[1, 201_087] = float("nan")
+        want[1] = -1
+    firsts = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    out = torch.empty(rows, dtype=torch.int64, device="cuda")
+    triton_kernels.greedy(logits, out)
+    assert torch.equal(out, torch.where(want < 0, want, firsts))

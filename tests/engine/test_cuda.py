@@ -1,0 +1,128 @@
+"""The engine on a GPU: real graphs against launches one by one, and the mistakes that only a real graph makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.engine import Engine, SamplingParams, decode
+from npu_gptoss.graphs import DecodeState, Recorder
+from tests.checkpoints import write_random_checkpoint
+from tests.engine.test_decode import MODES, advance_without, load_without, tokens
+from tests.oracle import random_prompts
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
+]
+
+SIZES = (1, 2, 4, 8)
+SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2, "window": 20}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda") / "checkpoint"
+    write_random_checkpoint(path, mxfp4=True, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts((5, 17, 40, 129, 3, 16, 64, 100), 512)
+
+
+def engine(directory: Path, graphs: str) -> Engine:
+    return Engine(directory, device="cuda", num_blocks=200, graphs=graphs, graph_sizes=SIZES)
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Engine:
+    return engine(directory, "none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requests", [1, 2, 4, 8])
+def test_replayed_tokens_are_those_launched_one_by_one(
+    mode: str, requests: int, directory: Path, plain: Engine, prompts: list[list[int]]
+) -> None:
+    """A whole bucket: the same kernels on the same rows, so the same bits."""
+    params = SamplingParams(max_tokens=40)
+    assert tokens(engine(directory, mode), prompts[:requests], params) == tokens(plain, prompts[:requests], params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_rows_change_nothing(mode: str, directory: Path, prompts: list[list[int]]) -> None:
+    """Three requests in the bucket of four, whatever ran in it before."""
+    graphed = engine(directory, mode)
+    params = SamplingParams(max_tokens=40)
+    first = tokens(graphed, prompts[:3], params)
+    tokens(graphed, prompts[4:], SamplingParams(max_tokens=5))
+    assert tokens(graphed, prompts[:3], params) == first
+
+
+def mistaken(directory: Path, plain: Engine, prompts: list[list[int]]) -> bool:
+    params = SamplingParams(max_tokens=40)
+    graphed = engine(directory, "full")
+    graphed.generate(prompts[4:], SamplingParams(max_tokens=3))
+    return [r.token_ids for r in graphed.generate(prompts[:4], params)] != tokens(plain, prompts[:4], params)
+
+
+@pytest.mark.parametrize("name", ["tokens", "next_positions", "block_table"])
+def test_an_input_that_the_host_does_not_refresh_is_noticed(
+    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeState, "load", load_without(name))
+    assert mistaken(directory, plain, prompts)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "positions", "slots", "seq_lens", "next_positions"])
+def test_an_input_that_the_device_does_not_move_on_is_noticed(
+    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "advance", advance_without(name))
+    assert mistaken(directory, plain, prompts)
+
+
+def test_a_block_table_that_is_stale_is_noticed(
+    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
+    assert mistaken(directory, plain, prompts)
+
+
+def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(
+    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classic: a step's inputs replaced instead of overwritten, so that the graph goes on reading the old ones."""
+
+    def replaced(self: DecodeState, token_ids: list, positions: list, tables: list) -> None:
+        other = DecodeState.allocate(
+            self.capacity, self.block_table.shape[1], self.block_size, self.spare_slot, self.cursor.device
+        )
+        right(other, token_ids, positions, tables)
+        object.__setattr__(self, "cursor", other.cursor)
+        object.__setattr__(self, "block_table", other.block_table)
+
+    right = DecodeState.load
+    monkeypatch.setattr(DecodeState, "load", replaced)
+    assert mistaken(directory, plain, prompts)
+
+
+def test_work_that_asks_the_device_cannot_be_captured() -> None:
+    """What a capture does not hold must not be skipped without a word."""
+    values = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        Recorder(values.device).record(lambda: values + float(values.sum()))
+    torch.cuda.synchronize()
+
+
+def test_a_result_is_overwritten_at_its_address_by_every_replay() -> None:
+    source = torch.ones(4, device="cuda")
+    recorded = Recorder(source.device).record(lambda: source * 2)
+    assert recorded.replay().tolist() == [2.0] * 4
+    source.fill_(5)
+    assert recorded.result.tolist() == [2.0] * 4
+    assert recorded.replay().tolist() == [10.0] * 4
