@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, in bf16 at gpt-oss's sizes, against the definition and against rounding in its places."""
+"""The Triton kernels on a GPU in bf16, at gpt-oss's sizes, against the definition, plain torch and their mistakes."""
 
 from __future__ import annotations
 
