@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers the longest files start first: those that serve on the emulated 910B."""
+    """With several workers the longest files start first: those that serve on the emulated 910B, and evalscope's."""
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        long = {item.path for item in items if {"emulated", "slow"} <= {mark.name for mark in item.iter_markers()}}
+        marks = [(item.path, {mark.name for mark in item.iter_markers()}) for item in items]
+        long = {path for path, names in marks if {"emulated", "slow"} <= names or {"evalscope", "slow"} <= names}
         items.sort(key=lambda item: ("serving" not in item.path.parts, item.path not in long))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.shell import SCRIPTS, run
+from tests.scripts.shell import SCRIPTS, environment, run
 
 FILES = sorted(SCRIPTS.glob("*.sh"))
 RUNNABLE = [path for path in FILES if path.name != "lib.sh"]
@@ -26,7 +26,7 @@ def test_sh_reads_it(path: Path) -> None:
 
 
 def test_shellcheck_finds_nothing() -> None:
-    program = shutil.which("shellcheck")
+    program = shutil.which("shellcheck", path=environment()["PATH"])
     if program is None:
         pytest.skip("shellcheck is not installed; make setup")
     done = subprocess.run([program, "-x", *map(str, FILES)], cwd=SCRIPTS, capture_output=True, text=True)

@@ -1,0 +1,198 @@
+"""The real evalscope against a real server: serve.sh, perf.sh and mmlu.sh as users run them, on the trained tiny model.
+
+The score is that of a model that computes right, and falls to nothing when the sinks are lost: what MMLU is for here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import serve_cpu
+from tests.scripts.shell import ROOT, SCRIPTS, environment, run
+from tests.scripts.test_mmlu_sh import SIZES
+from tests.serving.server import START_LIMIT, Server, free_port
+
+PYTHON = ROOT / ".venv-evalscope/bin/python"
+pytestmark = [
+    pytest.mark.evalscope,
+    pytest.mark.serving,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="evalscope is not set up; make setup-evalscope"),
+]
+QUESTIONS = 40
+LIMIT = 240  # seconds for one run of a script; 10 to 25 on two idle cores
+
+
+@contextlib.contextmanager
+def serve_sh(model: Path, log: Path) -> Iterator[Server]:
+    """A server started by the command of the documentation; gone with everything it started afterwards."""
+    port = free_port()
+    options = (
+        "--model",
+        str(model),
+        "--name",
+        "gpt-oss-tiny",
+        "--on",
+        "cpu",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    )
+    process = serve_cpu.start(["sh", str(SCRIPTS / "serve.sh"), *options], environment(), log)
+    try:
+        serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=START_LIMIT)
+        yield Server(f"http://127.0.0.1:{port}", "gpt-oss-tiny", log)
+        assert process.poll() is None, f"the server died during the tests; its log is {log}"
+    finally:
+        serve_cpu.stop(process)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("vllm")
+    from npu_gptoss.model.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("evalscope")
+    write_tiny(folder / "model", trained=True)
+    command = [sys.executable, str(SCRIPTS / "tiny_mmlu.py"), str(folder / "mmlu"), "--questions", str(QUESTIONS)]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serve_sh(folder / "model", folder / "server.log") as running:
+        yield running
+
+
+def mmlu(
+    server: Server, folder: Path, out: str, *options: str, limit: float = LIMIT
+) -> subprocess.CompletedProcess[str]:
+    """mmlu.sh on the tiny set. What evalscope caches stays in the test's folder."""
+    fixed = (
+        "--url",
+        server.url,
+        "--data",
+        folder / "mmlu",
+        "--few-shot",
+        "0",
+        "--max-tokens",
+        "120",
+        "--out",
+        folder / out,
+    )
+    return run("mmlu.sh", *fixed, *options, timeout=limit, HF_HOME=str(folder / "cache"))
+
+
+def score(printed: str) -> tuple[float, int]:
+    """The percentage and the count of right answers in a report."""
+    found = re.search(r"mean over questions: ([\d.]+) ± [\d.]+ %\*\* \((\d+) right\)", printed)
+    assert found, printed
+    return float(found[1]), int(found[2])
+
+
+@pytest.fixture(scope="module")
+def finished(server: Server, folder: Path) -> str:
+    """The report of a whole run, in folder/"right"."""
+    done = mmlu(server, folder, "right")
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_the_score_is_far_above_chance_and_evalscopes_own(finished: str, folder: Path) -> None:
+    percent, right = score(finished)
+    assert percent > 90, "chance is 25"
+    assert f"{QUESTIONS} questions of 4 subjects" in finished
+    assert "few_shot_num 0" in finished
+    assert "reasoning_effort medium" in finished
+    report = json.loads((folder / "right/reports/gpt-oss-tiny/mmlu.json").read_text())
+    assert report["metrics"][0]["score"] * QUESTIONS == pytest.approx(right, abs=0.01)
+
+
+def test_an_interrupted_run_asks_only_what_is_missing(server: Server, folder: Path, finished: str) -> None:
+    lost = 0
+    for path in (folder / "right/predictions/gpt-oss-tiny").glob("*.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        lost += len(lines) // 2
+        path.write_text("".join(lines[len(lines) // 2 :]))
+    (folder / "right/reports/gpt-oss-tiny/mmlu.json").unlink()
+    before = server.metric("vllm:request_success_total")
+    done = mmlu(server, folder, "right")
+    assert done.returncode == 0
+    assert server.metric("vllm:request_success_total") - before == lost == QUESTIONS // 2
+    assert score(done.stdout) == score(finished)
+
+
+def test_other_settings_do_not_mix_into_a_run(server: Server, folder: Path, finished: str) -> None:
+    before = server.metric("vllm:request_success_total")
+    done = mmlu(server, folder, "right", "--effort", "low")
+    assert done.returncode == 2
+    assert "holds a run with other settings" in done.stderr
+    assert server.metric("vllm:request_success_total") == before
+
+
+def test_the_plot_is_drawn(folder: Path, finished: str) -> None:
+    target = folder / "plot.svg"
+    command = [str(PYTHON), str(SCRIPTS / "mmlu_report.py"), str(folder / "right"), "--plot", str(target)]
+    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    drawn = target.read_text()
+    assert "<svg" in drawn
+    assert len(re.findall("high school statistics", drawn)) == 1, "each subject is labelled, in a comment of the SVG"
+    assert not list(folder.glob(".*plot*")), "nothing half-written is left"
+
+
+def test_perf_measures_every_request_and_the_server_saw_them(server: Server, folder: Path) -> None:
+    before = server.metric("vllm:generation_tokens_total")
+    options = ("--parallel", "1,10", "--number", "2,10", "--output", "24", "--out", folder / "perf")
+    done = run("perf.sh", "--url", server.url, *options, timeout=LIMIT, HF_HOME=str(folder / "cache"))
+    assert done.returncode == 0
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line[:1] == "|"
+    ]
+    assert [row[:2] for row in rows[-2:]] == [["1", "0 / 2"], ["10", "0 / 10"]]
+    for row in rows[-2:]:
+        latency, first, each = float(row[2]), float(row[3]) / 1000, float(row[4]) / 1000
+        assert latency == pytest.approx(first + 23 * each, rel=0.05, abs=0.02), "24 tokens: the first and 23 more"
+    assert server.metric("vllm:generation_tokens_total") - before >= 12 * 24
+
+
+def test_evalscope_itself_draws_a_thousand_questions_for_the_gate() -> None:
+    part = re.search(r"^PART=(\S+)$", (SCRIPTS / "mmlu.sh").read_text(), re.M)[1]
+    code = (
+        "from evalscope.api.dataset.dataset import resolve_dataset_limit as limit; "
+        f"print(sum(limit({part}, size) for size in {SIZES}))"
+    )
+    done = subprocess.run([str(PYTHON), "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1000"
+
+
+def test_the_score_falls_to_nothing_without_the_sinks(folder: Path, finished: str) -> None:
+    """Also shows McNemar's test on real runs: the report names the better one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from npu_gptoss.model.tiny import write_tiny
+
+    write_tiny(folder / "sinkless", trained=True)
+    path = folder / "sinkless/model.safetensors"
+    tensors = load_file(path)
+    sinks = [name for name in tensors if name.endswith("sinks")]
+    assert sinks
+    save_file({**tensors, **{name: torch.full_like(tensors[name], -1e4) for name in sinks}}, path, {"format": "pt"})
+    with serve_sh(folder / "sinkless", folder / "sinkless.log") as server:
+        done = mmlu(server, folder, "wrong")
+    assert done.returncode == 0
+    assert score(done.stdout)[0] < 30, "chance is 25"
+    command = [str(PYTHON), str(SCRIPTS / "mmlu_report.py"), str(folder / "right"), "--against", str(folder / "wrong")]
+    compared = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
+    assert "The first run is better" in compared
+    assert float(re.search(r"p = (\S+)", compared)[1]) < 1e-6
