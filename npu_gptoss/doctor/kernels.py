@@ -16,7 +16,7 @@ def kernels(platform: str) -> Iterator[Finding]:
     """Needs torch. platform: what this machine is to serve on. One finding for each operation."""
     from npu_gptoss.kernels import current_platform, explain, load_kernels, signature
     from npu_gptoss.kernels.command import EXAMPLE
-    from npu_gptoss.kernels.registry import BUILT_IN, Priority, registry
+    from npu_gptoss.kernels.registry import Priority, registry
 
     complaints = _Complaints()
     logger = logging.getLogger("npu_gptoss.kernels")
@@ -30,10 +30,11 @@ def kernels(platform: str) -> Iterator[Finding]:
     for name, operation in sorted(registry.operations.items()):
         call = signature(**{role: EXAMPLE.get(role, EXAMPLE["dtype"]) for role in operation.roles})
         found = explain(operation, call, {trait: EXAMPLE.get(trait) for trait in operation.traits})
+        # of the general ones: one for some shapes only is no loss for the others
         made_for = [
             c.kernel
             for c in found.candidates
-            if platform in c.kernel.capability.platforms and c.kernel.origin == BUILT_IN
+            if platform in c.kernel.capability.platforms and c.kernel.priority < Priority.SPECIALISED
         ]
         more = {"subject": name, "details": tuple(_lines(found))}
         by = f", by the override {found.override!r}" if found.override else ""

@@ -72,9 +72,9 @@ def discovered(here: Machine) -> Iterator[Finding]:
 
 
 def order(here: Machine) -> Iterator[Finding]:
-    plugins = loaded(here, GENERAL)
+    plugins = loaded(here, GENERAL) if here.version("vllm") else []
     names = [p.name for p in plugins]
-    if here.version("vllm") is None or OURS not in names:
+    if OURS not in names:
         yield not_applicable("plugin-order", "The plugin is not loaded.")
         return
     behind = [p for p in plugins[names.index(OURS) + 1 :] if _origin(p) not in KNOWN]

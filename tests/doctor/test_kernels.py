@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from npu_gptoss.doctor.kernels import kernels
-from npu_gptoss.kernels import loading, platform_override
+from npu_gptoss.kernels import Priority, loading, platform_override
 from npu_gptoss.kernels.registry import registry
 
 TORCH_NPU = frozenset({"torch_npu"})
@@ -50,6 +50,16 @@ def test_plain_operators_where_fused_ones_are_made_for_the_machine_are_a_warning
     assert "attention.paged.ascend: needs torch_npu, which is not installed" in paged.details
     with platform_override("cpu", TORCH_NPU):  # what the variable NPU_GPTOSS_PLATFORM may do
         assert "are selected for cpu" in by_operation("ascend")["moe.experts"].sentence
+
+
+def test_a_kernel_for_some_shapes_only_is_not_missed_by_the_others():
+    with platform_override("cuda", frozenset({"triton"})):
+        assert {finding.state for finding in by_operation("cuda").values()} == {"ok"}
+    with platform_override("cuda", frozenset()):
+        found = by_operation("cuda")
+    for name, kernel in ((n, k) for n in found for k in registry.kernels.values() if f"{k.family}.{k.mode}" == n):
+        if "cuda" in kernel.capability.platforms and kernel.priority < Priority.SPECIALISED:
+            assert found[name].state == "warning", kernel.name
 
 
 def test_an_override_that_cannot_run_is_a_failure_that_names_its_variable(monkeypatch):
