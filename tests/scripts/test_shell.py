@@ -28,7 +28,7 @@ def test_sh_reads_it(path: Path) -> None:
 def test_shellcheck_finds_nothing() -> None:
     program = shutil.which("shellcheck", path=environment()["PATH"])
     if program is None:
-        pytest.skip("shellcheck is not installed; make setup")
+        pytest.skip("shellcheck is not installed: make setup, where it has a wheel")
     done = subprocess.run([program, "-x", *map(str, FILES)], cwd=SCRIPTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
