@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.doctor import command, memory, plugins, probe, stack, vocabulary
+from npu_gptoss.doctor.cann import COMMON_DEVICE_FILES
 from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.findings import ok
+from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.model.tiny import tiny_config, write_tiny
-from tests.doctor.machines import ascend, machine
+from tests.doctor.machines import ascend, machine, write
+from tests.doctor.test_cann import install_driver, install_nnal, install_toolkit
 from tests.markdown import ROOT
 
 LIGHT = "import sys, npu_gptoss.doctor.command; sys.exit(bool({'torch', 'numpy', 'vllm'} & set(sys.modules)))"
@@ -143,6 +146,21 @@ def test_a_bare_ascend_machine_is_told_everything_that_is_missing(tmp_path, monk
         "torch", "torch-npu", "vllm", "vllm-ascend", "cann", "nnal", "driver", "device-files", "vocabulary",
     }  # fmt: skip
     assert list(found) == [check.name for check in CHECKS if check.name in found], "in the order of the table"
+
+
+def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
+    quick(monkeypatch)
+    home = install_toolkit(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", "8.3.RC2")
+    atb = install_nnal(tmp_path, "8.3.RC2")
+    install_driver(tmp_path, "25.3.rc1")
+    for name in ("davinci0", *COMMON_DEVICE_FILES):
+        write(tmp_path / "dev" / name)
+    card = Device("npu", "Ascend910B3", 1, 64 * GIB, 63 * GIB)
+    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("device", "skipped")], card))
+    here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
+    found = diagnose(here, tiny)
+    assert [finding for finding in found if finding.state != "ok"] == []
+    assert {"cann", "nnal", "driver", "device-files", "plugin", "memory", "graphs"} <= {f.check for f in found}
 
 
 @pytest.mark.parametrize(
