@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="cards for the model (default 1)"
     )
     parser.add_argument(
-        "--max-num-seqs", type=_positive, default=256, metavar="N", help="as you serve with (vLLM's default is 256)"
+        "--max-num-seqs",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="requests at once, for the graphs that are captured (default 256, vLLM's)",
     )
 
 

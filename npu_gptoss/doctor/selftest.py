@@ -28,8 +28,8 @@ WINDOW, BLOCK, HEAD_DIM = 128, 128, 64
 # 0.3 per cent were seen; every mistake above makes ten per cent and more.
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 REMEDY = (
-    "Text would be wrong without a word: do not serve with it. `kernels` above names the kernel; {} falls back to plain "
-    "torch operators. Please report it with `npu-gptoss doctor --json`."
+    "Text would be wrong without a word: do not serve with it. `kernels` above names the kernel; {} falls back to "
+    "plain torch operators. Please report it with `npu-gptoss doctor --json`."
 )
 _ATTENTION = "NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops"
 _EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"
