@@ -26,6 +26,7 @@ from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
 from npu_gptoss.graphs import Recorder, capture_sizes, checked_sizes
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
 
 Prompt = str | Sequence[int]
@@ -56,6 +57,7 @@ class Engine:
         num_blocks: int | None = None,
         graphs: str = AUTO,
         graph_sizes: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
         progress: bool = False,
     ) -> None:
         """max_batch_tokens: rows of one step; a longer prompt is computed in chunks.
@@ -64,6 +66,7 @@ class Engine:
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
         is full on CUDA and none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
+        ranks: the processes that share the model, each with an engine that is given the same work.
         progress: show the loading on standard error.
         """
         directory = Path(model_dir)
@@ -75,9 +78,11 @@ class Engine:
         self.stop_token_ids = _stop_token_ids(directory, config)
         self.block_size = block_size
         with kernels_for(self.device):
-            self.model = GptOss.load(directory, self.device, dtype, progress=progress)
+            self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks)
+        config = self.model.config  # this rank's share
         if num_blocks is None:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)
+            num_blocks = num_blocks if ranks is None else ranks.smallest(num_blocks)
         allocator = BlockAllocator(num_blocks, block_size)
         self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         # The last block belongs to nobody: a graph's padding rows write there.
@@ -181,10 +186,15 @@ class Engine:
             prompt_length=len(token_ids),
             token_ids=list(token_ids),
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=self._drawn_seed() if params.seed is None else params.seed,
             stop_token_ids=own | frozenset(params.stop_token_ids),
             max_length=self.max_length,
         )
+
+    def _drawn_seed(self) -> int:
+        ranks = self.model.ranks
+        seed = secrets.randbits(64)
+        return seed if ranks is None else ranks.of_rank_0(seed)
 
     def _run(self, requests: Sequence[Request], on_step: Callable[[Sequence[Request]], None] | None) -> None:
         for request in requests:

@@ -30,9 +30,11 @@ def assemble(
     tensors: Iterable[tuple[str, torch.Tensor]],
     device: str | torch.device,
     dtype: torch.dtype,
+    expert_map: torch.Tensor | None = None,
 ) -> ModelWeights:
     """Builds the weights from a stream of (official name, tensor) in the BF16 layout, in any order.
 
+    expert_map: where the stream holds one rank's experts only, their places among all (`ExpertWeights`).
     Raises CheckpointError for a tensor that nothing reads or that comes twice, and for parameters that none filled.
     """
     shared: dict[str, torch.Tensor] = {}
@@ -52,7 +54,7 @@ def assemble(
             raise CheckpointError(f"{name} came twice; every parameter is filled once")
         parts[suffix] = tensor.to(device=device, dtype=dtype)
         if index is not None and parts.keys() == LAYER_TENSORS:
-            layers[index] = _build_layer(config, index, pending.pop(index))
+            layers[index] = _build_layer(config, index, pending.pop(index), expert_map)
     missing = sorted(SHARED_TENSORS - shared.keys())
     for index in (index for index, layer in enumerate(layers) if layer is None):
         missing += [
@@ -68,7 +70,9 @@ def assemble(
     )
 
 
-def _build_layer(config: GptOssConfig, index: int, parts: dict[str, torch.Tensor]) -> Layer:
+def _build_layer(
+    config: GptOssConfig, index: int, parts: dict[str, torch.Tensor], expert_map: torch.Tensor | None
+) -> Layer:
     """Consumes all of one layer's tensors (LAYER_TENSORS)."""
 
     def fused(kind: str) -> torch.Tensor:
@@ -88,6 +92,7 @@ def _build_layer(config: GptOssConfig, index: int, parts: dict[str, torch.Tensor
         gate_up_proj_bias=parts.pop("mlp.experts.gate_up_proj_bias"),
         down_proj=parts.pop("mlp.experts.down_proj"),
         down_proj_bias=parts.pop("mlp.experts.down_proj_bias"),
+        expert_map=expert_map,
     )
     moe = MoEWeights(
         norm=parts.pop("post_attention_layernorm.weight").float(),

@@ -23,6 +23,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import assemble
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.rope import cos_sin_cache
 from npu_gptoss.model.weights import Layer
 from npu_gptoss.moe import expert_mlp
@@ -53,9 +54,14 @@ class GptOss:
         layers: Sequence[Layer],
         norm: torch.Tensor,
         lm_head: torch.Tensor,
+        ranks: Ranks | None = None,
     ) -> None:
-        """embedding, lm_head [vocab, hidden]; norm [hidden] float32."""
+        """embedding, lm_head [vocab, hidden]; norm [hidden] float32.
+
+        ranks: those that share the model; config and weights are then this rank's share. None: it has all.
+        """
         self.config = config
+        self.ranks = ranks
         self.embedding = embedding
         self.layers = tuple(layers)
         self.norm = norm
@@ -68,7 +74,7 @@ class GptOss:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Query heads, of this rank."""
         return self.config.num_attention_heads
 
     @property
@@ -83,13 +89,16 @@ class GptOss:
         dtype: torch.dtype = torch.bfloat16,
         *,
         progress: bool = True,
+        ranks: Ranks | None = None,
     ) -> GptOss:
-        """Reads a checkpoint in the BF16 or the MXFP4 layout. Every parameter must be filled exactly once."""
+        """Reads a checkpoint in the BF16 or the MXFP4 layout. Every parameter must be filled exactly once.
+
+        ranks: keeps this rank's share only.
+        """
         check_dtype(dtype)
         config = GptOssConfig.from_directory(Path(directory))
-        return cls.from_tensors(
-            config, iterate_tensors(directory, config, dtype=dtype, progress=progress), device, dtype
-        )
+        tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress)
+        return cls.from_tensors(config, tensors, device, dtype, ranks=ranks)
 
     @classmethod
     def from_tensors(
@@ -98,15 +107,25 @@ class GptOss:
         tensors: Iterable[tuple[str, torch.Tensor]],
         device: str | torch.device,
         dtype: torch.dtype,
+        *,
+        ranks: Ranks | None = None,
     ) -> GptOss:
-        """Builds the model from a stream of (official name, tensor) in the BF16 layout, in any order."""
-        weights = assemble(config, tensors, device, dtype)
+        """Builds the model from a stream of (official name, tensor) in the BF16 layout, in any order.
+
+        config and tensors are those of the whole model, whatever the rank.
+        """
+        expert_map = None
+        if ranks is not None:
+            expert_map = ranks.shard.expert_map(config, torch.device(device))
+            config, tensors = ranks.shard.local(config), ranks.shard.cut_all(tensors)
+        weights = assemble(config, tensors, device, dtype, expert_map)
         return cls(
             config,
             embedding=weights.embedding,
             layers=weights.layers,
             norm=weights.norm,
             lm_head=weights.lm_head,
+            ranks=ranks,
         )
 
     @torch.inference_mode()
@@ -188,10 +207,15 @@ class GptOss:
         live: [rows], 0 for rows that are padding; no expert is read for them.
         """
         attention, moe = self.layers[index].attention, self.layers[index].moe
-        residual = dense.output(attended.flatten(1), attention.output_weight, attention.output_bias, residual)
+        heads = attended.flatten(1)
+        if self.ranks is None:
+            residual = dense.output(heads, attention.output_weight, attention.output_bias, residual)
+            delta = None
+        else:
+            delta = self.ranks.sum(dense.output(heads, attention.output_weight, attention.output_bias))
         residual, normed, topk_weights, topk_ids = dense.router(
             residual,
-            None,
+            delta,
             moe.norm,
             self.config.rms_norm_eps,
             moe.router_weight,
@@ -199,7 +223,8 @@ class GptOss:
             self.config.num_experts_per_tok,
             live=live,
         )
-        return residual, expert_mlp(normed, moe.experts, topk_weights, topk_ids)
+        delta = expert_mlp(normed, moe.experts, topk_weights, topk_ids)
+        return residual, delta if self.ranks is None else self.ranks.sum(delta)
 
     def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The normed hidden states [rows, hidden]."""
@@ -208,7 +233,9 @@ class GptOss:
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> logits [rows, vocab] in the model's dtype, into `out` where given."""
-        return dense.logits(hidden, self.lm_head, out=out)
+        if self.ranks is None:
+            return dense.logits(hidden, self.lm_head, out=out)
+        return self.ranks.side_by_side(dense.logits(hidden, self.lm_head), out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`head` in float32."""

@@ -1,0 +1,119 @@
+"""One rank's share of the weights: the checkpoint's stream, cut before it is put together.
+
+Attention is cut by heads: rows of q, k and v, columns of o, each rank's sinks. The experts are cut through their middle
+("tensor": a slice of the intermediate size of each) or dealt out whole ("expert"). lm_head is cut by rows. Sums over
+ranks replace what a rank cannot know, and a bias that is added before such a sum stays on rank 0 only. The rest,
+embedding, norms and router, every rank has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.moe.mxfp4 import GROUP
+
+TENSOR, EXPERT = "tensor", "expert"
+
+# By the end of a tensor's name: the axis that is cut. In either layout; an axis of groups of 32 is cut between groups.
+_HEADS = {
+    **{f"self_attn.{name}_proj.{kind}": 0 for name in "qkv" for kind in ("weight", "bias")},
+    "self_attn.o_proj.weight": 1,
+    "self_attn.sinks": 0,
+    "lm_head.weight": 0,
+}
+_INTERMEDIATE = {
+    "mlp.experts.gate_up_proj": 2,
+    "mlp.experts.gate_up_proj_blocks": 1,
+    "mlp.experts.gate_up_proj_scales": 1,
+    "mlp.experts.gate_up_proj_bias": 1,
+    "mlp.experts.down_proj": 1,
+    "mlp.experts.down_proj_blocks": 2,
+    "mlp.experts.down_proj_scales": 2,
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`; experts: TENSOR or EXPERT."""
+
+    rank: int
+    size: int
+    experts: str = TENSOR
+
+    def __post_init__(self) -> None:
+        if self.experts not in (TENSOR, EXPERT):
+            raise InputError(f"experts are shared by {TENSOR!r} or {EXPERT!r}, got {self.experts!r}")
+        if not 0 <= self.rank < self.size:
+            raise InputError(f"a rank must be 0 to {self.size - 1}, got {self.rank}")
+
+    def check(self, config: GptOssConfig) -> None:
+        """Refuses a model that this many ranks cannot share evenly."""
+        sizes = {
+            "query heads": config.num_attention_heads,
+            "key/value heads": config.num_key_value_heads,
+            "rows of lm_head": config.vocab_size,
+        }
+        if self.experts == EXPERT:
+            sizes["experts"] = config.num_local_experts
+        elif config.quantization:
+            sizes[f"groups of {GROUP} in the intermediate size"] = config.intermediate_size // GROUP
+        else:
+            sizes["the intermediate size"] = config.intermediate_size
+        uneven = [f"{name} ({size})" for name, size in sizes.items() if size % self.size]
+        if uneven:
+            remedy = f"; experts={EXPERT!r} deals them out whole" if "intermediate" in uneven[-1] else ""
+            raise InputError(f"{self.size} ranks cannot share {', '.join(uneven)} evenly{remedy}")
+
+    def local(self, config: GptOssConfig) -> GptOssConfig:
+        """The config of this rank's attention and experts; how many experts and tokens there are stays the same."""
+        self.check(config)
+        inner = config.intermediate_size // (self.size if self.experts == TENSOR else 1)
+        return replace(
+            config,
+            num_attention_heads=config.num_attention_heads // self.size,
+            num_key_value_heads=config.num_key_value_heads // self.size,
+            intermediate_size=inner,
+        )
+
+    def expert_map(self, config: GptOssConfig, device: torch.device) -> torch.Tensor | None:
+        """[experts] int64: the index here of each expert, -1 where it lives elsewhere; None: each is cut."""
+        if self.experts == TENSOR:
+            return None
+        count = config.num_local_experts // self.size
+        local = torch.arange(config.num_local_experts, device=device) - self.rank * count
+        return torch.where((local >= 0) & (local < count), local, -1)
+
+    def axis(self, name: str) -> int | None:
+        """The axis of a tensor that is cut; None: every rank has it whole."""
+        suffix = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        if suffix in _HEADS:
+            return _HEADS[suffix]
+        if suffix.startswith("mlp.experts."):
+            return 0 if self.experts == EXPERT else _INTERMEDIATE.get(suffix)
+        return None
+
+    def only_on_rank_0(self, name: str) -> bool:
+        """Whether the tensor is a bias that is added before ranks are summed."""
+        return name.endswith("self_attn.o_proj.bias") or (
+            self.experts == TENSOR and name.endswith("mlp.experts.down_proj_bias")
+        )
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor, with memory of its own where it is smaller."""
+        if self.size == 1:
+            return tensor
+        if self.only_on_rank_0(name) and self.rank:
+            return torch.zeros_like(tensor)
+        axis = self.axis(name)
+        return tensor if axis is None else tensor.chunk(self.size, dim=axis)[self.rank].contiguous()
+
+    def cut_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's stream, in either layout."""
+        for name, tensor in tensors:
+            yield name, self.cut(name, tensor)
+            del tensor

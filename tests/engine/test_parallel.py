@@ -1,0 +1,79 @@
+"""Two ranks against one, in fp32 over gloo: the same logits but for the order of sums, the same tokens on each."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.engine import Engine
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.ranks import Ranks
+from npu_gptoss.model.sharding import EXPERT, TENSOR
+from tests.checkpoints import write_random_checkpoint
+from tests.engine.on_ranks import answers
+from tests.tolerances import assert_close
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel") / "checkpoint"
+    write_random_checkpoint(path, layers=2, window=20)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> dict[str, list]:
+    return answers(Engine(directory, dtype="float32", num_blocks=100))
+
+
+def on_ranks(directory: Path, size: int, experts: str, graphs: str) -> list[dict[str, list]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = ROOT / "tests" / "engine" / "on_ranks.py"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, directory, str(rank), str(size), str(port), experts, graphs],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=100)
+            assert process.returncode == 0, err
+            results.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+@pytest.mark.parametrize(("experts", "graphs"), [(TENSOR, "none"), (EXPERT, "full")])
+def test_two_ranks_compute_what_one_does(experts: str, graphs: str, directory: Path, alone: dict[str, list]) -> None:
+    first, second = on_ranks(directory, 2, experts, graphs)
+    assert first == second  # bit for bit: whoever parts company computes another step than the others
+    want = torch.tensor(alone["logits"])
+    assert want.std() > 1
+    # sums of two halves, through two layers; logits of standard deviation 2
+    assert_close(torch.tensor(first["logits"]), want, torch.float32, atol=1e-4)
+    greedy = (0, 3)
+    assert [first["tokens"][i] for i in greedy] == [list(alone["tokens"][i]) for i in greedy]
+
+
+def test_ranks_need_a_group() -> None:
+    with pytest.raises(InputError, match=r"torch.distributed is not initialized: start one process a device"):
+        Ranks.of_this_process()

@@ -1,0 +1,74 @@
+"""Shares of the weights: together they are the whole, and no bias is added twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.layout import expected_tensors
+from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
+from tests.checkpoints import random_config, random_tensors
+
+
+def shares(name: str, tensor: torch.Tensor, size: int, experts: str) -> list[torch.Tensor]:
+    return [Shard(rank, size, experts).cut(name, tensor) for rank in range(size)]
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("experts", [TENSOR, EXPERT])
+def test_the_shares_of_every_tensor_make_the_whole(experts: str, mxfp4: bool) -> None:
+    config = random_config(layers=1, mxfp4=mxfp4)
+    cut = set()
+    for name, tensor in random_tensors(config).items():
+        parts = shares(name, tensor, 2, experts)
+        shard = Shard(0, 2, experts)
+        axis = shard.axis(name)
+        if shard.only_on_rank_0(name):
+            assert torch.equal(parts[0] + parts[1], tensor)
+            assert parts[1].abs().max() == 0
+        elif axis is None:
+            assert torch.equal(parts[0], tensor)
+            assert torch.equal(parts[1], tensor)
+        else:
+            cut.add(name)
+            assert torch.equal(torch.cat(parts, axis), tensor)
+            assert parts[0].shape[axis] * 2 == tensor.shape[axis]
+    matrices = {n for n in expected_tensors(config) if "_proj" in n and not n.endswith("bias")}
+    assert matrices <= cut  # whatever is large is shared
+
+
+def test_gate_stays_beside_its_up() -> None:
+    """Columns are interleaved; a cut between a pair would swap gate and up in every other rank."""
+    pairs = torch.arange(16).view(1, 1, 16)
+    for part in shares("model.layers.0.mlp.experts.gate_up_proj", pairs, 4, TENSOR):
+        assert part[0, 0, 0] % 2 == 0
+
+
+def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
+    config = random_config(experts=8)
+    maps = torch.stack([Shard(rank, 4, EXPERT).expert_map(config, torch.device("cpu")) for rank in range(4)])
+    assert ((maps >= 0).sum(0) == 1).all()
+    assert maps.max(0).values.tolist() == [0, 1] * 4
+    assert Shard(0, 4, TENSOR).expert_map(config, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "experts", "message"),
+    [
+        ({"kv_heads": 2}, 4, EXPERT, r"4 ranks cannot share key/value heads \(2\) evenly"),
+        ({"experts": 6}, 4, EXPERT, r"experts \(6\)"),
+        ({"intermediate": 96, "mxfp4": True}, 2, TENSOR, r"groups of 32 .*\(3\) evenly; experts='expert' deals them"),
+        ({"vocab_size": 511}, 2, TENSOR, r"rows of lm_head \(511\)"),
+    ],
+)
+def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Shard(0, size, experts).check(random_config(layers=1, **sizes))
+
+
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="a rank must be 0 to 1, got 2"):
+        Shard(2, 2)
+    with pytest.raises(InputError, match="shared by 'tensor' or 'expert', got 'pipeline'"):
+        Shard(0, 2, "pipeline")
