@@ -1,0 +1,165 @@
+"""The Triton kernels in Triton's interpreter, at sizes that a CPU can take. `test_triton_cuda.py` has the real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from npu_gptoss.errors import InputError
+from tests.attention.cases import HEAD_DIM, KV_HEADS, SCALE, Shape, as_decode, check, make_step
+from tests.attention.triton_run import DECODE_MUTATIONS, PROMPT_MUTATIONS, check_windows, run_triton, write_triton
+from tests.tolerances import assert_close
+from tests.triton import TRITON_HERE
+
+pytestmark = TRITON_HERE
+
+DECODE = [(1, keys) for keys in (1, 15, 16, 17, 127, 128, 129, 300)]
+STEPS = {
+    "decode": DECODE,
+    "prompts": [(rows, rows) for rows in (2, 16, 17, 128, 129)],
+    "chunks": [(40, 100), (20, 148), (3, 131), (2, 33)],
+    "mixed, one without rows": [(1, 40), (0, 33), (5, 5), (1, 213), (30, 150)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 128, 17])
+@pytest.mark.parametrize("name", STEPS)
+def test_kernel_equals_definition(name, sliding_window, dtype):
+    check(run_triton, make_step(STEPS[name], dtype, padding=3), sliding_window, rounded_weights=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(heads=2, kv_heads=2, head_dim=16, block_size=16),
+        Shape(heads=6, kv_heads=2, head_dim=32, block_size=32),
+        Shape(heads=8, kv_heads=1, head_dim=64, block_size=64),
+        Shape(heads=16, kv_heads=1, head_dim=128, block_size=128),
+        Shape(heads=32, kv_heads=1, head_dim=16, block_size=256),
+    ],
+    ids=str,
+)
+def test_any_number_of_heads_to_a_key_head_and_any_block_size(shape):
+    check(run_triton, make_step([(1, 70), (30, 90)], shape=shape), None)
+    check(run_triton, make_step([(1, 70), (30, 90)], shape=shape), 40)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_the_sink_counts_once_however_many_programs_share_the_keys(splits, monkeypatch):
+    from npu_gptoss.attention.triton import launch
+
+    monkeypatch.setattr(launch, "splits_for", lambda *_: splits)
+    check(run_triton, make_step(DECODE), None)
+    counters = launch._counters(torch.device("cpu"), 1)
+    assert not counters.any(), "a launch leaves its counters at zero for the next"
+
+
+def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_zero():
+    step = as_decode(make_step(DECODE), max_seq_len=400, padding=2)
+    for _ in range(2):
+        for sliding_window in (None, 128):
+            out = run_triton(step, sliding_window)
+            assert (out[-2:] == 0).all()
+            check(run_triton, step, sliding_window)
+        step.metadata.lengths[3:8] -= 9  # in place, as a replay does
+
+
+def test_a_length_beyond_the_table_is_cut_there():
+    """A step that will be thrown away may be one token too long; it must not read what lies behind the table."""
+    step = as_decode(make_step([(1, 32)]), max_seq_len=32)
+    want = run_triton(step, None)
+    step.metadata.lengths[0] = 33
+    assert_close(run_triton(step, None), want)
+
+
+def test_a_step_of_decode_makes_one_plan_for_all_layers():
+    step = make_step([(1, 20), (1, 30)])
+    run_triton(step, None)
+    run_triton(step, 128)
+    assert len(step.metadata.plans) == 1
+
+
+def test_many_prompts_are_gathered_in_rounds_of_bounded_size(monkeypatch):
+    from npu_gptoss.attention.triton import plan
+
+    monkeypatch.setattr(plan, "ROUND_KEYS", 100)
+    step = make_step([(60, 60), (1, 9), (50, 70), (20, 30)])
+    check(run_triton, step, None)
+    (made,) = step.metadata.plans.values()
+    assert [len(prompts.requests) for prompts in made.rounds] == [1, 2]
+
+
+def test_a_window_layer_gathers_only_the_keys_that_a_row_sees():
+    step = make_step([(20, 900)])
+    check(run_triton, step, 128)
+    ((prompts,),) = (made.rounds for made in step.metadata.plans.values())
+    assert prompts.longest < 20 + 127 + 128
+
+
+def test_tiles_with_most_keys_run_first():
+    from npu_gptoss.attention.triton.plan import make_plan
+
+    metadata = make_step([(40, 40), (33, 233)]).metadata
+    (prompts,) = make_plan(metadata, None, 16, 32, torch.device("cpu")).rounds
+    assert prompts.tiles.tolist() == [[1, 2], [1, 1], [1, 0], [0, 2], [0, 1], [0, 0]]
+    assert prompts.requests.tolist() == [[0, 0, 40, 0, 0, 0], [1, 40, 33, 200, 0, 64]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_keys_land_in_their_slots_and_a_negative_slot_is_left_out(dtype):
+    step = make_step([(3, 20), (1, 33)], dtype)
+    key, value = (torch.randn(6, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
+    want = step.key_cache.clone(), step.value_cache.clone()
+    step.metadata.slot_mapping[1] = -1
+    kept = [0, 2, 3]
+    for cache, new in zip(want, (key, value), strict=True):
+        cache.view(-1, KV_HEADS, HEAD_DIM)[step.metadata.slot_mapping[kept]] = new[kept]
+    write_triton(step, key, value)
+    for cache, wanted in zip((step.key_cache, step.value_cache), want, strict=True):
+        assert torch.equal(cache.nan_to_num(), wanted.nan_to_num())
+
+
+def test_queries_and_results_with_strides_of_their_own():
+    step = make_step([(1, 40), (30, 50)])
+    wide = torch.full((*step.query.shape[:2], 2 * HEAD_DIM), float("nan"))
+    wide[..., :HEAD_DIM] = step.query
+    out = torch.full_like(wide, 7.0)
+    strided = dataclasses.replace(step, query=wide[..., :HEAD_DIM])
+    check(lambda s, w: run_triton(s, w, out=out[..., :HEAD_DIM]), strided, None)
+    assert (out[..., HEAD_DIM:] == 7).all()
+
+
+def test_what_the_kernels_cannot_take_is_refused_in_words():
+    step = make_step([(1, 5)])
+    with pytest.raises(InputError, match="scale must be positive, got -1"):
+        run_triton(step, None, scale=-1.0)
+    spread = dataclasses.replace(step, key_cache=step.key_cache.transpose(0, 1).contiguous().transpose(0, 1))
+    with pytest.raises(InputError, match="key_cache must be contiguous"):
+        run_triton(spread, None)
+
+
+@pytest.mark.parametrize("mutation", DECODE_MUTATIONS)
+def test_the_check_notices_a_mistake_in_decode(mutation, monkeypatch, tmp_path):
+    step = make_step([(1, 17), (1, 128), (1, 300)])
+    check_windows(step, (None, 128))
+    DECODE_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None, 128))
+
+
+@pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
+def test_the_check_notices_a_mistake_in_prompts(mutation, monkeypatch, tmp_path):
+    step = make_step([(30, 80), (17, 17)])
+    check_windows(step, (None, 20))
+    PROMPT_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None, 20))
+
+
+def test_the_scale_is_the_callers():
+    step = make_step([(1, 40), (20, 30)])
+    with pytest.raises(AssertionError):
+        check(lambda s, w: run_triton(s, w, scale=2 * SCALE), step, None)

@@ -1,0 +1,150 @@
+"""The Triton kernels on a GPU, at gpt-oss's shapes: edges of blocks, tiles, windows and splits; graphs; mutations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from npu_gptoss.attention import paged_attention
+from npu_gptoss.kernels import current_platform, platform_override
+from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, make_step
+from tests.attention.triton_run import DECODE_MUTATIONS, PROMPT_MUTATIONS, check_windows, run_triton, write_triton
+from tests.tolerances import assert_close
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 191, 255, 256, 257, 1000, 1023, 1024, 1025, 4095, 9000)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+WINDOWS = pytest.mark.parametrize("sliding_window", [None, 128])
+
+
+def on_gpu(requests: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16, **changes: object) -> Step:
+    return make_step(requests, dtype, **{"shape": GPT_OSS, "device": "cuda", **changes})
+
+
+def test_triton_is_what_cuda_selects():
+    step = on_gpu([(1, 40)])
+    with platform_override("cuda", current_platform().features):
+        assert torch.equal(step.run(), run_triton(step, None))
+
+
+@DTYPES
+@WINDOWS
+def test_decode_at_every_edge(sliding_window, dtype):
+    check(run_triton, on_gpu([(1, keys) for keys in EDGES], dtype, padding=3), sliding_window, rounded_weights=True)
+
+
+@DTYPES
+@WINDOWS
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_decode_of_one_length_in_any_batch(batch, sliding_window, dtype):
+    check(run_triton, on_gpu([(1, 2050)] * batch, dtype), sliding_window, rounded_weights=True)
+
+
+@DTYPES
+@WINDOWS
+def test_prompts_at_every_edge(sliding_window, dtype):
+    check(run_triton, on_gpu([(rows, rows) for rows in EDGES[1:-2]], dtype), sliding_window, rounded_weights=True)
+
+
+@DTYPES
+@WINDOWS
+def test_chunks_over_a_cached_prefix_mixed_with_decode(sliding_window, dtype):
+    requests = [(64, 100), (1, 700), (200, 328), (0, 33), (3, 131), (1, 1), (300, 9000), (2048, 4096), (129, 1000)]
+    check(run_triton, on_gpu(requests, dtype, padding=5), sliding_window, rounded_weights=True)
+
+
+@WINDOWS
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (8, 8), (16, 8), (32, 8), (8, 1), (16, 1), (12, 4)])
+def test_any_number_of_heads_to_a_key_head_and_any_block_size(heads, kv_heads, block_size, sliding_window):
+    shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=64, block_size=block_size)
+    check(run_triton, on_gpu([(1, 300), (150, 400), (1, 9)], shape=shape), sliding_window, rounded_weights=True)
+
+
+@WINDOWS
+@pytest.mark.parametrize("head_dim", [16, 32, 128])
+def test_other_head_dims(head_dim, sliding_window):
+    shape = Shape(heads=8, kv_heads=2, head_dim=head_dim, block_size=16)
+    check(run_triton, on_gpu([(1, 300), (150, 400)], shape=shape), sliding_window, rounded_weights=True)
+
+
+def test_one_captured_graph_follows_the_lengths_and_agrees_with_eager():
+    step = as_decode(on_gpu([(1, keys) for keys in (40, 2000, 1, 129, 640)]), max_seq_len=4096, padding=3)
+    run_triton(step, None)  # compiles
+    graph, outs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        outs += [run_triton(step, window) for window in (None, 128)]
+    for shorter in (0, 0, 1, 30):
+        step.metadata.lengths[:2] -= shorter
+        graph.replay()
+        for out, window in zip(outs, (None, 128), strict=True):
+            assert torch.equal(out, run_triton(step, window))
+            check(lambda *_, out=out: out, step, window, rounded_weights=True)
+            assert (out[-3:] == 0).all()
+
+
+def test_the_same_call_gives_the_same_bits():
+    """The last program to arrive adds the shares up in their order, not in that of their arrival."""
+    step = on_gpu([(1, 9000), (1, 5000), (300, 2000)])
+    want = run_triton(step, None)
+    assert all(torch.equal(run_triton(step, None), want) for _ in range(20))
+
+
+def test_no_call_waits_for_the_device():
+    steps = [on_gpu([(1, 300), (64, 90)]), as_decode(on_gpu([(1, 300), (1, 90)]), max_seq_len=400)]
+    for step in steps:
+        run_triton(step, None)  # compiles
+        if step.metadata.plans:
+            step.metadata.plans.clear()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run_triton(step, None)
+            run_triton(step, 128)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@DTYPES
+def test_new_keys_land_in_their_slots_and_a_negative_slot_is_left_out(dtype):
+    step = on_gpu([(3, 20), (1, 33)], dtype)
+    heads, dim = step.key_cache.shape[2:]
+    key, value = (torch.randn(6, heads, dim, device="cuda").to(dtype) for _ in range(2))
+    want = step.key_cache.clone(), step.value_cache.clone()
+    step.metadata.slot_mapping[1] = -1
+    kept = torch.tensor([0, 2, 3], device="cuda")
+    for cache, new in zip(want, (key, value), strict=True):
+        cache.view(-1, heads, dim)[step.metadata.slot_mapping[kept]] = new[kept]
+    write_triton(step, key, value)
+    for cache, wanted in zip((step.key_cache, step.value_cache), want, strict=True):
+        assert torch.equal(cache.nan_to_num(), wanted.nan_to_num())
+
+
+@DTYPES
+@pytest.mark.parametrize("mutation", DECODE_MUTATIONS)
+def test_the_check_notices_a_mistake_in_decode(mutation, dtype, monkeypatch, tmp_path):
+    step = on_gpu([(1, 17), (1, 128), (1, 300), (1, 3000)], dtype)
+    check_windows(step, (None, 128))
+    DECODE_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None, 128))
+
+
+@DTYPES
+@pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
+def test_the_check_notices_a_mistake_in_prompts(mutation, dtype, monkeypatch, tmp_path):
+    step = on_gpu([(30, 80), (17, 17), (200, 300)], dtype)
+    check_windows(step, (None, 128, 20))
+    PROMPT_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None, 128, 20))
+
+
+def test_long_prompt_against_its_last_rows_by_the_definition():
+    """At 20 000 keys; the definition needs all scores in memory, so it computes the last rows only."""
+    step = on_gpu([(20_000, 20_000)])
+    got = run_triton(step, None)[-64:]
+    metadata = type(step.metadata)((0, 64), (20_000,), step.metadata.block_table, step.metadata.slot_mapping)
+    caches = step.key_cache, step.value_cache
+    want = paged_attention(step.query[-64:], *caches, metadata, step.sinks, scale=SCALE, kernel="reference")
+    assert_close(got, want, atol=2**-9)

@@ -1,0 +1,128 @@
+"""The Triton attention kernels called where they can be: on a GPU, or in the interpreter as if on one; and mutated."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from npu_gptoss.attention import write_kv_cache
+from npu_gptoss.kernels import platform_override
+from tests.attention.cases import Step, check
+
+
+def run_triton(step: Step, sliding_window: int | None, **changes: object) -> torch.Tensor:
+    """By the public op, selection included."""
+    with platform_override("cuda", frozenset({"triton"})):
+        return step.run(sliding_window=sliding_window, kernel="triton", **changes)
+
+
+def check_windows(step: Step, windows: Iterable[int | None]) -> None:
+    for sliding_window in windows:
+        check(run_triton, step, sliding_window, rounded_weights=True)
+
+
+def write_triton(step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+    with platform_override("cuda", frozenset({"triton"})):
+        write_kv_cache(key, value, step.key_cache, step.value_cache, step.metadata, kernel="triton")
+
+
+def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """A copy of a module of kernels with pieces of its text replaced; each must be there exactly once."""
+    text = Path(module.__file__).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module.__name__}; mend the mutation"
+        text = text.replace(old, new)
+    name = f"mutated_{abs(hash((module.__name__, changes)))}"
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    spec.loader.exec_module(copy)
+    return copy
+
+
+Mutate = Callable[[pytest.MonkeyPatch, Path], None]
+
+
+def _kernel(part: str, *changes: tuple[str, str]) -> Mutate:
+    def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        from npu_gptoss.attention.triton import launch
+
+        module = importlib.import_module(f"npu_gptoss.attention.triton.{part}")
+        monkeypatch.setattr(launch, f"{part}_kernel", getattr(mutated(module, folder, *changes), f"{part}_kernel"))
+
+    return mutate
+
+
+def _scale_without_log2_e(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    from npu_gptoss.attention.triton import launch
+
+    monkeypatch.setattr(launch, "LOG2_E", 1.0)
+
+
+# What a kernel could get wrong, as a change of its text. The check has to notice each.
+DECODE_MUTATIONS: dict[str, Mutate] = {
+    "sink dropped where shares are added up": _kernel(
+        "decode", ("tl.sum(weights * parts, 0) + tl.exp2(sink - final)", "tl.sum(weights * parts, 0)")
+    ),
+    "sink dropped where one program sees all keys": _kernel(
+        "decode", ("(weight * shrink + tl.exp2(sink - final))", "(weight * shrink)")
+    ),
+    "sink counted once per share": _kernel(
+        "decode",
+        ('largest = tl.full([ROWS], float("-inf"), tl.float32)', "largest = sink"),
+        ("weight = tl.zeros([ROWS], tl.float32)", "weight = tl.full([ROWS], 1.0, tl.float32)"),
+    ),
+    "last share lost": _kernel(
+        "decode",
+        (
+            "there = (other < used)[:, None] & real[None, :]\n                tops",
+            "there = (other < used - 1)[:, None] & real[None, :]\n                tops",
+        ),
+        (
+            "there = (other < used)[:, None] & real[None, :]\n                    tops",
+            "there = (other < used - 1)[:, None] & real[None, :]\n                    tops",
+        ),
+    ),
+    "last key lost": _kernel("decode", ("begin + share * BLOCK_N, length)", "begin + share * BLOCK_N, length - 1)")),
+    "window 127": _kernel("decode", ("length - 1 - BEFORE", "length - BEFORE")),
+    "window 129": _kernel("decode", ("length - 1 - BEFORE", "length - 2 - BEFORE")),
+    "block table off by one": _kernel("decode", ("table + position // PAGE", "table + (position + 1) // PAGE")),
+    "scale missing": _kernel("decode", ("softmax_step(scores, scale,", "softmax_step(scores, 1.4426950408889634,")),
+    "scale without log2 e": _scale_without_log2_e,
+    "head 0's queries for all": _kernel(
+        "decode",
+        ("query + row * query_row + (head * HEADS + member)", "query + row * query_row + (head * HEADS + 0 * member)"),
+    ),
+}
+PROMPT_MUTATIONS: dict[str, Mutate] = {
+    "sink dropped": _kernel(
+        "prefill", ("weight = tl.full([ROWS], 1.0, tl.float32)", "weight = tl.zeros([ROWS], tl.float32)")
+    ),
+    "sink counted twice": _kernel(
+        "prefill", ("weight = tl.full([ROWS], 1.0, tl.float32)", "weight = tl.full([ROWS], 2.0, tl.float32)")
+    ),
+    "a row sees one key too many": _kernel("prefill", ("key_at[None, :] <= row_at", "key_at[None, :] <= 1 + row_at")),
+    "a row does not see its own key": _kernel("prefill", ("key_at[None, :] <= row_at", "key_at[None, :] < row_at")),
+    "no mask over a tile that needs one": _kernel(
+        "prefill", ("clear = (lowest + 1) // BLOCK_N", "clear = (lowest + BLOCK_N) // BLOCK_N")
+    ),
+    "window 127": _kernel(
+        "prefill", ("key_at[None, :] >= row_at[:, None] - BEFORE", "key_at[None, :] > row_at[:, None] - BEFORE")
+    ),
+    "window 129": _kernel(
+        "prefill", ("key_at[None, :] >= row_at[:, None] - BEFORE", "key_at[None, :] >= row_at[:, None] - BEFORE - 1")
+    ),
+    "scale without log2 e": _scale_without_log2_e,
+    "block table off by one": _kernel(
+        "gather", ("request * table_stride + position // PAGE", "request * table_stride + (position + 1) // PAGE")
+    ),
+    "last key not gathered": _kernel("gather", ("real = at < length", "real = at < length - 1")),
+}
