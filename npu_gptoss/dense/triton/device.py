@@ -13,38 +13,6 @@ def halves(size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def prefetch(pointer, size, ON: tl.constexpr):
-    """Brings `size` bytes (a multiple of 16, like the address) into the L2 cache. One thread asks, nobody waits."""
-    if ON:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [pointer, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def prefetch_share(tensor, size, ON: tl.constexpr):
-    """This program's share of `size` bytes (a multiple of 16) at `tensor`, which later kernels read."""
-    if ON:
-        share = (size // 16 + tl.num_programs(0) - 1) // tl.num_programs(0) * 16
-        start = tl.program_id(0) * share
-        if start < size:
-            begin = tensor.to(tl.pointer_type(tl.int8)) + start
-            prefetch(begin, tl.minimum(share, size - start).to(tl.int32), ON)
-
-
-@triton.jit
 def load_sum(residual, delta, offsets, mask, HAS_DELTA: tl.constexpr):
     """residual + delta, rounded to the residual stream's dtype, as fp32."""
     hidden = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)

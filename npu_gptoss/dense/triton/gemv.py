@@ -1,7 +1,7 @@
 """Projections of one row, as matrix-vector products: a program has some rows of the weight.
 
 A decode step of one token reads every weight once, so what counts is how many bytes are on their way. A program loads
-its weights, and asks for those of programs that cannot run yet, before it waits for its inputs.
+its weights before it waits for its inputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import load_sum, normed, prefetch, prefetch_share, turned
+from npu_gptoss.dense.triton.device import load_sum, normed, turned
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -28,8 +28,6 @@ def qkv_kernel(
     query,  # [tokens, HEADS, DIM]
     key_cache,  # [slots, KV_HEADS, DIM]
     value_cache,
-    upcoming,  # what the kernels behind this one read, `upcoming_size` bytes, if AHEAD
-    upcoming_size,
     real_tokens,
     eps,
     HIDDEN: tl.constexpr,
@@ -39,8 +37,6 @@ def qkv_kernel(
     PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head to a program
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    WAVE: tl.constexpr,  # programs that run at once: each asks for the weights of those that follow it
-    AHEAD: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,14 +68,6 @@ def qkv_kernel(
     cos = tl.load(cos_sin + place)
     sin = tl.load(cos_sin + place + HALF)
     slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
-    if PDL and program < WAVE:
-        BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
-        for later in range(program + WAVE, tl.num_programs(0), WAVE):
-            first_low = later // (HALF // PAIRS) * DIM + later % (HALF // PAIRS) * PAIRS
-            size = tl.full((), PAIRS * BYTES, tl.int32)
-            prefetch(weight + first_low.to(tl.int64) * HIDDEN, size, PDL)
-            prefetch(weight + (first_low + HALF).to(tl.int64) * HIDDEN, size, PDL)
-    prefetch_share(upcoming, upcoming_size, PDL and AHEAD)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = token * HIDDEN
@@ -129,7 +117,6 @@ def linear_kernel(
     ROWS: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    WAVE: tl.constexpr,  # as above; 0: nobody asks for another's weights
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,
@@ -148,11 +135,6 @@ def linear_kernel(
         shift = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         scale = tl.load(weight_scale + row, mask=inside, other=0.0)
-    if PDL and tl.program_id(0) < WAVE:
-        BYTES: tl.constexpr = IN * weight.dtype.element_ty.primitive_bitwidth // 8
-        for later in range(tl.program_id(0) + WAVE, tl.num_programs(0), WAVE):
-            count = tl.minimum(ROWS, rows - later * ROWS)
-            prefetch(weight + (later * ROWS).to(tl.int64) * IN, (count * BYTES).to(tl.int32), PDL)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x_a = tl.load(x + token * IN + at_a).to(tl.float32)[None, :]

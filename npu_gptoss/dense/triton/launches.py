@@ -25,14 +25,11 @@ from npu_gptoss.kernels.triton_launch import launch_options
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
 
-QKV_PAIRS = 4  # RoPE pairs of a program, two rows of the weight each
+QKV_PAIRS = 2  # RoPE pairs of a program, two rows of the weight each
 QKV_WARPS = 4
-LINEAR_ROWS = 4
+LINEAR_ROWS = 2  # of a program
 LINEAR_WARPS = 4
-WIDE = 65536  # outputs from which on a projection streams at full speed whatever is done
-WIDE_ROWS = 4
-QKV_WAVE = LINEAR_WAVE = 4 * 132  # programs at once on an H200, roughly: a matter of speed only
-ROUTER_SHARE = 2  # experts of a program
+ROUTER_SHARE = 1  # experts of a program
 GREEDY_BLOCK = 1024
 
 
@@ -43,11 +40,6 @@ def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if not matrix.is_contiguous():
         raise InputError(f"the weight must be contiguous, got strides {matrix.stride()}")
     return matrix, weight.scales if scaled else matrix, scaled
-
-
-def _bytes(upcoming: torch.Tensor | None) -> int:
-    """What a kernel may ask for ahead of those that read it, in whole pieces of 16 bytes."""
-    return 0 if upcoming is None else upcoming.numel() * upcoming.element_size() // 16 * 16
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
@@ -71,11 +63,8 @@ def qkv_gemv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
     *,
-    upcoming: torch.Tensor | None = None,
     pairs: int = QKV_PAIRS,
     warps: int = QKV_WARPS,
-    wave: int = QKV_WAVE,
-    **options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`."""
     tokens, hidden = residual.shape
@@ -102,8 +91,6 @@ def qkv_gemv(
         query,
         _flat(key_cache),
         _flat(value_cache),
-        matrix if upcoming is None else upcoming,
-        _bytes(upcoming),
         metadata.num_tokens,
         eps,
         HIDDEN=hidden,
@@ -113,12 +100,10 @@ def qkv_gemv(
         PAIRS=pairs,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
-        WAVE=wave,
-        AHEAD=upcoming is not None,
         HAS_DELTA=delta is not None,
         SCALED=scaled,
+        enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
         **launch_options(residual, warps),
-        **options,
     )
     return new_residual, query
 
@@ -130,10 +115,8 @@ def linear_gemv(
     residual: torch.Tensor | None,
     out: torch.Tensor | None = None,
     *,
-    rows: int | None = None,
+    rows: int = LINEAR_ROWS,
     warps: int = LINEAR_WARPS,
-    wave: int | None = None,
-    **options: object,
 ) -> torch.Tensor:
     """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual."""
     tokens, inputs = x.shape
@@ -142,9 +125,6 @@ def linear_gemv(
     x = x.contiguous()
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    wide = outputs >= WIDE
-    rows = rows or (WIDE_ROWS if wide else LINEAR_ROWS)
-    wave = wave if wave is not None else 0 if wide else LINEAR_WAVE
     block_a, block_b = halves(inputs)
     linear_kernel[(triton.cdiv(outputs, rows), tokens)](
         x,
@@ -158,12 +138,10 @@ def linear_gemv(
         ROWS=rows,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
-        WAVE=wave,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SCALED=scaled,
         **launch_options(x, warps),
-        **options,
     )
     return out
 
@@ -205,8 +183,7 @@ def rope_cache(
     metadata: StepMetadata,
     *,
     groups: int | None = None,
-    warps: int = 1,
-    **options: object,
+    warps: int = 2,
 ) -> torch.Tensor:
     """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
@@ -233,8 +210,8 @@ def rope_cache(
         DIM=head_dim,
         GROUP=group,
         GROUPS=groups,
+        enable_fp_fusion=False,
         **launch_options(packed, warps),
-        **options,
     )
     return query
 
@@ -287,8 +264,6 @@ def router(
         topk_ids,
         torch.empty(tokens, experts, dtype=torch.float32, device=residual.device),
         _arrivals(max(1024, triton.next_power_of_2(tokens)), residual.device),
-        residual if upcoming is None else upcoming,
-        _bytes(upcoming),
         eps,
         HIDDEN=hidden,
         EXPERTS=experts,
@@ -300,7 +275,6 @@ def router(
         BLOCK_K=triton.next_power_of_2(top_k),
         HAS_DELTA=delta is not None,
         HAS_LIVE=live is not None,
-        AHEAD=upcoming is not None,
         **launch_options(residual, warps),
     )
     return new_residual, normed, topk_weights, topk_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import load_sum, normed, prefetch_share
+from npu_gptoss.dense.triton.device import load_sum, normed
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -27,8 +27,6 @@ def router_kernel(
     topk_ids,  # [tokens, TOP_K] int32
     logits,  # [tokens, EXPERTS] fp32, scratch
     arrived,  # [tokens] int32, scratch, zero
-    upcoming,  # what the kernels behind this one read, `upcoming_size` bytes, if AHEAD
-    upcoming_size,
     eps,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -40,7 +38,6 @@ def router_kernel(
     BLOCK_K: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = residual.dtype.element_ty
@@ -56,8 +53,6 @@ def router_kernel(
     norm_a = tl.load(norm_weight + at_a)
     norm_b = tl.load(norm_weight + at_b, mask=in_b, other=0.0)
     shift = tl.load(bias + expert).to(tl.float32)
-    if AHEAD and token == 0:
-        prefetch_share(upcoming, upcoming_size, PDL)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = token * HIDDEN
