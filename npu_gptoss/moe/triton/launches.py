@@ -1,0 +1,214 @@
+"""From tensors to grids. Nothing here waits for the device, and every grid depends on shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe.triton import few, many, routing
+from npu_gptoss.moe.triton.combine import combine
+from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
+from npu_gptoss.moe.triton.tuned import Tiles, divisor, tiles
+
+# Slots that one program of the sort looks at, times experts: what a program holds in registers
+_SORT_CELLS = 1 << 14
+_COMBINE_ROWS = 1024
+
+
+def _native() -> bool:
+    return not triton.knobs.runtime.interpret
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
+    """Programmatic dependent launch wherever there is a GPU: the next kernel's start overlaps this one's end."""
+    native = _native()
+    options = {"num_warps": warps, "launch_pdl": True} if native else {}
+    kernel[grid](*arguments, PDL=native, **constants, **options)
+
+
+def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
+    return {
+        "R": matrix.rows,
+        "K": matrix.inputs,
+        "BM": shape.rows,
+        "BN": shape.columns,
+        "UNROLL": divisor(-(-matrix.inputs // INPUTS), shape.unroll),
+        "STAGES": shape.stages,
+        "NATIVE": _native(),
+    }
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [tokens, experts] -> weights [tokens, top_k] float32, ids [tokens, top_k] int32."""
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    if tokens:
+        rows = 1 if tokens <= 256 else 8
+        _launch(
+            routing.route,
+            (triton.cdiv(tokens, rows),),
+            (logits.contiguous(), weights, ids, tokens),
+            warps=1 if rows == 1 else 4,
+            TOP_K=top_k,
+            BK=triton.next_power_of_2(top_k),
+            EXPERTS=experts,
+            BE=triton.next_power_of_2(experts),
+            BT=rows,
+        )
+    return weights, ids
+
+
+def _inputs(
+    hidden: torch.Tensor, experts: TiledExperts, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Contiguous inputs, and the map (some tensor where there is none: its pointer is not followed)."""
+    if hidden.dtype != torch.bfloat16:
+        raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden.dtype}")
+    topk_ids = topk_ids.contiguous()
+    expert_map = topk_ids if experts.expert_map is None else experts.expert_map
+    return hidden.contiguous(), topk_weights.float().contiguous(), topk_ids, expert_map
+
+
+def _scales(matrix: TiledMatrix) -> torch.Tensor:
+    return matrix.bias if matrix.scales is None else matrix.scales
+
+
+def expert_mlp_few(
+    hidden: torch.Tensor,
+    experts: TiledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    swiglu_limit: float,
+    *,
+    one: bool,
+) -> torch.Tensor:
+    """Three launches. one: programs by the slots of a single token; else by experts, or by slots where those are fewer."""
+    hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
+    (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
+    gate_up, down = experts.gate_up, experts.down
+    by_slot = slots < experts.num_experts
+    inner = hidden.new_empty(slots, down.inputs)
+    shares = torch.empty(slots, down.rows, dtype=torch.float32, device=hidden.device)
+    up_shape, down_shape = tiles(experts.format, "few", tokens)
+    common = {
+        "FORMAT": experts.format,
+        "HAS_MAP": experts.expert_map is not None,
+        "BY_SLOT": by_slot,
+        "ONE": one,
+        "BS": max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
+    }
+    programs = slots if one else min(slots, experts.num_experts)
+    _launch(
+        few.gate_up,
+        (triton.cdiv(gate_up.rows, up_shape.rows), programs),
+        (hidden, topk_ids, expert_map, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, swiglu_limit),
+        warps=up_shape.warps,
+        TOP_K=top_k,
+        SUMS=up_shape.sums,
+        **common,
+        **_constants(gate_up, up_shape),
+    )
+    _launch(
+        few.down,
+        (triton.cdiv(down.rows, down_shape.rows), programs),
+        (inner, topk_ids, expert_map, topk_weights, down.words, _scales(down), down.bias, shares, slots),
+        warps=down_shape.warps,
+        SUMS=down_shape.sums,
+        PREFETCH=0,
+        **common,
+        **_constants(down, down_shape),
+    )
+    return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+
+
+def expert_mlp_many(
+    hidden: torch.Tensor,
+    experts: TiledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    swiglu_limit: float,
+) -> torch.Tensor:
+    """Five launches: two for the sort, the two products, the sum."""
+    hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
+    (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
+    gate_up, down = experts.gate_up, experts.down
+    padded_experts = triton.next_power_of_2(experts.num_experts)
+    up_shape, down_shape = tiles(experts.format, "many", tokens)
+    order, ends = sorted_slots(topk_ids, expert_map, experts, padded_experts)
+    inner = hidden.new_empty(slots, down.inputs)
+    shares = hidden.new_empty(slots, down.rows)
+    common = {"FORMAT": experts.format, "EXPERTS": experts.num_experts, "BE": padded_experts}
+
+    def programs(matrix: TiledMatrix, shape: Tiles) -> tuple[int]:
+        full_and_last = slots // shape.columns + min(experts.num_experts, slots)
+        return (triton.cdiv(matrix.rows, shape.rows) * full_and_last,)
+
+    _launch(
+        many.gate_up,
+        programs(gate_up, up_shape),
+        (hidden, order, ends, gate_up.words, _scales(gate_up), gate_up.bias, inner, swiglu_limit),
+        warps=up_shape.warps,
+        TOP_K=top_k,
+        **common,
+        **_constants(gate_up, up_shape),
+    )
+    _launch(
+        many.down,
+        programs(down, down_shape),
+        (inner, order, ends, topk_weights, down.words, _scales(down), down.bias, shares),
+        warps=down_shape.warps,
+        **common,
+        **_constants(down, down_shape),
+    )
+    return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+
+
+def sorted_slots(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor, experts: TiledExperts, padded_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots by local expert [slots] int32, and where each expert's end [padded experts] int32."""
+    slots = topk_ids.numel()
+    block = max(_SORT_CELLS // padded_experts, 16)
+    programs = triton.cdiv(slots, block)
+    counts = torch.empty(programs, padded_experts, dtype=torch.int32, device=topk_ids.device)
+    order = torch.empty(slots, dtype=torch.int32, device=topk_ids.device)
+    ends = torch.empty(padded_experts, dtype=torch.int32, device=topk_ids.device)
+    common = {"HAS_MAP": experts.expert_map is not None, "BE": padded_experts, "BS": block}
+    _launch(many.count, (programs,), (topk_ids, expert_map, counts, slots), warps=8, **common)
+    _launch(
+        many.place,
+        (programs,),
+        (topk_ids, expert_map, counts, order, ends, slots, programs),
+        warps=8,
+        BP=16,
+        **common,
+    )
+    return order, ends
+
+
+def _combined(
+    shares: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor,
+    experts: TiledExperts,
+    hidden: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    rows = shares.shape[1]
+    block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
+    out = hidden.new_empty(hidden.shape[0], rows)
+    _launch(
+        combine,
+        (triton.cdiv(rows, block), hidden.shape[0]),
+        (shares, topk_ids, expert_map, out),
+        warps=4,
+        TOP_K=top_k,
+        HAS_MAP=experts.expert_map is not None,
+        R=rows,
+        BR=block,
+    )
+    return out

@@ -1,0 +1,179 @@
+"""The experts' weights as the Triton kernels read them: tiles of 64 rows by 64 inputs, each one run of bytes.
+
+A tile is what a program loads at once, so its bytes lie together and every load is 16 bytes wide. Within a tile the
+values are spread over 16-bit words such that a kernel opens a word with shifts and masks only, and finds the results
+where the tensor cores want them, without an exchange between threads:
+
+* MXFP4: word i of a row holds the codes of inputs i, 16 + i, 32 + i and 48 + i. Opening them (`device.open_mxfp4`) puts
+  sign and the three bits of exponent and mantissa at bits 15 and 8 to 6, where they are a bfloat16 of 2 ** -126 times
+  the value; one multiplication by a power of two, exact, gives the weight. The first two codes lie in one group of 32,
+  the other two in the next; of each row and two tiles the four exponents are one 32-bit word.
+* FP8 (E4M3): word i holds the values of inputs i and 32 + i, opened likewise as bfloat16 of 2 ** -120 times the value;
+  the scale of a row multiplies its sum.
+* bfloat16: as it is.
+
+Rows of gate and up are dealt out in bands: 8 of gate, then the 8 of up that belong to them, which the tensor cores
+leave in the same thread, so that the activation needs no exchange either. (The trick of opening MXFP4 by masks is
+widely known: Marlin and the kernels of Triton's own repository have forms of it.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts
+
+ROWS = 64  # of a tile
+INPUTS = 64  # of a tile
+BAND = 8  # rows of gate, then as many of up
+# 2 ** (scale - 127) * 2 ** 126 as bfloat16 has the exponent field scale + 126, which must stay below 255
+EXPONENT_SHIFT = 126
+LARGEST_SCALE = 254 - EXPONENT_SHIFT
+# Experts that are brought into the layout at once: enough to fill a GPU, little enough to need no memory to speak of
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class TiledMatrix:
+    """One projection of all experts.
+
+    words: [experts, row tiles, input tiles, 64, n] uint16 (n 16: MXFP4, 32: FP8) or bfloat16 (n 64); rows and inputs
+        beyond the matrix are zero.
+    scales: MXFP4: [experts, row tiles, ceil(input tiles / 2), 64] int32; FP8: [experts, rows] float32; else None.
+    bias: [experts, rows] in the dtype of the activations, rows in the order of the words.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor
+    rows: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class TiledExperts:
+    """A layer's experts for all Triton kernels. format: "mxfp4", "float8_e4m3fn" or "bfloat16"."""
+
+    format: str
+    gate_up: TiledMatrix
+    down: TiledMatrix
+    expert_map: torch.Tensor | None  # [global experts] int32
+    num_experts: int
+
+
+def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
+    """The work that is done once, at load."""
+    if weights.intermediate_size % BAND:
+        raise InputError(
+            f"the Triton kernels want an intermediate size that {BAND} divides, got {weights.intermediate_size}; "
+            "set NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"
+        )
+    return TiledExperts(
+        weights.format,
+        _tiled(weights, "gate_up_proj", banded=True),
+        _tiled(weights, "down_proj", banded=False),
+        None if weights.expert_map is None else weights.expert_map.to(torch.int32),
+        weights.num_experts,
+    )
+
+
+def _tiled(weights: AnyExperts, name: str, *, banded: bool) -> TiledMatrix:
+    bias = getattr(weights, name + "_bias")
+    experts, rows = bias.shape
+    inputs = weights.hidden_size if name == "gate_up_proj" else weights.intermediate_size
+    row_tiles, input_tiles = -(-rows // ROWS), -(-inputs // INPUTS)
+    pairs = -(-input_tiles // 2)
+    width, dtype = {Mxfp4Experts: (16, torch.int16), Fp8Experts: (32, torch.int16)}.get(
+        type(weights), (INPUTS, weights.dtype)
+    )
+    words = torch.empty(experts, row_tiles, input_tiles, ROWS, width, dtype=dtype, device=bias.device)
+    scales = None
+    if isinstance(weights, Mxfp4Experts):
+        scales = torch.empty(experts, row_tiles, pairs, ROWS, 4, dtype=torch.uint8, device=bias.device)
+        _check_scales(getattr(weights, name + "_scales"))
+    for first in range(0, experts, _AT_ONCE):
+        some = slice(first, min(first + _AT_ONCE, experts))
+        values = _words(weights, name, some)  # [some, rows, input tiles, width]
+        words[some] = _in_tiles(bands(values) if banded else values)
+        if scales is not None:
+            exponents = getattr(weights, name + "_scales")[some] + EXPONENT_SHIFT
+            exponents = F.pad(exponents, (0, 4 * pairs - exponents.shape[-1]), value=EXPONENT_SHIFT)
+            exponents = exponents.unflatten(-1, (pairs, 4))
+            scales[some] = _in_tiles(bands(exponents) if banded else exponents)
+    if scales is not None:
+        scales = scales.view(torch.int32).squeeze(-1)
+    elif isinstance(weights, Fp8Experts):
+        scales = getattr(weights, name + "_scales")
+        scales = bands(scales) if banded else scales
+    if dtype == torch.int16:
+        words = words.view(torch.uint16)
+    return TiledMatrix(words, scales, (bands(bias) if banded else bias).contiguous(), rows, inputs)
+
+
+def bands(rows: torch.Tensor) -> torch.Tensor:
+    """[experts, rows, …], rows gate, up, gate, up … -> 8 of gate, 8 of up, 8 of gate …"""
+    return rows.unflatten(1, (-1, BAND, 2)).transpose(2, 3).flatten(1, 3)
+
+
+def _in_tiles(values: torch.Tensor) -> torch.Tensor:
+    """[experts, rows, input tiles, n] -> [experts, row tiles, input tiles, 64, n]; missing rows become zero."""
+    values = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % ROWS))
+    return values.unflatten(1, (-1, ROWS)).transpose(2, 3)
+
+
+def _check_scales(scales: torch.Tensor) -> None:
+    largest = int(scales.max())
+    if largest > LARGEST_SCALE:
+        raise InputError(
+            f"the Triton kernels take MXFP4 scales up to {LARGEST_SCALE} (weights up to 12), got {largest}. "
+            "If that is meant, load with weights=bf16"
+        )
+
+
+def _words(weights: AnyExperts, name: str, some: slice) -> torch.Tensor:
+    """[some, rows, input tiles, n]: the words of whole rows, inputs padded with zeros to whole tiles."""
+    if isinstance(weights, Mxfp4Experts):
+        blocks = getattr(weights, name + "_blocks")[some]
+        codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-3).to(torch.int16)
+        return mxfp4_words(_whole_tiles(codes).unflatten(-1, (-1, 4, 16)))
+    if isinstance(weights, Fp8Experts):
+        values = getattr(weights, name)[some].view(torch.uint8).to(torch.int16)
+        return fp8_words(_whole_tiles(values).unflatten(-1, (-1, 2, 32)))
+    assert isinstance(weights, ExpertWeights)
+    return _whole_tiles(getattr(weights, name)[some].transpose(1, 2)).unflatten(-1, (-1, INPUTS))
+
+
+def _whole_tiles(values: torch.Tensor) -> torch.Tensor:
+    return F.pad(values, (0, -values.shape[-1] % INPUTS))
+
+
+def mxfp4_words(codes: torch.Tensor) -> torch.Tensor:
+    """codes [..., 4, n] int16, each sign, exponent (2 bits), mantissa -> [..., n] words that `open_mxfp4` opens."""
+    first, second, third, fourth = codes.unbind(-2)
+    return (
+        ((first & 8) << 12)
+        | ((first & 7) << 6)
+        | ((second & 8) << 9)
+        | ((second & 7) << 3)
+        | ((third & 8) << 6)
+        | (third & 7)
+        | ((fourth & 8) << 11)
+        | ((fourth & 6) << 9)
+        | ((fourth & 1) << 13)
+    )
+
+
+def fp8_words(values: torch.Tensor) -> torch.Tensor:
+    """values [..., 2, n] int16, each the byte of an E4M3 -> [..., n] words that `open_fp8` opens."""
+    first, second = values.unbind(-2)
+    return (
+        ((first & 0x80) << 8)
+        | ((first & 0x7F) << 4)
+        | ((second & 0x80) << 7)
+        | ((second & 0x70) << 7)
+        | (second & 0x0F)
+    )

@@ -1,0 +1,172 @@
+"""Prefill: slots sorted by expert on the device, then grouped products over the ragged groups.
+
+The grid is an upper bound that depends on shapes alone: each expert has at most one tile of tokens that is not full.
+A *slot* is one choice of one token: slot = token * top_k + k.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoai_bands
+
+
+@triton.jit
+def count(
+    topk_ids, expert_map, counts, slots, HAS_MAP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr
+):
+    """counts [programs, BE]: how many of a program's BS slots each local expert has."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    s = tl.program_id(0) * BS + tl.arange(0, BS)
+    expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
+    e = tl.arange(0, BE)
+    hits = (expert[:, None] == e[None, :]).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * BE + e, tl.sum(hits, 0))
+
+
+@triton.jit
+def place(
+    topk_ids,
+    expert_map,
+    counts,
+    order,  # [slots], out: slots by expert, within an expert in their order; what lies past the last group is undefined
+    ends,  # [BE], out: where each expert's group ends
+    slots,
+    programs,
+    HAS_MAP: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    own = tl.program_id(0)
+    s = own * BS + tl.arange(0, BS)
+    e = tl.arange(0, BE)
+    total = tl.zeros((BE,), tl.int32)
+    before = tl.zeros((BE,), tl.int32)
+    for first in range(0, programs, BP):
+        p = first + tl.arange(0, BP)
+        some = tl.load(counts + p[:, None] * BE + e[None, :], mask=(p < programs)[:, None], other=0)
+        total += tl.sum(some, 0)
+        before += tl.sum(tl.where((p < own)[:, None], some, 0), 0)
+    end = tl.cumsum(total, 0)
+    if own == 0:
+        tl.store(ends + e, end)
+    expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
+    hits = (expert[:, None] == e[None, :]).to(tl.int32)
+    rank = tl.cumsum(hits, 0) - 1 + (end - total + before)[None, :]
+    at = tl.sum(tl.where(hits > 0, rank, 0), 1)
+    tl.store(order + at, s, mask=expert >= 0)
+
+
+@triton.jit
+def _tile(ends, number, BE: tl.constexpr, EXPERTS: tl.constexpr, BN: tl.constexpr):
+    """The expert of the tile of that number among all groups' tiles (EXPERTS: none), its first place, the group's end."""
+    e = tl.arange(0, BE)
+    end = tl.load(ends + e)
+    start = tl.where(e > 0, tl.load(ends + e - 1, mask=e > 0, other=0), 0)
+    tiles = (end - start + BN - 1) // BN
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last <= number) & (e < EXPERTS)).to(tl.int32))
+    own = e == expert
+    first = tl.sum(tl.where(own, start, 0)) + (number - tl.sum(tl.where(own, last - tiles, 0))) * BN
+    return expert, first, tl.sum(tl.where(own, end, 0))
+
+
+@triton.jit
+def gate_up(
+    x,  # [tokens, K]
+    order,
+    ends,
+    words,
+    scales,
+    bias,
+    inner,  # [slots, R // 2] in the order of `order`, out
+    limit,
+    FORMAT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BE: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The first projection and the activation."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ROW_TILES: tl.constexpr = (R + BM - 1) // BM
+    number = tl.program_id(0) // ROW_TILES
+    row_tile = tl.program_id(0) % ROW_TILES
+    expert, first, end = _tile(ends, number, BE, EXPERTS, BN)
+    if expert < EXPERTS:
+        at = first + tl.arange(0, BN)
+        valid = at < end
+        slot = tl.load(order + at, mask=valid, other=0)
+        first_row = row_tile * BM
+        sums = product(
+            x, slot // TOP_K, valid, words, scales, expert, first_row,
+            FORMAT, R, K, BM, BN, UNROLL, 1, STAGES, NATIVE,
+        )  # fmt: skip
+        sums = finish(sums, scales, bias, expert, first_row, FORMAT, R, BM)
+        out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
+        row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
+        mask = valid[None, :] & (row < R // 2)[:, None]
+        tl.store(inner + at.to(tl.int64)[None, :] * (R // 2) + row[:, None], out, mask=mask)
+
+
+@triton.jit
+def down(
+    inner,  # [slots, K] in the order of `order`
+    order,
+    ends,
+    topk_weights,
+    words,
+    scales,
+    bias,
+    shares,  # [slots, R] bfloat16, out
+    FORMAT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BE: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The second projection with bias and routing weight, back in the order of the slots."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    ROW_TILES: tl.constexpr = (R + BM - 1) // BM
+    number = tl.program_id(0) // ROW_TILES
+    row_tile = tl.program_id(0) % ROW_TILES
+    expert, first, end = _tile(ends, number, BE, EXPERTS, BN)
+    if expert < EXPERTS:
+        at = first + tl.arange(0, BN)
+        valid = at < end
+        first_row = row_tile * BM
+        sums = product(
+            inner, at, valid, words, scales, expert, first_row,
+            FORMAT, R, K, BM, BN, UNROLL, 1, STAGES, NATIVE,
+        )  # fmt: skip
+        slot = tl.load(order + at, mask=valid, other=0)
+        weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
+        out = finish(sums, scales, bias, expert, first_row, FORMAT, R, BM) * weight[None, :]
+        row = first_row + tl.arange(0, BM)
+        mask = valid[None, :] & (row < R)[:, None]
+        tl.store(shares + slot.to(tl.int64)[None, :] * R + row[:, None], out.to(shares.dtype.element_ty), mask=mask)

@@ -1,0 +1,49 @@
+"""Routing in one kernel: the k largest logits, the softmax over them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route(
+    logits,  # [tokens, EXPERTS]
+    weights,  # [tokens, TOP_K] fp32, out
+    ids,  # [tokens, TOP_K] int32, out
+    tokens,
+    TOP_K: tl.constexpr,
+    BK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BE: tl.constexpr,
+    BT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, BE)
+    mask = (token < tokens)[:, None] & (e < EXPERTS)[None, :]
+    left = tl.load(logits + token[:, None] * EXPERTS + e[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    left = tl.where(left != left, float("-inf"), left)
+    free = mask
+    k = tl.arange(0, BK)
+    chosen = tl.full((BT, BK), float("-inf"), tl.float32)
+    numbers = tl.zeros((BT, BK), tl.int32)
+    for i in tl.static_range(TOP_K):
+        largest = tl.max(left, 1)
+        winner = tl.min(tl.where(free & (left == largest[:, None]), e[None, :], BE), 1)
+        winner = tl.minimum(winner, EXPERTS - 1)
+        chosen = tl.where((k == i)[None, :], largest[:, None], chosen)
+        numbers = tl.where((k == i)[None, :], winner[:, None], numbers)
+        taken = e[None, :] == winner[:, None]
+        left = tl.where(taken, float("-inf"), left)
+        free = free & (e[None, :] != winner[:, None])
+    shifted = tl.exp(chosen - tl.max(chosen, 1)[:, None])
+    shifted = tl.where((k < TOP_K)[None, :], shifted, 0.0)
+    at = token[:, None] * TOP_K + k[None, :]
+    mask = (token < tokens)[:, None] & (k < TOP_K)[None, :]
+    tl.store(weights + at, shifted / tl.sum(shifted, 1)[:, None], mask=mask)
+    tl.store(ids + at, numbers, mask=mask)
