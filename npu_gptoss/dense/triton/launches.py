@@ -18,6 +18,7 @@ from npu_gptoss.dense.triton.greedy import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.norm import add_norm_kernel
 from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
 from npu_gptoss.dense.triton.router import router_kernel
+from npu_gptoss.dense.triton.skinny import skinny_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import launch_options
@@ -29,6 +30,8 @@ QKV_PAIRS = 2  # RoPE pairs of a program, two rows of the weight each
 QKV_WARPS = 4
 LINEAR_ROWS = 2  # of a program
 LINEAR_WARPS = 4
+FEW_WEIGHT_ROWS = 32
+FEW_BLOCK_K = 128
 ROUTER_SHARE = 1  # experts of a program
 GREEDY_BLOCK = 1024
 
@@ -138,6 +141,48 @@ def linear_gemv(
         ROWS=rows,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        SCALED=scaled,
+        **launch_options(x, warps),
+    )
+    return out
+
+
+def linear_few(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    *,
+    rows: int = FEW_WEIGHT_ROWS,
+    block_k: int = FEW_BLOCK_K,
+    warps: int = 4,
+    stages: int = 4,
+) -> torch.Tensor:
+    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for up to 64 tokens."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0]
+    matrix, scales, scaled = _parts(weight)
+    x = x.contiguous()
+    if out is None:
+        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    block_t = min(max(triton.next_power_of_2(tokens), 16), 64)
+    skinny_kernel[(triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
+        x,
+        matrix,
+        scales,
+        x if bias is None else bias,
+        x if residual is None else residual.contiguous(),
+        out,
+        tokens,
+        outputs,
+        IN=inputs,
+        ROWS=rows,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        STAGES=stages,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SCALED=scaled,
