@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +34,16 @@ def _usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 success, 1 the command's own 'no', 2 input that cannot be used."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `npu-gptoss kernels list | head`: the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -52,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"npu-gptoss {name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `npu-gptoss kernels list | head`
-        sys.stderr.close()
-        return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -30,3 +32,15 @@ def test_an_unknown_command_lists_the_known_ones(capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("npu-gptoss 0.")
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    script = "import sys; sys.stdin.readline(); from npu_gptoss.cli import main; sys.exit(main([]))"
+    command = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()  # as `| head` does; only then may it write
+    command.stdin.write("\n")
+    command.stdin.close()
+    assert command.stderr.read() == ""
+    assert command.wait() == 0
