@@ -90,7 +90,7 @@ if [ -d "$model" ]; then
     case $layers in 24) size=20b ;; 36) size=120b ;; esac
 else
     case $model in
-    /* | .* | *[!/]/*/* | *[!A-Za-z0-9_./-]*) fail "--model $model is not a folder." ;;
+    /* | .* | *[!/]/*/* | *[!A-Za-z0-9_./-]*) fail "--model $model is not a folder. A small checkpoint: npu-gptoss tiny DIR --trained" ;;
     */*) ;;
     *) fail "--model $model is neither a folder nor a name on the hub such as openai/gpt-oss-20b." ;;
     esac

@@ -1,0 +1,51 @@
+"""Every command with a script that a page shows is taken by the script, as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.markdown import PAGES, ROOT, code_blocks
+from tests.scripts.shell import beside_a_fake_evalscope, run
+from tests.scripts.test_serve_sh import checkpoint
+
+SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/mmlu.sh")
+LAYERS = {"20b": 24, "120b": 36, "tiny": 4}
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of code blocks and code within sentences that start with one of the scripts, comments left out."""
+    lines = [line for block in code_blocks(page, "sh") for line in block.splitlines()]
+    inline = re.findall(r"`(scripts/\w+\.sh [^`]+)`", page.read_text())
+    return [line.partition(" #")[0] for line in (*lines, *inline) if line.startswith(SCRIPTS)]
+
+
+SHOWN = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)})
+
+
+def test_the_pages_show_commands() -> None:
+    shown = {line.split()[0] for _, line in SHOWN}
+    assert shown == set(SCRIPTS), "the pattern is wrong, or a script is documented nowhere"
+    assert {page for page, _ in SHOWN} >= {"README.md", "docs/running-on-910b.md", "docs/accuracy.md"}
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN)
+def test_the_script_takes_the_command(page: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    for index, word in enumerate(words):
+        if word.startswith(("/models/", "/tmp/", ".checkpoints/")):  # in their place something that is there
+            if words[index - 1] == "--model":
+                words[index] = str(checkpoint(tmp_path / Path(word).name, LAYERS[Path(word).name.rpartition("-")[2]]))
+            else:
+                (tmp_path / "README.md").touch()
+                words[index] = str(tmp_path)
+    if words[0] != "scripts/serve.sh":  # no server is asked
+        words[1:1] = ["--model", "gpt-oss-20b", *(["--tokenizer", "/models/20b"] if "perf" in words[0] else [])]
+    scripts = beside_a_fake_evalscope(tmp_path / "repository", status=1)
+    words.insert(1, "--dry-run")
+    done = run(Path(words[0]).name, *words[1:], scripts=scripts)
+    assert done.returncode == 0, f"{page}: {line}"
+    assert done.stdout.strip()
