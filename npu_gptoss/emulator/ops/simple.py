@@ -18,6 +18,16 @@ def inner_dtype_cast(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return input.to(dtype, copy=True)
 
 
+@kernel("aten::histc(Tensor self, int bins=100, Scalar min=0, Scalar max=0) -> Tensor")
+def histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Counts in the type of what is counted: the device counts integers too, which torch's own on the CPU refuses."""
+    call = Call.of("histc", "aclnnHistc")
+    out = poisoned((bins,), self)
+    if call.context.execute:
+        out.copy_(torch.histc(self.double(), bins, min, max))
+    return out
+
+
 @kernel("npu::npu_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """input @ weight.T + bias, accumulated in float32."""

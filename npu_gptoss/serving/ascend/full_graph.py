@@ -197,14 +197,14 @@ def guard(runner: Any) -> None:
     dispatcher.dispatch = dispatch
 
 
-def prepare(config: VllmConfig, device: torch.device) -> None:
-    """Before the runner reads its configuration: keeps FULL_DECODE_ONLY if it works here, else turns to PIECEWISE."""
-    model, compilation = config.model_config, config.compilation_config
-    if model.hf_config.model_type != ARCHITECTURE or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
-        return
+def _objection(config: VllmConfig, device: torch.device) -> str | None:
+    """Why decode steps cannot be captured as a whole here; None when they can."""
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "vllm-ascend 0.11.0 captures no stage of a pipeline as a whole"
     from npu_gptoss.serving.ascend import probe
 
-    objection = probe.full_graph_objection(
+    model = config.model_config
+    return probe.full_graph_objection(
         heads=model.get_num_attention_heads(config.parallel_config),
         kv_heads=model.get_num_kv_heads(config.parallel_config),
         head_dim=model.get_head_size(),
@@ -212,6 +212,14 @@ def prepare(config: VllmConfig, device: torch.device) -> None:
         dtype=model.dtype,
         device=device,
     )
+
+
+def prepare(config: VllmConfig, device: torch.device) -> None:
+    """Before the runner reads its configuration: keeps FULL_DECODE_ONLY if it works here, else turns to PIECEWISE."""
+    model, compilation = config.model_config, config.compilation_config
+    if model.hf_config.model_type != ARCHITECTURE or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+        return
+    objection = _objection(config, device)
     if objection is None:
         return
     logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)

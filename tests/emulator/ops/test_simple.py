@@ -65,3 +65,11 @@ def test_prefetch_of_nothing_is_refused():
     OPS["npu::npu_prefetch"](torch.ones(2), None, 8)
     with pytest.raises(ContractError, match="max_size 0"):
         OPS["npu::npu_prefetch"](torch.ones(2), None, 0)
+
+
+def test_histc_counts_integers():
+    """vllm-ascend counts the tokens of each expert with it; the last bin holds its upper end too."""
+    ids = torch.tensor([0, 3, 3, 1, 4], dtype=torch.int32)
+    counted = OPS["aten::histc"](ids, bins=4, min=0, max=4)
+    assert counted.dtype == torch.int32
+    assert counted.tolist() == [1, 1, 0, 3]

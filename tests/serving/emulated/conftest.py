@@ -91,6 +91,7 @@ def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Ca
             "max_num_seqs": 8,
             "max_num_batched_tokens": 1100,
             "gpu_memory_utilization": 0.5,
+            "num_gpu_blocks_override": 256,  # all memory of the device takes a second to fill
             **(options or {}),
         }
         diagnostic = settings["dtype"] == "float32"

@@ -1,7 +1,8 @@
 """Serves checkpoints with vLLM's `LLM` on the emulated 910B, each in a process forked from this one.
 
 Runs in the emulated environment, started by `conftest.py`: reads the path of a job a line and answers DONE.
-What takes long, importing torch_npu and vLLM, is done once, before the first fork; no device is touched by then.
+What takes long, importing torch_npu and vLLM and finding out what vLLM wants to know of the model's class, is done
+once, before the first fork; no device is touched by then.
 
 A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, and what is spoilt
 meanwhile: `spoils.py`), `spoil` (from the start on), `machine` (what differs in the emulated machine), `variables` (of
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import signal
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from spoils import spoilt
+
+LONG_IMPORTS = ("torch_npu", "vllm", "torch._dynamo", "torch._inductor.compile_fx", "gguf", "numba")
 
 
 def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int) -> list[dict[str, Any]]:
@@ -107,9 +111,13 @@ def child(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    import torch_npu  # noqa: F401
-    from vllm import LLM  # noqa: F401
+    for name in LONG_IMPORTS:
+        importlib.import_module(name)
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()
+    assert ModelRegistry._try_inspect_model_cls("GptOssForCausalLM") is not None  # vLLM does it in a process of its own
     gc.collect()
     gc.freeze()
     print("READY", flush=True)

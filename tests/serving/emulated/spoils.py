@@ -148,5 +148,15 @@ def tail_not_zeroed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def by_all_to_all() -> Iterator[None]:
+    """No mistake: experts get their tokens as vllm-ascend sends them on an A3; on a 910B it never does for gpt-oss."""
+    from vllm_ascend.ascend_forward_context import MoECommType
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    with mock.patch.object(NPUModelRunner, "_select_moe_comm_method", return_value=MoECommType.ALLTOALL):
+        yield
+
+
 def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
     return globals()[name]() if name else contextlib.nullcontext()

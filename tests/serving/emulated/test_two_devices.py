@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.emulated.rounds import FULL, LENGTHS, THREE_IN_A_BUCKET_OF_FOUR, WORKSPACE, right, turn
+from tests.serving.emulated.rounds import EAGER, FULL, LENGTHS, THREE_IN_A_BUCKET_OF_FOUR, WORKSPACE, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -19,17 +19,27 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"options": EAGER},
+    "piecewise": {},
+    "full decode graphs": {"options": FULL, "machine": WORKSPACE},
+}
+
+
 @pytest.mark.parametrize("how", PARALLEL)
-def test_two_devices_equal_transformers_in_float32(how, serve, expected):
-    """Piecewise graphs, whose prefills beyond the largest size run without."""
+@pytest.mark.parametrize("mode", MODES)
+def test_two_devices_equal_transformers_in_float32(mode, how, serve, expected):
+    """Collectives are part of the graphs, and each rank updates its own attention."""
     rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, _ = serve(rounds, options=PARALLEL[how])
+    asked = MODES[mode]
+    results, printed = serve(rounds, **{**asked, "options": {**asked.get("options", {}), **PARALLEL[how]}})
     assert right(rounds, results, expected) == [True, True]
+    assert ("decode, FULL" in printed) == ("full" in mode and how != "PP=2")
+    assert ("captures no stage of a pipeline as a whole" in printed) == ("full" in mode and how == "PP=2")
 
 
-def test_full_decode_graphs_on_two_devices_equal_transformers_in_float32(serve, expected):
-    """Collectives are part of the graph, and each rank updates its own attention."""
+@pytest.mark.parametrize("how", [how for how in PARALLEL if "experts" in how])
+def test_tokens_sent_all_to_all_equal_transformers_in_float32(how, serve, expected):
     rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, printed = serve(rounds, options={**PARALLEL["TP=2"], **FULL}, machine=WORKSPACE)
-    assert "decode, FULL" in printed
+    results, _ = serve(rounds, options={**EAGER, **PARALLEL[how]}, spoil="by_all_to_all")
     assert right(rounds, results, expected) == [True, True]
