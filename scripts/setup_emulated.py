@@ -40,6 +40,12 @@ WHEELS = "npu-gptoss-emulator/wheels"
 TORCH, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
 SECOND_TORCH_NPU = "2.7.1.post2"
 PYTHON_VERSIONS = ("3.11",)  # the versions of the lock have no others in common
+SERVER_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm_ascend.worker.worker_v1",
+    "torch._inductor.compile_fx",
+)
 PTH = "npu_gptoss_emulator.pth"
 HOOK = (
     'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
@@ -110,6 +116,13 @@ def install_vllm_ascend(env: Environment, run: Runner) -> str:
     return ""
 
 
+def import_server(env: Environment, run: Runner) -> str:
+    variables = ["env", f"NPU_GPTOSS_EMULATED_VENV={env.path}"]
+    program = [str(env.path / "bin/npu-gptoss"), "emulate", "--", "python", "-c", f"import {', '.join(SERVER_MODULES)}"]
+    run.must([*variables, *program])
+    return ""
+
+
 def download_second(env: Environment, run: Runner) -> str:
     """Not installed: the tests read the operators' schemas out of it."""
     target = env.path / WHEELS
@@ -171,6 +184,12 @@ def steps(with_tools: bool, python: str) -> list[Step]:
             install_vllm,
             [builder.read_text()],
             {"vllm": "0.11.0+empty"},
+        ),
+        Step(
+            "imports",
+            "vLLM's server imported once: it works, and Python keeps it compiled",
+            import_server,
+            [LOCK.read_text(), builder.read_text(), TORCH, TORCH_NPU, VLLM_ASCEND, *SERVER_MODULES],
         ),
     ]
     if with_tools:
