@@ -3,7 +3,8 @@
 vLLM 0.11.0 built with `VLLM_TARGET_DEVICE=empty` has no `vllm._C`, and the one of a binary build does not load beside
 another torch. Every operator of vLLM has a plain torch body, chosen with `custom_ops=["none"]`. The worker binds its
 threads with an operator of the same library unless `VLLM_CPU_OMP_THREADS_BIND` says "all", one entry a rank. And
-0.11.0's use of torch.compile fits the dynamo of torch 2.8 at the latest.
+0.11.0's use of torch.compile fits the dynamo of torch 2.8 at the latest; its sampler compiles a function at the first
+request with a temperature, which ends the engine where there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def install_native_ops(module: ModuleType) -> None:
 
             vllm_config.compilation_config.level = CompilationLevel.NO_COMPILATION
             model_config.enforce_eager = True
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # read when a function is about to be compiled
         if not has_compiled_ops():
             vllm_config.compilation_config.custom_ops = ["none"]
             parallel = vllm_config.parallel_config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -55,6 +57,8 @@ def environment(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
 
 
 def test_without_compiled_operators_the_torch_bodies_are_taken(patched, monkeypatch):
@@ -100,3 +104,28 @@ def test_threads_bound_by_the_user_stay_bound(patched, monkeypatch):
 def test_torch_release_reads_a_local_version(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     assert cpu.torch_release() == (2, 13)
+
+
+SAMPLE = """
+import sys, torch
+from torch._inductor import config
+config.cpp.cxx = ("there-is-no-such-compiler",)
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+import tests.serving.compat.test_cpu as this
+from npu_gptoss.serving import compat
+if "patched" in sys.argv:
+    compat.apply()
+this.updated_config()
+tokens, _ = TopKTopPSampler().forward_cpu(torch.tensor([[0.0, 50.0], [50.0, 0.0]]), {}, None, None)
+print(tokens.tolist())
+"""
+
+
+@pytest.mark.parametrize(("how", "printed"), [("patched", "[1, 0]"), ("stock", "No working C++ compiler")])
+def test_a_temperature_needs_no_compiler(how, printed, tmp_path):
+    """A machine without one served greedy requests only: the first other one ended the engine."""
+    environment = {**os.environ, "VLLM_PLUGINS": "npu_gptoss_cpu", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SAMPLE, how]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert printed in run.stdout + run.stderr
+    assert (run.returncode == 0) == (how == "patched")
