@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npu_gptoss.graphs import buckets
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-STEP = 8  # between sizes, as vLLM has it
 
 STREAMS = 1984  # of an A2 or A3 device, by CANN's documents; all processes on it share them
 BUDGET = 1800  # of them vllm-ascend 0.11.0 hands out to graphs
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, and the largest decode step itself. At least two: vLLM takes one for a maximum."""
-    sizes = {size for size in (1, 2, 4, *range(STEP, max_num_seqs, STEP)) if size < max_num_seqs}
-    return sorted({*sizes, max(2, max_num_seqs), 1})
+    """Those of `graphs`, and at least two: vLLM takes one for a maximum."""
+    return buckets.capture_sizes(max(2, max_num_seqs))
 
 
 def _factor(groups: int, aiv: bool) -> int:
