@@ -1,0 +1,224 @@
+"""Write the tables of docs/performance.md's CUDA section from the records in docs/benchmarks.
+
+    python scripts/bench_table.py            # prints them
+    python scripts/bench_table.py --write    # and puts them into docs/performance.md
+
+No number is typed: each is in a record that a command wrote (docs/benchmarks/README.md), and what this page says of it
+follows from the record. Goals are those that were set before anything was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
+BEGIN, END = "<!-- written by scripts/bench_table.py: begin -->", "<!-- bench_table: end -->"
+OURS = "npu_gptoss"
+
+Record = dict[str, Any]
+
+# Upper limits in milliseconds, of decode by (model, weights, batch, context); the factor is of the floor for `context`
+# keys and uniform routing. Prefill's goal is the peer.
+DECODE_LIMITS_MS = {
+    ("20b", "mxfp4", 1, 1024): 1.5,
+    ("20b", "mxfp4", 1, 8192): 1.6,
+    ("20b", "bf16", 1, 1024): 2.2,
+    ("120b", "mxfp4", 1, 1024): 2.2,
+}
+DECODE_FACTOR = 1.6
+FACTOR_POINTS = {("20b", "mxfp4", batch, 1024) for batch in (8, 32, 128)} | {
+    ("20b", "mxfp4", batch, 8192) for batch in (8, 32)
+}
+
+
+def load(folder: Path = FOLDER) -> list[Record]:
+    """Every record of every file, with its file's engine, kind, machine and date."""
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        header = {name: content[name] for name in ("engine", "what", "machine", "versions", "date")}
+        found += [{**record, "_": {**header, "file": file.name}} for record in content["records"]]
+    return found
+
+
+def of(records: Iterable[Record], what: str, ours: bool = True) -> list[Record]:
+    return [r for r in records if r["_"]["what"] == what and (r["_"]["engine"] == OURS) == ours]
+
+
+def decode_goal(record: Record) -> float | None:
+    """Milliseconds, or None where none was set."""
+    point = (record["model"], record["weights"], record["batch"], record["context"])
+    if point in FACTOR_POINTS:
+        return DECODE_FACTOR * record["floor_uniform_ms"]
+    return DECODE_LIMITS_MS.get(point)
+
+
+def against(value: float, goal: float | None) -> str:
+    """Whether a time keeps its goal."""
+    if goal is None:
+        return "–"
+    return "met" if value <= goal else f"missed, {value / goal:.2f} ×"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def decode_table(records: list[Record]) -> list[str]:
+    head = (
+        "model",
+        "experts",
+        "batch",
+        "context",
+        "TPOT ms",
+        "floor ms",
+        "of the floor",
+        "TB/s",
+        "peer ms",
+        "goal ms",
+        "",
+    )
+    rows = []
+    for r in of(records, "decode"):
+        peer, goal = r.get("peer"), decode_goal(r)
+        rows.append(
+            (
+                r["model"],
+                r["weights"],
+                str(r["batch"]),
+                str(r["context"]),
+                f"**{r['tpot_ms']:.3f}**",
+                f"{r['floor_ms']:.3f}",
+                f"{r['percent_of_floor']:.0f} %",
+                f"{r['TBps']:.2f}",
+                f"{peer['tpot_ms']:.3f}" if peer else "–",
+                f"≤ {goal:.2f}" if goal else "–",
+                against(r["tpot_ms"], goal),
+            )
+        )
+    return table(head, rows)
+
+
+def prefill_table(records: list[Record]) -> list[str]:
+    head = ("model", "experts", "tokens", "TTFT s", "floor s", "of the floor", "TFLOP/s", "peer s", "")
+    rows = []
+    for r in of(records, "prefill"):
+        peer = r.get("peer")
+        rows.append(
+            (
+                r["model"],
+                r["weights"],
+                f"{r['prompt_tokens']:,}".replace(",", " "),
+                f"**{r['prefill_s']:.3f}**",
+                f"{r['floor_ms'] / 1e3:.3f}",
+                f"{r['percent_of_floor']:.0f} %",
+                f"{r['TFLOPs']:.0f}",
+                f"{peer['prefill_s']:.3f}" if peer else "–",
+                against(r["prefill_s"], peer["prefill_s"] if peer else None),
+            )
+        )
+    return table(head, rows)
+
+
+def kernel_table(records: list[Record]) -> list[str]:
+    """What is selected, and whatever is faster than it."""
+    head = ("operation", "case", "kernel", "µs", "floor µs", "of the floor", "TB/s", "TFLOP/s", "peer µs")
+    rows = []
+    found = of(records, "kernel")
+    selected = {(r["operation"], r["case"]): r["us"] for r in found if r["selected"]}
+    for r in found:
+        if not r["selected"] and r["us"] >= selected.get((r["operation"], r["case"]), 0.0):
+            continue
+        peer = r.get("peer")
+        rows.append(
+            (
+                r["operation"],
+                r["case"],
+                r["kernel"].removeprefix(r["operation"] + ".") + ("" if r["selected"] else " (not selected)"),
+                f"**{r['us']:.1f}**",
+                f"{r['floor_us']:.1f}",
+                f"{r['percent_of_floor']:.0f} %",
+                f"{r['TBps']:.2f}",
+                f"{r['TFLOPs']:.0f}",
+                f"{peer['us']:.1f}" if peer else "–",
+            )
+        )
+    return table(head, rows)
+
+
+def other_lines(records: list[Record]) -> list[str]:
+    """Graphs against eager, tokens against the peer's."""
+    lines = []
+    for r in of(records, "graphs"):
+        lines.append(
+            f"* Graphs against eager decode, {r['model']} {r['weights']}, batch {r['batch']}, context {r['context']}: "
+            f"{r['tpot_ms']:.2f} ms against {r['eager_tpot_ms']:.2f} ms, **{r['ratio']:.1f} ×**; "
+            f"{r['tokens_identical']} of {r['tokens_compared']} greedy tokens identical."
+        )
+    for r in of(records, "agreement"):
+        lines.append(
+            f"* Greedy tokens of {r['peer']['engine']} on the same checkpoint, {r['model']} {r['weights']}: "
+            f"**{100 * r['top1_agreement']:.1f} %** of {r['tokens']} are also our largest logit; where not, ours is "
+            f"larger by at most {r['largest_gap']:.3f} and on average {r['mean_gap']:.3f} deviations of all logits."
+        )
+    return lines
+
+
+def sources(records: list[Record]) -> list[str]:
+    """Which machine and which versions, once for each file."""
+    lines = []
+    for name in dict.fromkeys(r["_"]["file"] for r in records):
+        header = next(r["_"] for r in records if r["_"]["file"] == name)
+        versions = ", ".join(f"{k} {v}" for k, v in header["versions"].items())
+        what = f"{header['engine']} on {header['machine']['device']}, {header['date'][:10]}"
+        lines.append(f"* [{name}](benchmarks/{name}): {what}; {versions}")
+    return lines
+
+
+def render(records: list[Record]) -> str:
+    """The whole section between the marks."""
+    parts: list[str] = []
+    for title, what, lines in (
+        ("Decode, time per output token:", "decode", decode_table(records)),
+        ("Prefill of one prompt, time to the first token:", "prefill", prefill_table(records)),
+        ("Kernels alone, cold caches:", "kernel", kernel_table(records)),
+    ):
+        if of(records, what):
+            parts += [title, "", *lines, ""]
+    parts += [*other_lines(records), ""]
+    parts += ["Records:", "", *sources(records)]
+    return "\n".join(parts).strip() + "\n"
+
+
+def insert(page: str, section: str) -> str:
+    """The page with the section between the marks, which must be there once."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise SystemExit(f"bench_table: {PAGE.name} must hold {BEGIN} and {END} once each")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{section}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
+    options = parser.parse_args(arguments)
+    records = load()
+    if not records:
+        print(f"bench_table: {FOLDER} holds no records", file=sys.stderr)
+        return 1
+    section = render(records)
+    if options.write:
+        PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
+    else:
+        print(section, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The tables of docs/performance.md say what the records say, and whether a goal was met follows from the numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import bench_table
+from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
+
+HEADER = {
+    "engine": "npu_gptoss",
+    "machine": {"device": "NVIDIA H200"},
+    "versions": {"torch": "2.11.0"},
+    "date": "2026-11",
+}
+
+
+def decode(**changes: object) -> dict[str, object]:
+    record = {
+        "model": "20b",
+        "weights": "mxfp4",
+        "batch": 8,
+        "context": 1024,
+        "tpot_ms": 3.0,
+        "floor_ms": 1.9,
+        "floor_uniform_ms": 1.95,
+        "percent_of_floor": 63.3,
+        "TBps": 3.1,
+        "peer": {"engine": "vLLM 0.25.1", "tpot_ms": 4.985},
+        "_": {**HEADER, "what": "decode", "file": "decode.json"},
+    }
+    return {**record, **changes}
+
+
+def test_a_goal_is_met_or_missed_by_the_numbers():
+    assert against(3.0, 3.12) == "met"
+    assert against(3.3, 3.0) == "missed, 1.10 ×"
+    assert against(3.0, None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("changes", "goal"),
+    [
+        ({}, 1.6 * 1.95),
+        ({"batch": 1}, 1.5),
+        ({"batch": 1, "context": 8192}, 1.6),
+        ({"batch": 1, "weights": "bf16"}, 2.2),
+        ({"batch": 1, "model": "120b"}, 2.2),
+        ({"batch": 2}, None),
+        ({"batch": 128, "context": 8192}, None),
+        ({"weights": "fp8"}, None),
+    ],
+)
+def test_goals_are_those_set_before(changes, goal):
+    assert decode_goal(decode(**changes)) == (goal if goal is None else pytest.approx(goal))
+
+
+def test_a_row_holds_the_records_numbers_and_the_peers():
+    text = render([decode()])
+    assert "| 20b | mxfp4 | 8 | 1024 | **3.000** | 1.900 | 63 % | 3.10 | 4.985 | ≤ 3.12 | met |" in text
+    assert "missed, 1.28 ×" in render([decode(tpot_ms=4.0)])
+    assert "| – | ≤ 3.12 | met |" in render([decode(peer=None)])
+    assert "[decode.json](benchmarks/decode.json): npu_gptoss on NVIDIA H200" in text
+
+
+def test_a_peers_own_file_makes_no_row():
+    peer = decode(_={**HEADER, "engine": "vLLM 0.25.1", "what": "decode", "file": "peer.json"})
+    assert "| 20b |" not in render([peer])
+
+
+def test_a_kernel_that_is_faster_than_the_selected_one_is_not_hidden():
+    def kernel(name: str, us: float, selected: bool) -> dict[str, object]:
+        numbers = {"floor_us": 10.0, "percent_of_floor": 50.0, "TBps": 1.0, "TFLOPs": 2.0}
+        head = {**HEADER, "what": "kernel", "file": "kernel.json"}
+        named = {"operation": "moe.experts", "case": "tokens=1", "kernel": f"moe.experts.{name}"}
+        return {**named, "us": us, "selected": selected, **numbers, "_": head}
+
+    text = render([kernel("chosen", 20.0, True), kernel("slower", 30.0, False), kernel("faster", 15.0, False)])
+    assert "| chosen |" in text
+    assert "| faster (not selected) |" in text
+    assert "slower" not in text
+
+
+def test_the_section_goes_between_its_marks_and_nothing_else_changes():
+    page = f"before\n{BEGIN}\nold\n{END}\nafter <!-- end -->\n"
+    assert insert(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter <!-- end -->\n"
+    with pytest.raises(SystemExit, match="once each"):
+        insert("no marks", "new")
+
+
+def test_the_page_shows_the_committed_records():
+    """`python scripts/bench_table.py --write` after a change of the records."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == insert(page, render(load())), "the tables are not those of docs/benchmarks"
+
+
+def test_every_record_file_is_named_in_the_folders_page():
+    patterns = ("decode", "prefill", "kernel", "graphs", "agreement", "peer_")
+    for file in FOLDER.glob("*.json"):
+        assert any(pattern in file.name for pattern in patterns), file.name
+        assert json.loads(file.read_text())["definitions"], file.name
+
+
+def test_nothing_is_written_without_records(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_table, "load", lambda: [])
+    assert bench_table.main(["--write"]) == 1
+    assert "holds no records" in capsys.readouterr().err
