@@ -77,15 +77,14 @@ def open_mxfp4(words, first, second, NATIVE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    else:
-        w = words.to(tl.int32)
-        low = (first << 16).to(tl.float32, bitcast=True)
-        high = (second << 16).to(tl.float32, bitcast=True)
-        a = _times(w & 0x81C0, low)
-        b = _times((w << 3) & 0x81C0, low)
-        c = _times((w << 6) & 0x81C0, high)
-        d = _times(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), high)
-        return a, b, c, d
+    w = words.to(tl.int32)
+    low = (first << 16).to(tl.float32, bitcast=True)
+    high = (second << 16).to(tl.float32, bitcast=True)
+    a = _times(w & 0x81C0, low)
+    b = _times((w << 3) & 0x81C0, low)
+    c = _times((w << 6) & 0x81C0, high)
+    d = _times(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), high)
+    return a, b, c, d
 
 
 @triton.jit
@@ -95,11 +94,10 @@ def open_fp8(words, NATIVE: tl.constexpr):
         return tl.inline_asm_elementwise(
             _OPEN_FP8, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-    else:
-        w = words.to(tl.int32)
-        a = _times(w & 0x87F0, 2.0**120)
-        b = _times(((w << 1) & 0x8000) | ((w >> 3) & 0x0700) | ((w << 4) & 0x00F0), 2.0**120)
-        return a, b
+    w = words.to(tl.int32)
+    a = _times(w & 0x87F0, 2.0**120)
+    b = _times(((w << 1) & 0x8000) | ((w >> 3) & 0x0700) | ((w << 4) & 0x00F0), 2.0**120)
+    return a, b
 
 
 @triton.jit
@@ -119,8 +117,7 @@ def _four_side_by_side(a, b, c, d):
 def _dot(a, b, sums, NATIVE: tl.constexpr):
     if NATIVE:
         return tl.dot(a, b, sums)
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
 
 
 @triton.jit

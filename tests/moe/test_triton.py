@@ -1,0 +1,368 @@
+"""The Triton kernels of the experts and of routing: on a GPU where there is one, else in Triton's interpreter.
+
+Uninitialised memory is filled with NaN throughout, so that whatever reads what nobody wrote is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: Triton asks when it decorates them
+triton = pytest.importorskip("triton", reason="triton is not installed: `make setup` installs it on x86_64")
+
+from npu_gptoss.errors import InputError  # noqa: E402
+from npu_gptoss.kernels import platform_override  # noqa: E402
+from npu_gptoss.moe import (  # noqa: E402
+    AnyExperts,
+    ExpertWeights,
+    Mxfp4Experts,
+    expert_mlp,
+    keeps_format,
+    mxfp4,
+    prepare_experts,
+    quantize_fp8,
+    route,
+)
+from npu_gptoss.moe.operations import FEW_ROWS  # noqa: E402
+from npu_gptoss.moe.triton import layout, tuned  # noqa: E402
+from npu_gptoss.moe.weights import on_device  # noqa: E402
+from tests.tolerances import assert_close  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
+FORMATS = ("bfloat16", "float8_e4m3fn", "mxfp4")
+PATHS = {"one": "moe.experts.triton_one", "few": "moe.experts.triton_few", "many": "moe.experts.triton_many"}
+
+
+@pytest.fixture(autouse=True)
+def cuda_kernels() -> Iterator[None]:
+    with platform_override("cuda", frozenset({"triton"})):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make_experts(weight_format: str, experts: int = EXPERTS, hidden: int = HIDDEN, inner: int = INTERMEDIATE):
+    """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, device=DEVICE) * std).to(BF16)
+
+    biases = normal(experts, 2 * inner, std=4), normal(experts, hidden)
+    matrices = normal(experts, 2 * inner, hidden, std=4 * hidden**-0.5), normal(experts, hidden, inner, std=inner**-0.5)
+    if weight_format == "mxfp4":
+        gate_up, down = (mxfp4.compress(matrix) for matrix in matrices)
+        return Mxfp4Experts(*gate_up, biases[0], *down, biases[1])
+    floats = ExpertWeights(matrices[0].transpose(1, 2).contiguous(), biases[0], matrices[1].mT.contiguous(), biases[1])
+    return quantize_fp8(floats) if weight_format == "float8_e4m3fn" else floats
+
+
+@dataclasses.dataclass
+class Call:
+    """One call; what `run` is asked for replaces what the call says."""
+
+    weights: AnyExperts
+    hidden: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    limit: float = 7.0
+
+    def run(self, kernel: str) -> torch.Tensor:
+        prepared = prepare_experts(self.weights, kernel=kernel, swiglu_limit=self.limit)
+        selected, weights = next(
+            path for path in prepared.paths.values() if kernel in (path[0].name, path[0].kernel.solution)
+        )
+        return selected(
+            hidden_states=self.hidden,
+            weights=weights,
+            topk_weights=self.topk_weights,
+            topk_ids=self.topk_ids,
+            swiglu_limit=self.limit,
+        )
+
+
+def make_call(
+    weights: AnyExperts, tokens: int, *, experts: int | None = None, top_k: int = TOP_K, seed: int = 0
+) -> Call:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    hidden = torch.randn(tokens, weights.hidden_size, generator=generator, device=DEVICE).to(BF16)
+    logits = torch.randn(tokens, experts or weights.num_experts, generator=generator, device=DEVICE)
+    values, ids = logits.topk(top_k, dim=-1)
+    return Call(weights, hidden, torch.softmax(values, -1), ids)
+
+
+def check(call: Call, got: torch.Tensor) -> None:
+    """Against the definition. bf16 rounds activation, products and (many) shares before they cancel in the sum."""
+    want = call.run("reference")
+    largest = want.float().abs().max().item() if want.numel() else 0.0
+    assert_close(got, want, atol=largest / 128)
+
+
+def slices(weights: AnyExperts, first: int, last: int) -> AnyExperts:
+    """The experts [first, last) as one rank of an expert-parallel group holds them."""
+    expert_map = torch.full((weights.num_experts,), -1, device=DEVICE)
+    expert_map[first:last] = torch.arange(last - first, device=DEVICE)
+    parts = {n: t[first:last] for n, t in vars(weights).items() if n != "expert_map"}
+    return dataclasses.replace(weights, **parts, expert_map=expert_map)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Callable[[str], AnyExperts]:
+    made: dict[str, AnyExperts] = {}
+    return lambda weight_format: made.setdefault(weight_format, make_experts(weight_format))
+
+
+TOKENS = {"one": (1,), "few": (1, 5, 19), "many": (1, 33)}
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(("path", "tokens"), [(path, tokens) for path in PATHS for tokens in TOKENS[path]])
+def test_paths_equal_the_definition(experts, weight_format, path, tokens):
+    call = make_call(experts(weight_format), tokens)
+    check(call, call.run(PATHS[path]))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(experts, path):
+    """Their scratch holds NaN, and 0 * NaN is NaN."""
+    share = slices(experts("mxfp4"), 2, 5)
+    call = make_call(share, 1 if path == "one" else 11, experts=EXPERTS)
+    if path == "one":
+        call.topk_ids[0, 1:] = torch.tensor([3, -1, 4], device=DEVICE)
+    else:
+        call.topk_ids[3] = -1
+        call.topk_weights[3] = 0
+        call.hidden[3] = float("nan")
+    got = call.run(PATHS[path])
+    check(call, got)
+    if path != "one":
+        assert bool((got[3] == 0).all())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_to_which_no_token_comes_gives_zero(experts, path):
+    call = make_call(slices(experts("mxfp4"), 4, 8), 1 if path == "one" else 3, experts=EXPERTS)
+    call.topk_ids[:] = torch.arange(TOP_K, device=DEVICE)
+    assert bool((call.run(PATHS[path]) == 0).all())
+
+
+@pytest.mark.parametrize("path", ["few", "many"])
+def test_more_tokens_of_one_expert_than_a_tile_holds(experts, path):
+    call = make_call(experts("mxfp4"), 20)
+    call.topk_ids[:] = torch.arange(TOP_K, device=DEVICE)
+    check(call, call.run(PATHS[path]))
+
+
+def test_fewer_slots_than_experts_read_each_expert_once_for_all_its_tokens():
+    weights = make_experts("mxfp4", experts=16, hidden=32, inner=32)
+    call = make_call(weights, 3)
+    call.topk_ids[1] = call.topk_ids[0]
+    check(call, call.run(PATHS["few"]))
+
+
+def replaced(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], Call]:
+    return lambda call: dataclasses.replace(
+        call,
+        weights=dataclasses.replace(
+            call.weights, **{name: change(getattr(call.weights, name)) for name, change in changes.items()}
+        ),
+    )
+
+
+def swapped_pairs(rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+
+
+MISTAKES: dict[str, Callable[[Call], Call]] = {
+    "gate_up bias dropped": replaced(gate_up_proj_bias=lambda t: t * 0),
+    "gate_up bias twice": replaced(gate_up_proj_bias=lambda t: t * 2),
+    "down bias dropped": replaced(down_proj_bias=lambda t: t * 0),
+    "down bias twice": replaced(down_proj_bias=lambda t: t * 2),
+    "bias of the next expert": replaced(down_proj_bias=lambda t: t.roll(1, 0)),
+    "gate and up swapped": replaced(
+        gate_up_proj_blocks=swapped_pairs, gate_up_proj_scales=swapped_pairs, gate_up_proj_bias=swapped_pairs
+    ),
+    "high nibble first": replaced(gate_up_proj_blocks=lambda t: (t << 4) | (t >> 4)),
+    "high nibble first in down": replaced(down_proj_blocks=lambda t: (t << 4) | (t >> 4)),
+    "scale off by one": replaced(gate_up_proj_scales=lambda t: t + 1),
+    "scale of the next group": replaced(down_proj_scales=lambda t: t.roll(1, -1)),
+    "clamp left out": lambda call: dataclasses.replace(call, limit=1e9),
+    "routing weight dropped": lambda call: dataclasses.replace(call, topk_weights=torch.ones_like(call.topk_weights)),
+    "only the first expert": lambda call: dataclasses.replace(
+        call, topk_ids=torch.where(torch.arange(TOP_K, device=DEVICE) > 0, -1, call.topk_ids)
+    ),
+    "expert_map ignored": lambda call: dataclasses.replace(
+        call, weights=dataclasses.replace(call.weights, expert_map=torch.arange(EXPERTS, device=DEVICE) % 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("path", PATHS)
+def test_the_check_sees(experts, mistake, path):
+    weights = slices(experts("mxfp4"), 1, 4) if mistake == "expert_map ignored" else experts("mxfp4")
+    call = make_call(weights, 1 if path == "one" else 9, experts=EXPERTS)
+    with pytest.raises(AssertionError):
+        check(call, MISTAKES[mistake](call).run(PATHS[path]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(("tokens", "count"), [(1, 8), (3, 5), (300, 32)])
+def test_routing_equals_the_definition_ties_included(dtype, tokens, count):
+    logits = torch.randn(tokens, count, device=DEVICE).to(dtype)
+    logits[0, 2] = logits[0, 4]
+    weights, ids = route(logits, TOP_K, kernel="triton")
+    want_weights, want_ids = route(logits, TOP_K, kernel="reference")
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert torch.equal(ids.long(), want_ids)  # its sort is stable: of equals the first
+    assert_close(weights, want_weights)
+
+
+def test_routing_of_nan_stays_within_the_experts():
+    logits = torch.full((2, 8), float("nan"), device=DEVICE)
+    _, ids = route(logits, TOP_K, kernel="triton")
+    assert bool(((ids >= 0) & (ids < 8)).all())
+
+
+def test_all_paths_share_one_copy_of_the_weights(experts):
+    prepared = prepare_experts(experts("mxfp4"))
+    assert [run.name for run, _ in prepared.paths.values()] == list(PATHS.values())
+    assert len({id(weights) for _, weights in prepared.paths.values()}) == 1
+
+
+def test_an_override_names_a_path_for_the_batches_that_it_is_for(experts, monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "moe.experts.triton_few")
+    prepared = prepare_experts(experts("mxfp4"))
+    assert [run.name for run, _ in prepared.paths.values()] == [PATHS["few"], PATHS["few"], PATHS["many"]]
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
+    assert {run.name for run, _ in prepare_experts(experts("mxfp4")).paths.values()} == {"moe.experts.small_ops"}
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "triton_fwe")
+    with pytest.raises(InputError, match="names no kernel"):
+        prepare_experts(experts("mxfp4"))
+
+
+def test_the_path_follows_the_number_of_tokens(experts):
+    from npu_gptoss.kernels.profiling import observing
+
+    seen: list[str] = []
+    prepared = prepare_experts(experts("bfloat16"))
+    with observing(lambda name, arguments: seen.append(name)):
+        for tokens in (1, 2, FEW_ROWS + 1):
+            call = make_call(experts("bfloat16"), tokens, top_k=1)
+            expert_mlp(call.hidden, prepared, call.topk_weights, call.topk_ids)
+    assert seen == list(PATHS.values())
+
+
+def test_packed_formats_are_kept_on_cuda_and_expanded_elsewhere():
+    assert all(keeps_format(name, BF16) for name in ("mxfp4", "float8_e4m3fn"))
+    assert not keeps_format("mxfp4", torch.float32)
+    for kind in ("cpu", "ascend"):
+        with platform_override(kind):
+            assert not keeps_format("mxfp4", BF16)
+
+
+def test_scales_beyond_the_kernels_range_are_refused_in_words(experts):
+    weights = experts("mxfp4")
+    scales = weights.down_proj_scales.clone()
+    scales[3, 5, 1] = layout.LARGEST_SCALE + 1
+    with pytest.raises(InputError, match=r"scales up to 128 .* got 129.*weights=bf16"):
+        prepare_experts(dataclasses.replace(weights, down_proj_scales=scales))
+
+
+def test_the_table_knows_every_format_and_number_of_tokens():
+    for weight_format in FORMATS:
+        for path in ("few", "many"):
+            for tokens in (1, 2, 100, 100_000):
+                assert len(tuned.tiles(weight_format, path, tokens)) == 2
+
+
+# On a GPU, at the sizes of gpt-oss
+
+
+@pytest.fixture(scope="module")
+def published() -> Callable[[str], AnyExperts]:
+    made: dict[str, AnyExperts] = {}
+
+    def make(weight_format: str) -> AnyExperts:
+        if weight_format not in made:
+            made.clear()  # one at a time
+            made[weight_format] = make_experts(weight_format, experts=32, hidden=2880, inner=2880)
+        return made[weight_format]
+
+    return make
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 32, 64, 128, 256, 257, 2048])
+def test_paths_equal_the_definition_at_the_published_sizes(published, weight_format, tokens):
+    call = make_call(published(weight_format), tokens)
+    prepared = prepare_experts(call.weights)
+    for path in PATHS.values():
+        if (path == PATHS["one"]) == (tokens == 1) or path == PATHS["many"]:
+            if tokens > FEW_ROWS and path != PATHS["many"]:
+                continue
+            selected = {run.name: (run, weights) for run, weights in prepared.paths.values()}[path]
+            run, weights = selected
+            got = run(
+                hidden_states=call.hidden,
+                weights=weights,
+                topk_weights=call.topk_weights,
+                topk_ids=call.topk_ids,
+                swiglu_limit=7.0,
+            )
+            check(call, got)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+def test_a_graph_replays_other_tokens_and_experts(tokens):
+    weights = make_experts("mxfp4", experts=32, hidden=2880, inner=2880)
+    prepared = prepare_experts(weights)
+    first, second = (make_call(weights, tokens, seed=seed) for seed in (0, 1))
+    inputs = [first.hidden.clone(), first.topk_weights.clone(), first.topk_ids.int().clone()]
+
+    def run() -> torch.Tensor:
+        return expert_mlp(inputs[0], prepared, inputs[1], inputs[2])
+
+    torch.use_deterministic_algorithms(False)  # filling new memory is not for a captured graph
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for call in (second, first):
+        for static, new in zip(inputs, (call.hidden, call.topk_weights, call.topk_ids), strict=True):
+            static.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(call, out)
+        assert torch.equal(out, run()), "the same call twice gives the same bits"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
+def test_mxfp4_and_its_expansion_give_the_same_bits_where_the_kernel_is_the_same():
+    weights = make_experts("mxfp4", experts=8, hidden=2880, inner=2880)
+    packed, floats = make_call(weights, 300), make_call(weights.expand(BF16), 300)
+    assert_close(packed.run(PATHS["many"]), floats.run(PATHS["many"]), atol=1e-2)
+
+
+def test_moving_experts_keeps_every_tensor(experts):
+    moved = on_device(experts("mxfp4"), torch.device("cpu"))
+    assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"cpu"}
