@@ -17,7 +17,10 @@ from npu_gptoss import dense
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
 from npu_gptoss.engine.request import Request
 from npu_gptoss.engine.scheduler import Chunk
-from npu_gptoss.graphs import DecodeState, Recorded, Recorder, advance, bucket_for
+from npu_gptoss.graphs.advance import advance
+from npu_gptoss.graphs.buckets import bucket_for
+from npu_gptoss.graphs.recorder import Recorded, Recorder
+from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.model.transformer import GptOss, KVCache
 
 FULL, PIECEWISE, NONE, AUTO = "full", "piecewise", "none", "auto"

@@ -24,7 +24,8 @@ from npu_gptoss.engine.sampling import choose, report, uniform
 from npu_gptoss.engine.scheduler import Chunk, Scheduler
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
-from npu_gptoss.graphs import Recorder, capture_sizes, checked_sizes
+from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
+from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss

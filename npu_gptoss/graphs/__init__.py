@@ -4,20 +4,5 @@ A replay costs the host one call instead of hundreds of launches, and the device
 reads and writes fixed addresses: `state` holds the step's inputs in tensors that stay where they are, padded to the
 bucket's size; `advance` makes them on the device from where each request stands. `buckets` says which sizes there are
 and which one a step takes, `recorder` captures. On the NPU vLLM captures with its own wrapper; it shares the choice of
-sizes only.
+sizes only (`buckets`, which imports the standard library only).
 """
-
-from npu_gptoss.graphs.advance import advance
-from npu_gptoss.graphs.buckets import bucket_for, capture_sizes, checked_sizes
-from npu_gptoss.graphs.recorder import Recorded, Recorder
-from npu_gptoss.graphs.state import DecodeState
-
-__all__ = [
-    "DecodeState",
-    "Recorded",
-    "Recorder",
-    "advance",
-    "bucket_for",
-    "capture_sizes",
-    "checked_sizes",
-]

@@ -42,6 +42,27 @@ def advance(state: DecodeState, *, kernel: str | None = None) -> None:
 @register_kernel(
     ADVANCE.family,
     ADVANCE.mode,
+    solution="reference",
+    signatures=(accepts(table="int32"),),
+    traits={},
+    priority=Priority.REFERENCE,
+)
+def advance_reference(state: DecodeState) -> None:
+    """The definition, row by row on the host."""
+    table = state.block_table.tolist()
+    for row, (token, position) in enumerate(zip(state.tokens.tolist(), state.next_positions.tolist(), strict=True)):
+        used = position >= 0
+        block = table[row][min(position // state.block_size, len(table[row]) - 1)]
+        slot = block * state.block_size + position % state.block_size
+        inputs = (max(token, 0), position, slot) if used else (0, 0, state.spare_slot)
+        state.ints[:, row] = torch.tensor(inputs)
+        state.seq_lens[row] = position + 1 if used else 0
+        state.next_positions[row] = position + 1 if used else position
+
+
+@register_kernel(
+    ADVANCE.family,
+    ADVANCE.mode,
     solution="small_ops",
     signatures=(accepts(table="int32"),),
     traits={},

@@ -21,6 +21,7 @@ EXAMPLE = {
     "activation": "swigluoai",
     "expert_parallel": False,
     "rows": "one",
+    "table": "int32",
 }
 
 

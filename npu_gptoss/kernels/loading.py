@@ -16,7 +16,7 @@ from npu_gptoss.kernels.registry import registering_as, registry
 ENTRY_POINT_GROUP = "npu_gptoss.kernels"
 
 # By name, because the spine imports nothing above itself.
-FAMILIES = ("npu_gptoss.attention", "npu_gptoss.moe", "npu_gptoss.dense")
+FAMILIES = ("npu_gptoss.attention", "npu_gptoss.moe", "npu_gptoss.dense", "npu_gptoss.graphs.advance")
 
 logger = logging.getLogger(__name__)
 _plugins_lock = threading.Lock()

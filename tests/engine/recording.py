@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.graphs import Recorded
+from npu_gptoss.graphs.recorder import Recorded
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 
 from npu_gptoss.engine import Engine, SamplingParams, decode
 from npu_gptoss.engine import engine as engine_module
-from npu_gptoss.graphs import DecodeState, Recorder
+from npu_gptoss.graphs.recorder import Recorder
+from npu_gptoss.graphs.state import DecodeState
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.engine.test_decode import MODES, advance_without, load_without, tokens

@@ -12,8 +12,9 @@ import torch
 from npu_gptoss.engine import Engine, SamplingParams, decode
 from npu_gptoss.engine import engine as engine_module
 from npu_gptoss.errors import InputError
-from npu_gptoss.graphs import DecodeState, advance
 from npu_gptoss.graphs import state as state_module
+from npu_gptoss.graphs.advance import advance
+from npu_gptoss.graphs.state import DecodeState
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.oracle import random_prompts
@@ -238,7 +239,7 @@ def test_a_tail_that_is_not_zeroed_is_noticed(
 
 
 def test_graphs_on_a_cpu_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npu_gptoss.graphs import Recorder
+    from npu_gptoss.graphs.recorder import Recorder
 
     monkeypatch.setattr(engine_module, "Recorder", Recorder)
     with pytest.raises(InputError, match="graphs can be captured on cuda or npu, not on cpu: choose none"):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from npu_gptoss.graphs import DecodeState, advance
+from npu_gptoss.graphs.advance import advance
+from npu_gptoss.graphs.state import DecodeState
 from tests.triton import TRITON_HERE
 
 BLOCK_SIZE = 4
@@ -25,7 +26,11 @@ def triton(state: DecodeState) -> None:
     launch(state)
 
 
-KERNELS = [small_ops, pytest.param(triton, marks=TRITON_HERE)]
+def reference(state: DecodeState) -> None:
+    advance(state, kernel="reference")
+
+
+KERNELS = [reference, small_ops, pytest.param(triton, marks=TRITON_HERE)]
 Kernel = Callable[[DecodeState], None]
 
 

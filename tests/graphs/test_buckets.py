@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.graphs import bucket_for, capture_sizes, checked_sizes
+from npu_gptoss.graphs.buckets import bucket_for, capture_sizes, checked_sizes
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.graphs import DecodeState
-from npu_gptoss.graphs.state import NOBODY
+from npu_gptoss.graphs.state import NOBODY, DecodeState
 
 CPU = torch.device("cpu")
 SPARE = 99 * 16 + 15
