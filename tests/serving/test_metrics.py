@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -270,6 +271,22 @@ def test_a_live_server_tells_the_kernel_of_each_operation(server):
         labels = {"operation": operation, "kernel": kernel, "solution": "small_ops", "engine": "0"}
         assert server.metric("npu_gptoss_kernel_info", **labels) == 1, operation
     assert server.metric("npu_gptoss_kernel_info") == len(operations)
+
+
+@pytest.mark.slow
+def test_every_series_and_label_that_the_dashboard_asks_for_is_there(server):
+    pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
+    from tests.docker.dashboard import missing, queries
+
+    complete(server, [1, 2, 3])
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    exposed: dict[str, set[str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        exposed.setdefault(sample.name, set()).update(sample.labels)
+    assert {query.expression: missing(query.expression, exposed) for query in queries()} == {
+        query.expression: [] for query in queries()
+    }
 
 
 @pytest.mark.slow

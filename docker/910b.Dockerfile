@@ -1,0 +1,51 @@
+# gpt-oss on Ascend 910B: vLLM 0.11.0 and vllm-ascend 0.11.0 on CANN 8.3. See docker/README.md; build from the repository:
+#   docker build -f docker/910b.Dockerfile -t npu-gptoss:910b .
+# 8.3.rc1-910b-ubuntu22.04-py3.11 works too; alpha builds of 8.3 fail on attention sinks.
+ARG CANN_IMAGE=quay.io/ascend/cann
+ARG CANN_TAG=8.3.rc2-910b-ubuntu22.04-py3.11
+FROM ${CANN_IMAGE}:${CANN_TAG}
+
+# pip reads PIP_INDEX_URL, when it is given, while the image is built, and not afterwards
+ARG PIP_INDEX_URL
+# torch's builds without CUDA, which the package index has for aarch64 only
+ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /opt/npu-gptoss
+
+# no resolver: the list is complete, and each file has to have its hash
+COPY requirements/910b.txt requirements/
+RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
+        --extra-index-url "${PYTORCH_INDEX}" -r requirements/910b.txt
+
+# torch would load torch-npu, which needs the driver, and that comes with the host
+COPY scripts/install_vllm.py scripts/
+RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/install_vllm.py --no-cache-dir --no-deps
+
+COPY pyproject.toml README.md LICENSE ./
+COPY npu_gptoss npu_gptoss
+RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && rm -rf build npu_gptoss ./*.egg-info
+
+COPY scripts/serve.sh scripts/lib.sh scripts/
+COPY docker/entrypoint.sh docker/healthcheck.py docker/preflight.py docker/vocabulary.py docker/
+RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 docker/vocabulary.py vocabulary
+
+# The driver gives its devices to HwHiAiUser (1000:1000, mode 0660), and HCCL looks its user up in /etc/passwd.
+RUN groupadd --gid 1000 HwHiAiUser \
+    && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash HwHiAiUser
+USER 1000:1000
+
+# hadolint ignore=DL3064
+ENV PORT=8000 \
+    TIKTOKEN_ENCODINGS_BASE=/opt/npu-gptoss/vocabulary \
+    VLLM_NO_USAGE_STATS=1 \
+    VLLM_WORKER_MULTIPROC_METHOD=spawn
+WORKDIR /home/HwHiAiUser
+EXPOSE 8000
+
+# loading 120b from a slow disk takes many minutes
+HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=4 \
+    CMD ["python3", "/opt/npu-gptoss/docker/healthcheck.py"]
+ENTRYPOINT ["/opt/npu-gptoss/docker/entrypoint.sh"]
+CMD ["serve", "--model", "/model"]

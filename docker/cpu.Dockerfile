@@ -1,0 +1,44 @@
+# gpt-oss on a CPU: what `make serve` does. See docker/README.md; build from the repository:
+#   docker build -f docker/cpu.Dockerfile -t npu-gptoss:cpu .
+ARG PYTHON_IMAGE=python
+ARG PYTHON_TAG=3.11-slim-bookworm
+FROM ${PYTHON_IMAGE}:${PYTHON_TAG}
+
+ARG PIP_INDEX_URL
+ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+WORKDIR /opt/npu-gptoss
+
+COPY requirements/cpu-image.txt requirements/
+RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
+        --extra-index-url "${PYTORCH_INDEX}" -r requirements/cpu-image.txt
+
+COPY scripts/install_vllm.py scripts/
+RUN python3 scripts/install_vllm.py --no-cache-dir --no-deps
+
+COPY pyproject.toml README.md LICENSE ./
+COPY npu_gptoss npu_gptoss
+RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && rm -rf build npu_gptoss ./*.egg-info
+
+COPY scripts/serve_cpu.py scripts/
+COPY docker/entrypoint.sh docker/healthcheck.py docker/vocabulary.py docker/
+# the tiny trained checkpoint and the server's log are written here
+RUN python3 docker/vocabulary.py vocabulary \
+    && groupadd --gid 1000 gptoss \
+    && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash gptoss \
+    && mkdir .checkpoints \
+    && touch serve.log \
+    && chown -R gptoss:gptoss .checkpoints serve.log
+USER 1000:1000
+
+# hadolint ignore=DL3064
+ENV PORT=8000 \
+    TIKTOKEN_ENCODINGS_BASE=/opt/npu-gptoss/vocabulary \
+    NPU_GPTOSS_PLATFORM=cpu
+EXPOSE 8000
+
+HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=4 \
+    CMD ["python3", "/opt/npu-gptoss/docker/healthcheck.py"]
+ENTRYPOINT ["/opt/npu-gptoss/docker/entrypoint.sh"]
+CMD ["serve"]

@@ -1,0 +1,41 @@
+"""Before a server starts on a 910B: those checks of `npu-gptoss doctor` that take no time and open no device.
+
+Prints what is not well, with its remedy, and exits with 1 when something failed. `npu-gptoss doctor` does the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from npu_gptoss.doctor import cann, checks, plugins, stack
+from npu_gptoss.doctor.findings import FAILED, WARNING, exit_code, guarded, in_words
+from npu_gptoss.doctor.machine import Machine
+
+CHEAP = {
+    "python": stack.python,
+    "torch": stack.torch,
+    "torch-npu": stack.torch_npu,
+    "vllm": stack.vllm,
+    "vllm-ascend": stack.vllm_ascend,
+    "cann": cann.toolkit,
+    "nnal": cann.nnal,
+    "driver": cann.driver,
+    "device-files": cann.device_files,
+    "plugin": plugins.discovered,
+    "platform-plugin": plugins.platforms,
+}
+
+
+def main(here: Machine | None = None) -> int:
+    here = here or Machine()
+    findings = [finding for check, function in CHEAP.items() for finding in guarded(check, function, here)]
+    wrong = [finding for finding in findings if finding.state in (WARNING, FAILED)]
+    if wrong:
+        print(in_words(wrong, checks.groups()), file=sys.stderr)
+    if exit_code(findings):
+        print("\nThe server is not started. More: run the image with `doctor`.", file=sys.stderr)
+    return exit_code(findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+#!/bin/sh
+# Runs the 910B image with exactly the devices and the parts of the driver that it needs. No --privileged.
+set -eu
+
+usage() {
+    cat <<'END'
+usage: docker/run-910b.sh --model DIR [options] [-- options of scripts/serve.sh]
+
+Starts the container npu-gptoss that serves a checkpoint on the Ascend 910B of this host, and stays in the foreground.
+
+  --model DIR      folder of the checkpoint, mounted read-only as /model
+  --devices LIST   which NPUs, by the numbers of their files /dev/davinci<n>; default 0. For 120b: 0,1,2,3
+  --port PORT      of this host; default 8000
+  --name NAME      name of the served model; default the last part of DIR
+  --image IMAGE    default npu-gptoss:910b
+  --dry-run        print the command, run nothing
+  --help           this text
+END
+}
+
+fail() {
+    printf 'run-910b.sh: %s\n' "$1" >&2
+    exit 2
+}
+
+model='' devices=0 port=8000 name='' image=npu-gptoss:910b dry=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --help | -h) usage && exit 0 ;;
+    --dry-run) dry=1 && shift && continue ;;
+    --) shift && break ;;
+    --model | --devices | --port | --name | --image) [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 wants a value." ;;
+    *) fail "there is no option $1; --help lists them, and those of scripts/serve.sh go after --." ;;
+    esac
+    case $1 in
+    --model) model=$2 ;;
+    --devices) devices=$2 ;;
+    --port) port=$2 ;;
+    --name) name=$2 ;;
+    --image) image=$2 ;;
+    esac
+    shift 2
+done
+
+[ -n "$model" ] || fail "--model is missing: the folder of a checkpoint in the official layout."
+case ,$devices, in *,,* | *[!0-9,]*) fail "--devices wants numbers of NPUs such as 0,1,2,3, got '$devices'." ;; esac
+case $port in *[!0-9]*) fail "--port wants a number, got '$port'." ;; esac
+[ "$port" -ge 1 ] && [ "$port" -le 65535 ] || fail "--port $port is not between 1 and 65535."
+numbers=$(printf '%s\n' "$devices" | tr ',' '\n')
+count=$(printf '%s\n' "$numbers" | wc -l | tr -d ' ')
+[ "$(printf '%s\n' "$numbers" | sort -u | wc -l | tr -d ' ')" = "$count" ] || fail "--devices $devices names an NPU twice."
+case $count in 1 | 2 | 4 | 8) ;; *) fail "gpt-oss has 8 key heads: 1, 2, 4 or 8 NPUs, got $count ($devices)." ;; esac
+case $model in /*) ;; *) model=$PWD/$model ;; esac
+case $model in *:*) fail "docker cannot mount $model: a ':' separates the parts of a mount." ;; esac
+model=${model%/}
+[ -n "$name" ] || name=${model##*/}
+
+# from the last to the first, as the command is put together
+managers='/dev/hisi_hdc /dev/devmm_svm /dev/davinci_manager'
+driver='/etc/ascend_install.info /usr/local/bin/npu-smi /usr/local/dcmi'
+driver="$driver /usr/local/Ascend/driver/version.info /usr/local/Ascend/driver/lib64"
+
+if [ -z "$dry" ]; then
+    [ -f "$model/config.json" ] || fail "$model holds no config.json: it is not a checkpoint in the official layout."
+    for number in $numbers; do
+        [ -c "/dev/davinci$number" ] || fail "/dev/davinci$number is not there; 'npu-smi info' lists the NPUs of this host."
+    done
+    for file in $managers; do
+        [ -c "$file" ] || fail "$file is not there: is the driver (Ascend HDK) installed and loaded?"
+    done
+    for file in $driver; do
+        [ -e "$file" ] || fail "$file is not there: it belongs to the driver (Ascend HDK), which the host has to have."
+    done
+    command -v docker >/dev/null || fail "docker is not there."
+fi
+
+# first what the image runs, in front of it what docker is told
+set -- "$image" serve --model /model --name "$name" --cards "$count" "$@"
+for file in $driver; do
+    set -- --volume "$file:$file:ro" "$@"
+done
+for file in $managers; do
+    set -- --device "$file" "$@"
+done
+for number in $(printf '%s\n' "$numbers" | sort -rn); do
+    set -- --device "/dev/davinci$number" "$@"
+done
+# The image's user has the group 1000, HwHiAiUser's where the driver was installed first; here it may be another one.
+group=$(stat -c %g /dev/davinci_manager 2>/dev/null || echo 1000)
+[ "$group" = 1000 ] || set -- --group-add "$group" "$@"
+set -- docker run --rm --init --name npu-gptoss --shm-size 1g --security-opt no-new-privileges \
+    --publish "$port:8000" --volume "$model:/model:ro" "$@"
+
+if [ -n "$dry" ]; then
+    separator=''
+    for word in "$@"; do
+        case $word in
+        *[!A-Za-z0-9_./:,=@+-]* | '') word="'$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'" ;;
+        esac
+        printf '%s%s' "$separator" "$word"
+        separator=' '
+    done
+    printf '\n'
+    exit 0
+fi
+exec "$@"

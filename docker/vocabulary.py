@@ -1,0 +1,24 @@
+"""Write the harmony vocabulary into a folder: from the package bpe-openai, checked against its published SHA-256."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from npu_gptoss.model.tokenizer_files import packaged_vocabulary
+from npu_gptoss.model.vocabulary import VOCABULARY_FILE, is_published_vocabulary
+
+
+def main(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / VOCABULARY_FILE
+    path.write_bytes(packaged_vocabulary())
+    if not is_published_vocabulary(path):
+        print(f"{path} is not the published vocabulary; is bpe-openai 0.1.4 installed?", file=sys.stderr)
+        path.unlink()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

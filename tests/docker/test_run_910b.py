@@ -1,0 +1,99 @@
+"""docker/run-910b.sh prints and runs exactly the devices and mounts that a 910B needs, and refuses in words."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docker/run-910b.sh"
+MANAGERS = ["/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"]
+DRIVER = [
+    "/usr/local/Ascend/driver/lib64",
+    "/usr/local/Ascend/driver/version.info",
+    "/usr/local/dcmi",
+    "/usr/local/bin/npu-smi",
+    "/etc/ascend_install.info",
+]
+
+
+def call(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=30, **more)
+
+
+def dry(*arguments: str, **more: Any) -> list[str]:
+    printed = call("--dry-run", *arguments, **more)
+    assert printed.returncode == 0, printed.stderr
+    return shlex.split(printed.stdout)
+
+
+def values(words: list[str], flag: str) -> list[str]:
+    return [words[place + 1] for place, word in enumerate(words) if word == flag]
+
+
+@pytest.mark.parametrize("numbers", ["0", "3", "4,5,6,7", "0,1,2,3,4,5,6,7"])
+def test_the_devices_are_those_asked_for_and_their_managers_and_no_more(numbers: str) -> None:
+    words = dry("--model", "/models/gpt-oss-120b", "--devices", numbers)
+    assert values(words, "--device") == [f"/dev/davinci{number}" for number in numbers.split(",")] + MANAGERS
+    assert not [word for word in words if "privileged" in word or word in ("--cap-add", "--network", "--pid", "--ipc")]
+    assert values(words, "--cards") == [str(len(numbers.split(",")))]
+
+
+def test_what_is_mounted_is_the_driver_and_the_checkpoint_all_of_it_read_only() -> None:
+    words = dry("--model", "/models/gpt-oss-20b/", "--port", "9000")
+    assert values(words, "--volume") == ["/models/gpt-oss-20b:/model:ro", *(f"{path}:{path}:ro" for path in DRIVER)]
+    assert values(words, "--publish") == ["9000:8000"]
+    assert words[words.index("npu-gptoss:910b") :] == [
+        *("npu-gptoss:910b", "serve", "--model", "/model", "--name", "gpt-oss-20b", "--cards", "1"),
+    ]
+
+
+def test_the_printed_command_survives_a_shell(tmp_path: Path) -> None:
+    words = dry("--model", "it's my model", "--", "--mode", "full", "--", "--seed", "0", cwd=tmp_path)
+    assert f"{tmp_path}/it's my model:/model:ro" in words
+    assert words[-5:] == ["--mode", "full", "--", "--seed", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--model is missing"),
+        (["--model"], "--model wants a value"),
+        (["--model", "m", "--devices", "0,,1"], "--devices wants numbers of NPUs such as 0,1,2,3, got '0,,1'"),
+        (["--model", "m", "--devices", "all"], "got 'all'"),
+        (["--model", "m", "--devices", "2,2"], "names an NPU twice"),
+        (["--model", "m", "--devices", "0,1,2"], "1, 2, 4 or 8 NPUs, got 3"),
+        (["--model", "m", "--port", "http"], "--port wants a number"),
+        (["--model", "m", "--port", "70000"], "is not between 1 and 65535"),
+        (["--model", "a:b"], "a ':' separates the parts of a mount"),
+        (["--gpus", "all"], "there is no option --gpus"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(arguments: list[str], sentence: str) -> None:
+    refused = call(*arguments, "--dry-run") if arguments != ["--model"] else call("--model")
+    assert refused.returncode == 2
+    assert sentence in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_without_a_checkpoint_or_an_npu_nothing_is_started(tmp_path: Path) -> None:
+    assert "holds no config.json" in call("--model", str(tmp_path)).stderr
+    (tmp_path / "config.json").write_text("{}")
+    started = call("--model", str(tmp_path), "--devices", "99999")
+    assert started.returncode == 2
+    assert "/dev/davinci99999 is not there" in started.stderr
+
+
+def test_compose_mounts_what_the_script_mounts() -> None:
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    for name, numbers in (("server-910b", "0"), ("server-910b-4", "0,1,2,3")):
+        words = dry("--model", "/x", "--devices", numbers)
+        assert services[name]["devices"] == values(words, "--device")
+        assert sorted(services[name]["volumes"][1:]) == sorted(values(words, "--volume")[1:])
+        assert services[name]["shm_size"] == values(words, "--shm-size")[0]
+        assert "privileged" not in services[name]
