@@ -65,10 +65,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _only_model(folder: Path) -> str:
-    models = sorted(path.name for path in (folder / "reviews").glob("*") if list(path.glob(f"{PREFIX}*.jsonl")))
+    files = [path for part in ("predictions", "reviews") for path in folder.glob(f"{part}/*/{PREFIX}*.jsonl")]
+    models = sorted({path.parent.name for path in files})
     if not models:
         raise ReportError(
-            f"{folder} holds no answers to MMLU: expected reviews/MODEL/{PREFIX}*.jsonl, which scripts/mmlu.sh writes"
+            f"{folder} holds no answers to MMLU: expected predictions/MODEL/{PREFIX}*.jsonl, as scripts/mmlu.sh writes"
         )
     if len(models) > 1:
         raise ReportError(
@@ -115,22 +116,27 @@ def read_run(folder: Path) -> MmluRun:
     Raises ReportError when there are none, when the run is not finished, or when its report and its answers differ.
     """
     model = _only_model(folder)
+    again = "run the same scripts/mmlu.sh command again: it goes on where it stopped"
+    predictions = folder / "predictions" / model
     try:
+        report = json.loads((folder / "reports" / model / "mmlu.json").read_text())
+    except (FileNotFoundError, ValueError):
+        count = sum(len({row["index"] for row in _rows(path)}) for path in predictions.glob(f"{PREFIX}*.jsonl"))
+        raise ReportError(f"{folder} is not finished: {count} questions are answered; {again}") from None
+    try:
+        metric = report["metrics"][0]
         answers = tuple(
             answer
             for path in sorted((folder / "reviews" / model).glob(f"{PREFIX}*.jsonl"))
-            for answer in _read_subject(path, folder / "predictions" / model)
+            for answer in _read_subject(path, predictions)
         )
     except (KeyError, IndexError, TypeError) as error:
         raise ReportError(
-            f"{folder}/reviews is not what evalscope 1.14 writes ({type(error).__name__}: {error}); "
+            f"{folder} is not what evalscope 1.14 writes ({type(error).__name__}: {error}); "
             "the environment that was tested is made by: make setup-evalscope"
         ) from None
-    again = "run the same scripts/mmlu.sh command again: it goes on where it stopped"
-    try:
-        metric = json.loads((folder / "reports" / model / "mmlu.json").read_text())["metrics"][0]
-    except FileNotFoundError:
-        raise ReportError(f"{folder} is not finished: {len(answers)} questions are answered; {again}") from None
+    if not answers:
+        raise ReportError(f"{folder} has a report and no scored answers; {again}")
     right = sum(answer.right for answer in answers)
     if metric["num"] != len(answers) or abs(metric["score"] - right / len(answers)) > 1e-4:
         raise ReportError(

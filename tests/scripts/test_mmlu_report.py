@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,16 @@ def test_an_unfinished_run_has_no_score(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"law": LAW})
     (run / "reports/gpt-oss-20b/mmlu.json").unlink()
     with pytest.raises(ReportError, match=r"not finished: 8 questions are answered; run the same"):
+        read_run(run)
+
+
+def test_a_run_broken_off_before_anything_was_scored_is_not_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    shutil.rmtree(run / "reviews")
+    with pytest.raises(ReportError, match="has a report and no scored answers"):
+        read_run(run)
+    shutil.rmtree(run / "reports")
+    with pytest.raises(ReportError, match="not finished: 8 questions are answered"):
         read_run(run)
 
 
