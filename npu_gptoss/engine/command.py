@@ -16,9 +16,11 @@ from typing import Any
 from npu_gptoss.engine.chat import REASONING_EFFORTS, Chat
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
+from npu_gptoss.engine.launched import device_and_ranks
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 SECONDS_BETWEEN_REPORTS = 2.0
 
@@ -46,13 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's stop tokens")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
-    parser.add_argument("--max-batch-tokens", type=int, default=2048, metavar="N", help="tokens computed in one step")
+    parser.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        metavar="N",
+        help="tokens computed in one step (default: 2048 on a CPU, else 16384)",
+    )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
     parser.add_argument(
         "--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (auto: full on CUDA, else none)"
     )
     parser.add_argument("--capture-sizes", metavar="1,2,4,8", help="batch sizes of the graphs (default: as needed)")
+    parser.add_argument(
+        "--share-experts",
+        choices=(TENSOR, EXPERT),
+        default=TENSOR,
+        help="under torchrun: cut each expert, or deal them out whole (default: tensor)",
+    )
+    parser.add_argument(
+        "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits: less exact"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
 
 
@@ -68,29 +84,35 @@ def run(args: argparse.Namespace) -> int:
     )
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
-    with _standard_output_kept_clean():
+    with _standard_output_kept_clean(), device_and_ranks(args.device, args.share_experts) as (device, ranks):
+        speaks = ranks is None or ranks.shard.rank == 0  # the others compute the same
         chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None
         start = time.perf_counter()
         engine = Engine(
             args.model,
-            device=args.device,
+            device=device,
             dtype=args.dtype,
             max_batch_tokens=args.max_batch_tokens,
             block_size=args.block_size,
             num_blocks=args.num_blocks,
-            max_batch_size=min(MAX_BATCH_SIZE, len(entries)),
+            max_batch_size=max(1, min(MAX_BATCH_SIZE, len(entries))),
             graphs=args.graphs,
             graph_sizes=sizes,
-            progress=True,
+            fp8_projections=args.fp8_projections,
+            ranks=ranks,
+            progress=speaks,
         )
-        _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
+        if speaks:
+            _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
         prompts, each = [], []
         for entry in entries:
             prompts.append(_prompt_ids(engine, chat, entry, args))
             # a chat ends where harmony says so, also when the checkpoint lists fewer stop tokens
             stops = chat.stop_token_ids if chat and entry.form == "messages" and not args.ignore_eos else ()
             each.append(replace(params, stop_token_ids=stops))
-        results = engine.generate(prompts, each, on_step=_Progress())
+        results = engine.generate(prompts, each, on_step=_Progress() if speaks else None)
+    if not speaks:
+        return 0
     if args.json:
         rows = [
             _row(result, chat if e.form == "messages" else None) for e, result in zip(entries, results, strict=True)

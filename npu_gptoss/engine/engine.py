@@ -35,6 +35,8 @@ Prompt = str | Sequence[int]
 # harmony's <|return|>, <|call|> and <|endoftext|>: what ends an answer when generation_config.json does not say
 HARMONY_STOP_TOKENS = (200002, 200012, 199999)
 MAX_BATCH_SIZE = 256
+# Rows of one step: enough to fill an accelerator, few enough that a CPU's step does not take minutes.
+CPU_BATCH_TOKENS, ACCELERATOR_BATCH_TOKENS = 2048, 16384
 # Rows whose logits are held at once when a whole prompt's are wanted: 256 rows of 201 088 float32 are 200 MB.
 LOGITS_ROWS = 256
 
@@ -52,21 +54,23 @@ class Engine:
         *,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "auto",
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int | None = None,
         max_batch_size: int = MAX_BATCH_SIZE,
         block_size: int = 16,
         num_blocks: int | None = None,
         graphs: str = AUTO,
         graph_sizes: Sequence[int] | None = None,
+        fp8_projections: bool = False,
         ranks: Ranks | None = None,
         progress: bool = False,
     ) -> None:
-        """max_batch_tokens: rows of one step; a longer prompt is computed in chunks.
+        """max_batch_tokens: rows of one step; a longer prompt is computed in chunks. None: 2048 on a CPU, else 16384.
 
         max_batch_size: requests under way at once; the others wait.
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
         is full on CUDA and none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
+        fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
         progress: show the loading on standard error.
         """
@@ -80,10 +84,14 @@ class Engine:
         self.block_size = block_size
         with kernels_for(self.device):
             self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks)
+            if fp8_projections:
+                self.model = self.model.with_fp8_projections()
         config = self.model.config  # this rank's share
         if num_blocks is None:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)
             num_blocks = num_blocks if ranks is None else ranks.smallest(num_blocks)
+        if max_batch_tokens is None:
+            max_batch_tokens = CPU_BATCH_TOKENS if self.device.type == "cpu" else ACCELERATOR_BATCH_TOKENS
         allocator = BlockAllocator(num_blocks, block_size)
         self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         # The last block belongs to nobody: a graph's padding rows write there.

@@ -25,10 +25,10 @@ Outputs = Sequence[torch.Tensor]
 # Rows of a step and how many of them are real. The matrix-vector kernels take one row.
 STEPS = [(1, 1), (3, 3), (5, 2)]
 QKV = [small_ops.qkv, triton_kernels.qkv, triton_kernels.qkv_gemv]
-OUTPUT = [small_ops.output, triton_kernels.output_gemv]
+OUTPUT = [small_ops.output, triton_kernels.output_gemv, triton_kernels.output_few]
 ROUTER = [small_ops.router, triton_kernels.router, triton_kernels.router_after_norm]
 ADD_NORM = [small_ops.add_norm, triton_kernels.add_norm]
-LOGITS = [small_ops.logits, triton_kernels.logits_gemv]
+LOGITS = [small_ops.logits, triton_kernels.logits_gemv, triton_kernels.logits_few]
 GREEDY = [small_ops.greedy, triton_kernels.greedy]
 
 
@@ -268,21 +268,25 @@ def test_greedy_fills_a_row_of_a_larger_tensor(kernel: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "kernel", "weight"),
+    ("run", "definition", "kernel", "weight", "rows"),
     [
-        pytest.param(run, kernel, weight, id=kernel.__name__, marks=TRITON_HERE)
-        for run, kernel, weight in (
-            (run_qkv, triton_kernels.qkv_gemv, "qkv_weight"),
-            (run_output, triton_kernels.output_gemv, "output_weight"),
-            (run_logits, triton_kernels.logits_gemv, "lm_head"),
+        pytest.param(run, definition, kernel, weight, rows, id=f"{kernel.__name__}-{rows}", marks=TRITON_HERE)
+        for run, definition, kernel, weight, rows in (
+            (run_qkv, reference.qkv, triton_kernels.qkv_gemv, "qkv_weight", 1),
+            (run_qkv, reference.qkv, triton_kernels.qkv, "qkv_weight", 5),
+            (run_output, reference.output, triton_kernels.output_gemv, "output_weight", 1),
+            (run_output, reference.output, triton_kernels.output_few, "output_weight", 5),
+            (run_logits, reference.logits, triton_kernels.logits_gemv, "lm_head", 1),
+            (run_logits, reference.logits, triton_kernels.logits_few, "lm_head", 5),
         )
     ],
 )
-def test_eight_bit_weights_are_scaled_row_by_row(run: Callable, kernel: Callable, weight: str) -> None:
-    case = make_case(1, dtype=torch.float32)
+def test_eight_bit_weights_are_scaled_row_by_row(
+    run: Callable, definition: Callable, kernel: Callable, weight: str, rows: int
+) -> None:
+    case = make_case(rows, dtype=torch.float32)
     matrix = getattr(case, weight) * torch.logspace(-2, 2, getattr(case, weight).shape[0])[:, None]
     scaled = quantize_rows(matrix)
-    definition = {run_qkv: reference.qkv, run_output: reference.output, run_logits: reference.logits}[run]
     want = run(definition, case, weight=scaled)
     for mine, theirs in zip(run(kernel, case, weight=scaled), want, strict=True):
         assert_close(mine, theirs, torch.float32, scale=4, atol=1e-4)  # values up to 100

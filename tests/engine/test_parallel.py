@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def test_two_ranks_compute_what_one_does(experts: str, graphs: str, directory: P
     assert_close(torch.tensor(first["logits"]), want, torch.float32, atol=1e-4)
     greedy = (0, 3)
     assert [first["tokens"][i] for i in greedy] == [list(alone["tokens"][i]) for i in greedy]
+
+
+def test_generate_under_torchrun_answers_once(directory: Path) -> None:
+    generate = ["-m", "npu_gptoss.cli", "generate", "--model", str(directory), "--prompt-ids", "1,2,3", "--json"]
+    generate += ["--device", "cpu", "--dtype", "float32", "--max-tokens", "5", "--num-blocks", "10"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "127.0.0.1:0", *generate, "--share-experts", "expert"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    answers = [
+        subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+        for command in (generate, torchrun)
+    ]
+    assert [answer.returncode for answer in answers] == [0, 0], answers[1].stderr
+    alone, together = (json.loads(answer.stdout) for answer in answers)
+    assert together == alone
 
 
 def test_ranks_need_a_group() -> None:

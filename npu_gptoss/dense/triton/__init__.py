@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.dense.operations import ADD_NORM, FEW, FP8, GREEDY, LOGITS, MANY, ONE, OUTPUT, QKV, ROUTER
-from npu_gptoss.dense.weights import Weight, expanded
+from npu_gptoss.dense.operations import ADD_NORM, FEW, FEW_ROWS, FP8, GREEDY, LOGITS, MANY, ONE, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 
 if TYPE_CHECKING:
@@ -76,11 +76,14 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three launches: add and norm, cuBLAS, RoPE and cache write."""
+    """Three launches: add and norm, the projection, RoPE and cache write."""
     from npu_gptoss.dense.triton import launches
 
     hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
-    packed = F.linear(normed, expanded(weight, normed.dtype), bias)
+    if isinstance(weight, RowScaled) and len(normed) <= FEW_ROWS:
+        packed = launches.linear_few(normed, weight, bias, None)
+    else:
+        packed = F.linear(normed, expanded(weight, normed.dtype), bias)
     return hidden, launches.rope_cache(packed, cos_sin, positions, key_cache, value_cache, metadata)
 
 
@@ -100,6 +103,24 @@ def output_gemv(
     from npu_gptoss.dense.triton import launches
 
     return launches.linear_gemv(attended, weight, bias, residual)
+
+
+@register_kernel(
+    OUTPUT.family,
+    OUTPUT.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=FP8),),
+    traits={"rows": frozenset({ONE, FEW})},
+    priority=Priority.PERFORMANT,
+)
+def output_few(
+    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """One launch through the matrix units: weights in eight bits, which no library multiplies with bf16."""
+    from npu_gptoss.dense.triton import launches
+
+    return launches.linear_few(attended, weight, bias, residual)
 
 
 @register_kernel(
@@ -190,6 +211,22 @@ def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None
     from npu_gptoss.dense.triton import launches
 
     launches.linear_gemv(normed, weight, None, None, out)
+
+
+@register_kernel(
+    LOGITS.family,
+    LOGITS.mode,
+    solution="triton",
+    capability=CUDA,
+    signatures=(accepts(hidden=BF16, weight=FP8),),
+    traits={"rows": frozenset({ONE, FEW})},
+    priority=Priority.PERFORMANT,
+)
+def logits_few(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+    """One launch through the matrix units, for weights in eight bits."""
+    from npu_gptoss.dense.triton import launches
+
+    launches.linear_few(normed, weight, None, None, out)
 
 
 @register_kernel(

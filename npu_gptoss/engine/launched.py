@@ -1,0 +1,42 @@
+"""When torchrun started this process: its device, and its place among the ranks.
+
+torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model gpt-oss-120b --prompt "…"
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from npu_gptoss.engine.device import resolve_device
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.ranks import Ranks
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@contextmanager
+def device_and_ranks(device: str, experts: str) -> Iterator[tuple[str, Ranks | None]]:
+    """The device as asked for and None; under torchrun this process's own of that type, and its place.
+
+    experts: as in `Shard`.
+    """
+    if not dist.is_torchelastic_launched():
+        yield device, None
+        return
+    if ":" in device:
+        raise InputError(f"under torchrun each rank takes a device of its own: give the type only, got {device!r}")
+    kind = resolve_device(device).type
+    own = kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"
+    resolved = resolve_device(own)
+    if kind != "cpu":
+        torch.get_device_module(kind).set_device(resolved)
+    dist.init_process_group(BACKENDS[kind])
+    try:
+        yield own, Ranks.of_this_process(experts)
+    finally:
+        dist.destroy_process_group()
