@@ -78,6 +78,7 @@ def iterate_tensors(
     *,
     dtype: torch.dtype,
     progress: bool | Literal["always"] = True,
+    expand: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Checks the whole checkpoint at once, then returns the stream of its tensors in the BF16 layout, in `dtype`.
 
@@ -86,12 +87,13 @@ def iterate_tensors(
         config: what config.json says.
         dtype: bfloat16 or float32; MXFP4 is exact in both.
         progress: a bar on stderr where that is a terminal; False: none; "always": also where it is not.
+        expand: False leaves MXFP4 experts packed, as `…_blocks` and `…_scales`.
 
     Yields name and tensor in the order of `expected_tensors`, on the CPU and owned by the caller. Besides what the
     caller keeps, memory holds one stored tensor and its expansion. Raises CheckpointError.
     """
     _check_target(dtype)
-    return _read_all(check_checkpoint(directory, config), dtype, progress)
+    return _read_all(check_checkpoint(directory, config), dtype, progress, expand)
 
 
 def expand_stream(
@@ -183,7 +185,7 @@ def write_checkpoint(
 
 
 def _read_all(
-    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"]
+    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"], expand: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     hidden = False if progress == "always" else None if progress else True  # None: tqdm asks if stderr is a terminal
     total = sum(tensor.size for tensor in stored.values())
@@ -194,7 +196,7 @@ def _read_all(
                 yield name, _read_one(tensor, dtype)
                 bar.update(tensor.size)
 
-        yield from expand_stream(read(), dtype)
+        yield from expand_stream(read(), dtype) if expand else read()
 
 
 def _read_one(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
