@@ -13,7 +13,8 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.dense import small_ops
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.assembly import LAYER_TENSORS, SHARED_TENSORS
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.model.assembly import LAYER_TENSORS, SHARED_TENSORS, WEIGHTS, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import GptOss
@@ -268,3 +269,68 @@ def test_layers_that_arrive_interleaved_are_put_together(
     assert list(backwards) != list(tensors)
     got = prompt_logits(build(config, backwards), prompt)
     assert torch.equal(got, prompt_logits(build(config, tensors), prompt))
+
+
+# Formats of the experts
+
+
+@pytest.fixture(scope="module")
+def mxfp4_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mxfp4")
+    write_random_checkpoint(path, mxfp4=True, layers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mxfp4_config(mxfp4_directory: Path) -> GptOssConfig:
+    return GptOssConfig.from_directory(mxfp4_directory)
+
+
+def stream(directory: Path, config: GptOssConfig, *, expand: bool) -> Tensors:
+    return dict(iterate_tensors(directory, config, dtype=torch.float32, progress=False, expand=expand))
+
+
+def test_experts_that_stay_packed_give_the_same_bits(
+    mxfp4_directory: Path, mxfp4_config: GptOssConfig, prompt: list[int]
+) -> None:
+    packed, floats = (stream(mxfp4_directory, mxfp4_config, expand=expand) for expand in (False, True))
+    assert any(name.endswith("_blocks") for name in packed)
+    assert not any(name.endswith("_blocks") for name in floats)
+    got, want = (prompt_logits(build(mxfp4_config, tensors), prompt[:50]) for tensors in (packed, floats))
+    assert torch.equal(got, want)
+
+
+def test_weights_are_what_was_asked_for(mxfp4_directory: Path, prompt: list[int]) -> None:
+    by_format = {
+        weights: prompt_logits(
+            GptOss.load(mxfp4_directory, dtype=torch.float32, progress=False, weights=weights), prompt[:50]
+        )
+        for weights in WEIGHTS
+    }
+    assert torch.equal(by_format["auto"], by_format["bf16"])
+    assert torch.equal(by_format["mxfp4"], by_format["bf16"])
+    assert 1e-3 < error(by_format["fp8"], by_format["bf16"]) < 1  # three bits of mantissa
+
+
+def test_formats_that_cannot_be_are_refused_in_words(mxfp4_config: GptOssConfig) -> None:
+    with pytest.raises(InputError, match="weights must be one of auto, bf16, mxfp4, fp8, got 'int4'"):
+        expert_format(mxfp4_config, "int4", torch.bfloat16)
+    with pytest.raises(InputError, match="needs a checkpoint in MXFP4"):
+        expert_format(replace(mxfp4_config, quantization=None), "mxfp4", torch.bfloat16)
+
+
+def test_auto_keeps_mxfp4_where_a_kernel_computes_with_it(mxfp4_config: GptOssConfig) -> None:
+    with platform_override("cuda", frozenset({"triton"})):
+        assert expert_format(mxfp4_config, "auto", torch.bfloat16) == "mxfp4"
+    for kind in ("cpu", "ascend"):
+        with platform_override(kind):
+            assert expert_format(mxfp4_config, "auto", torch.bfloat16) == "bf16"
+
+
+@pytest.mark.parametrize("half", ["blocks", "scales"])
+def test_half_of_a_packed_matrix_is_not_enough(mxfp4_directory: Path, mxfp4_config: GptOssConfig, half: str) -> None:
+    name = f"model.layers.1.mlp.experts.down_proj_{half}"
+    packed = stream(mxfp4_directory, mxfp4_config, expand=False)
+    del packed[name]
+    with pytest.raises(InputError, match=rf"did not fill 1 parameters: {name}"):
+        build(mxfp4_config, packed)
