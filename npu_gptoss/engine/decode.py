@@ -130,6 +130,10 @@ class DecodeGraphs:
             max_seq_len=rows.block_table.shape[1] * rows.block_size,
         )
 
+    def _live(self, rows: DecodeState) -> torch.Tensor | None:
+        """What tells padding rows, so that no expert is read for them. Ascend's operators take no id that is none."""
+        return None if rows.seq_lens.device.type == "npu" else rows.seq_lens
+
     def _end(self, rows: DecodeState, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.head(hidden, out=self._logits[: rows.capacity])
         dense.greedy(logits, out=rows.tokens)
@@ -141,7 +145,7 @@ class DecodeGraphs:
 
         def step() -> torch.Tensor:
             advance(rows)
-            hidden = self.model.forward(rows.input_ids, rows.positions, self.kv_caches, metadata, live=rows.seq_lens)
+            hidden = self.model.forward(rows.input_ids, rows.positions, self.kv_caches, metadata, live=self._live(rows))
             return self._end(rows, hidden)
 
         recorded = self._recorder.record(step)
@@ -163,7 +167,7 @@ class DecodeGraphs:
                     stream, delta = model.embed(rows.input_ids), None
                 else:
                     assert residual is not None
-                    stream, delta = model.leave(index - 1, residual, attended, live=rows.seq_lens)
+                    stream, delta = model.leave(index - 1, residual, attended, live=self._live(rows))
                 if index > last:
                     return stream, self._end(rows, model.finish(stream, delta))
                 return model.enter(index, stream, delta, rows.positions, caches[index], inside)

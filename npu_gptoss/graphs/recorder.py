@@ -48,7 +48,10 @@ class Recorder:
         self._pool = self._module.graph_pool_handle()
 
     def record(self, work: Callable[[], Any]) -> Recorded:
-        """Runs `work` to warm up, then captures it. It must read and write fixed tensors only, and ask no device."""
+        """Runs `work` to warm up, then captures it. It must read and write fixed tensors only, and ask no device.
+
+        A capture computes nothing; one replay does, so that whatever is recorded next finds this result filled.
+        """
         with self._module.device(self.device):
             current = self._module.current_stream()
             aside = self._module.Stream()
@@ -60,4 +63,5 @@ class Recorder:
             graph = getattr(self._module, GRAPH_CLASSES[self.device.type])()
             with self._module.graph(graph, pool=self._pool):
                 result = work()
+            graph.replay()
         return Recorded(graph, result)
