@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 from npu_gptoss.emulator.launch import EmulationError, Machine, environment, find_venv  # noqa: E402
 
 PAGE = HERE.parent / "docs/performance.md"
+TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"
 BEGIN, END = "<!-- written by scripts/trace_table.py: begin -->", "<!-- end -->"
 
 SHAPE = {
@@ -44,9 +45,6 @@ SHAPE = {
 }
 HEAD_DIM, TOP_K, BF16 = 64, 4, 2
 CONTEXT, BATCHES, STEPS = 200, (1, 8, 10), 24
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
-SCATTERS = ("aten::index_put_", "aten::_index_put_impl_")
 
 OPERATIONS = ("ATTENTION_PAGED", "ATTENTION_WRITE_KV", "MOE_ROUTE", "MOE_EXPERTS")
 STOCK_PLUGINS = "ascend,ascend_enhanced_model,ascend_kv_connector"
@@ -73,25 +71,14 @@ WAYS = {
 }
 
 
-def size_of(operand: Sequence[Any]) -> int:
-    dtype, shape = operand
-    return DTYPE_BYTES[dtype] * math.prod(shape)
-
-
-def moved(event: Mapping[str, Any]) -> int:
-    """Bytes read and written. The trace takes the whole target of a scatter for written; only the rows named are."""
-    if event["name"] in SCATTERS:
-        _, *indices_and_values = map(size_of, event["inputs"])
-        return sum(indices_and_values) + indices_and_values[-1]
-    return event["read"] + event["written"]
-
-
 @dataclass
 class Counts:
     """What happened between a begin and its end. `needed`: the roofline's bytes; `host_ns`: CPU time of the host."""
 
     launches: int = 0
     replays: int = 0
+    updates: int = 0
+    collectives: int = 0
     to_device: int = 0
     to_host: int = 0
     syncs: int = 0
@@ -103,7 +90,11 @@ class Counts:
         """`previous`: the kind of event before it. A blocking copy is one halt, with its synchronisation or without."""
         if event["event"] == "op" and event["phase"] not in ("capture", "update"):
             self.launches += 1
-            self.bytes += moved(event)
+            self.bytes += event["read"] + event["written"]
+        elif event["event"] == "op" and event["phase"] == "update":
+            self.updates += 1
+        elif event["event"] == "collective" and event["phase"] != "capture":
+            self.collectives += 1
         elif event["event"] == "copy":
             self.to_device += event["kind"] == "h2d"
             self.to_host += event["kind"] == "d2h"
@@ -114,13 +105,14 @@ class Counts:
             self.replays += 1
 
 
-def expert_bytes() -> int:
-    hidden, inner = SHAPE["hidden"], SHAPE["intermediate"]
+def expert_bytes(ranks: int) -> int:
+    hidden, inner = SHAPE["hidden"], SHAPE["intermediate"] // ranks
     return (3 * hidden * inner + 2 * inner + hidden) * BF16
 
 
-def attention_weight_bytes() -> int:
-    hidden, query, kv = SHAPE["hidden"], SHAPE["heads"] * HEAD_DIM, SHAPE["kv_heads"] * HEAD_DIM
+def attention_weight_bytes(ranks: int) -> int:
+    hidden = SHAPE["hidden"]
+    query, kv = SHAPE["heads"] * HEAD_DIM // ranks, SHAPE["kv_heads"] * HEAD_DIM // ranks
     return (hidden * (query + 2 * kv) + query + 2 * kv + query * hidden + hidden) * BF16
 
 
@@ -128,50 +120,79 @@ def router_bytes() -> int:
     return (SHAPE["hidden"] + 1) * SHAPE["experts"] * BF16
 
 
-def kv_bytes(lengths: Sequence[int], window: int | None) -> int:
+def kv_bytes(lengths: Sequence[int], window: int | None, ranks: int) -> int:
     """Keys and values that one token of each request sees."""
     keys = sum(length if window is None else min(length, window) for length in lengths)
-    return keys * 2 * SHAPE["kv_heads"] * HEAD_DIM * BF16
+    return keys * 2 * (SHAPE["kv_heads"] // ranks) * HEAD_DIM * BF16
 
 
 def is_decode(step: Mapping[str, Any], batch: int) -> bool:
     return step["requests"] == step["tokens"] == batch
 
 
-def read_trace(lines: Iterable[str], batch: int) -> dict[str, list[Counts]]:
-    """Every step, layer, attention and experts of the decode steps of `batch` requests, in order."""
+def needed_bytes(begin: Mapping[str, Any], end: Mapping[str, Any], ranks: int) -> int:
+    """What the roofline counts for a region, without the regions in it."""
+    if begin["region"] == "attention":
+        return kv_bytes(begin["seq_lens"], begin["window"], ranks)
+    if begin["region"] == "experts":
+        return end["distinct"] * expert_bytes(ranks)
+    return attention_weight_bytes(ranks) + router_bytes() if begin["region"] == "layer" else 0
+
+
+def read_trace(lines: Iterable[str], batch: int, ranks: int = 1) -> dict[str, list[Counts]]:
+    """Every step, layer, attention and experts of the decode steps of `batch` requests; of each rank its own share."""
     found: dict[str, list[Counts]] = defaultdict(list)
-    open_regions: list[tuple[str, Counts, Mapping[str, Any]]] = []
-    previous = ""
+    of_process: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         event = json.loads(line)
-        if event["event"] != "mark":
-            for _, counts, _ in open_regions:
-                counts.add(event, previous)
-        elif event["name"] == "begin":
-            open_regions.append((event["region"], Counts(), event))
-        elif event["name"] == "end":
-            region, counts, begin = open_regions.pop()
-            counts.host_ns = event["host_ns"]
-            needed = 0
-            if region == "attention":
-                needed = kv_bytes(begin["seq_lens"], begin["window"])
-            elif region == "experts":
-                needed = event["distinct"] * expert_bytes()
-            elif region == "layer":
-                needed = attention_weight_bytes() + router_bytes()
-            counts.needed += needed
-            for _, outer, _ in open_regions:
-                outer.needed += needed
-            step = open_regions[0][2] if open_regions else begin
-            if step["region"] == "step" and is_decode(step, batch):
-                found[region].append(counts)
-        previous = event["event"]
+        of_process[event.get("pid", 0)].append(event)
+    for events in of_process.values():
+        open_regions: list[tuple[Counts, Mapping[str, Any]]] = []
+        for previous, event in pairwise([{"event": ""}, *events]):
+            if event["event"] != "mark":
+                for counts, _ in open_regions:
+                    counts.add(event, previous["event"])
+            elif event["name"] == "begin":
+                open_regions.append((Counts(), event))
+            elif event["name"] == "end":
+                step = open_regions[0][1]
+                counts, begin = open_regions.pop()
+                counts.host_ns = event["host_ns"]
+                needed = needed_bytes(begin, event, ranks)
+                for outer, _ in [(counts, begin), *open_regions]:
+                    outer.needed += needed
+                if step["region"] == "step" and is_decode(step, batch):
+                    found[begin["region"]].append(counts)
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """How vLLM is to run it. `options`: of its engine. `ranks`: devices that share heads and columns."""
+
+    title: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.options.get("tensor_parallel_size", 1)
+
+
+TWO_DEVICES = {"tensor_parallel_size": 2}
+EAGER = Mode("eager", {"enforce_eager": True})
+PIECEWISE = Mode("piecewise")
+FULL = Mode(
+    "full decode graphs",
+    {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+    {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"},
+)
+EAGER_ON_TWO = Mode("eager, TP=2", {"enforce_eager": True, **TWO_DEVICES})
+PIECEWISE_ON_TWO = Mode("piecewise, TP=2", TWO_DEVICES)
+
+
 def trace(
-    way: Way, directory: Path, *, eager: bool = True, batches: Sequence[int] = BATCHES, steps: int = STEPS
+    way: Way, directory: Path, mode: Mode = EAGER, *, batches: Sequence[int] = BATCHES, steps: int = STEPS
 ) -> dict[int, dict[str, list[Counts]]]:
     """Serves `batches` that way and counts: batch -> region -> one entry for each time."""
     venv = find_venv()
@@ -183,7 +204,7 @@ def trace(
         "max_num_seqs": 16,
         "max_num_batched_tokens": 1024,
         "gpu_memory_utilization": 0.5,
-        "enforce_eager": eager,
+        **mode.options,
     }
     job = {
         "checkpoint": str(directory / "checkpoint"),
@@ -198,21 +219,23 @@ def trace(
     done = subprocess.run(
         [str(venv / "bin/python"), str(HERE / "traced_serving.py"), str(job_file)],
         env={
-            **environment(Machine(trace=trace_file), venv),
+            **environment(Machine(devices=mode.ranks, trace=trace_file), venv),
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # with the marks
             "VLLM_LOGGING_LEVEL": "WARNING",
             **way.variables,
+            **mode.variables,
         },
         capture_output=True,
         text=True,
         timeout=900,
     )
     if done.returncode:
-        raise EmulationError(f"{way.title} was not served:\n{(done.stdout + done.stderr)[-4000:]}")
+        raise EmulationError(f"{way.title}, {mode.title}: not served:\n{(done.stdout + done.stderr)[-4000:]}")
     with trace_file.open() as lines:
         everything = list(lines)
-    return {batch: read_trace(everything, batch) for batch in batches}
+    return {batch: read_trace(everything, batch, mode.ranks) for batch in batches}
 
 
 def mean(counts: Sequence[Counts], name: str) -> float:
@@ -236,49 +259,90 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(measured: Mapping[str, Mapping[int, Mapping[str, Sequence[Counts]]]]) -> list[str]:
+Measured = Mapping[str, Mapping[int, Mapping[str, Sequence[Counts]]]]  # way or title -> batch -> region
+
+
+def table(measured: Measured, *, two_devices: bool = False) -> list[str]:
     """One line a batch, region and way. Host times relative to ours of the same batch and region."""
     columns = ("batch", "in a layer", "path", "device ops", "host→device", "device→host", "syncs", "MB moved")
-    lines = [_row(*columns, "bytes / roofline", "host time"), "|" + "---|" * 10]
+    last = "collectives" if two_devices else "host time"
+    lines = [_row(*columns, "bytes / roofline", last), "|" + "---|" * 10]
     for batch in measured["ours"]:
         for region in ("attention", "experts", "layer"):
             ours = host(measured["ours"][batch][region])
-            for name, way in WAYS.items():
-                counts = measured[name][batch].get(region)
+            for name, results in measured.items():
+                counts, way = results[batch].get(region), WAYS[name]
                 if not counts:
                     continue
                 cells = [str(batch), region, f"**{way.title}**" if name == "ours" else way.title]
                 cells += [number(mean(counts, what)) for what in ("launches", "to_device", "to_host", "syncs")]
                 cells.append(f"{mean(counts, 'bytes') / 1e6:.2f}")
                 cells.append(f"{over_roofline(counts):.3f}" if way.plugin else "–")
-                cells.append(f"{host(counts) / ours:.2f}" if region != "layer" else "–")
+                if two_devices:
+                    cells.append(number(mean(counts, "collectives")))
+                else:
+                    cells.append(f"{host(counts) / ours:.2f}" if region != "layer" else "–")
                 lines.append(_row(*cells))
     return lines
 
 
-def step_table(measured: Mapping[str, Mapping[int, Mapping[str, Sequence[Counts]]]]) -> list[str]:
+STEP_COLUMNS = {
+    "device ops": "launches",
+    "graph replays": "replays",
+    "task updates": "updates",
+    "collectives": "collectives",
+    "host→device": "to_device",
+    "device→host": "to_host",
+    "syncs": "syncs",
+}
+
+
+def step_table(measured: Measured) -> list[str]:
     """Whole decode steps, sampling and the runner's own work included."""
-    columns = ("batch", "path", "device ops", "graph replays", "host→device", "device→host", "syncs")
-    lines = [_row(*columns), "|" + "---|" * len(columns)]
-    for batch in next(iter(measured.values())):
+    lines = [_row("batch", "path", *STEP_COLUMNS), "|" + "---|" * (len(STEP_COLUMNS) + 2)]
+    for batch in BATCHES:
         for title, results in measured.items():
-            counts = results[batch]["step"]
-            names = ("launches", "replays", "to_device", "to_host", "syncs")
-            lines.append(_row(str(batch), title, *(number(mean(counts, name)) for name in names)))
+            if batch in results:
+                counts = results[batch]["step"]
+                lines.append(_row(str(batch), title, *(number(mean(counts, name)) for name in STEP_COLUMNS.values())))
     return lines
 
 
-def measure(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every way in eager mode; and whole steps of what can be captured, piecewise too."""
-    eager = {}
-    for name, way in WAYS.items():
-        print(f"serving: {way.title}", file=sys.stderr, flush=True)
-        eager[name] = trace(way, directory)
-    steps = {f"{way.title}, eager": eager[name] for name, way in WAYS.items()}
-    for name in ("article", "ours"):
-        print(f"serving: {WAYS[name].title}, piecewise graphs", file=sys.stderr, flush=True)
-        steps[f"{WAYS[name].title}, piecewise"] = trace(WAYS[name], directory, eager=False)
-    return eager, steps
+# what is counted: the ways of each mode, and the batches
+PLAN: tuple[tuple[Mode, tuple[str, ...], tuple[int, ...]], ...] = (
+    (EAGER, tuple(WAYS), BATCHES),
+    (PIECEWISE, ("article", "ours"), BATCHES),
+    (FULL, ("ours",), BATCHES),
+    (EAGER_ON_TWO, tuple(name for name, way in WAYS.items() if way.plugin), BATCHES[:2]),
+    (PIECEWISE_ON_TWO, ("ours",), BATCHES[:2]),
+)
+
+
+def measure(directory: Path) -> dict[Mode, dict[str, dict[int, dict[str, list[Counts]]]]]:
+    found: dict[Mode, dict[str, Any]] = {}
+    for mode, names, batches in PLAN:
+        found[mode] = {}
+        for name in names:
+            print(f"serving: {WAYS[name].title}, {mode.title}", file=sys.stderr, flush=True)
+            found[mode][name] = trace(WAYS[name], directory, mode, batches=batches)
+    return found
+
+
+def page_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
+    steps = {f"{WAYS[name].title}, {mode.title}": r for mode, results in found.items() for name, r in results.items()}
+    return "\n".join(
+        [
+            *table(found[EAGER]),
+            "",
+            TWO_DEVICES_TITLE,
+            "",
+            *table(found[EAGER_ON_TWO], two_devices=True),
+            "",
+            "Whole decode steps; with TP=2, of each device:",
+            "",
+            *step_table(steps),
+        ]
+    )
 
 
 def main() -> int:
@@ -288,11 +352,11 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory() as directory:
-            eager, steps = measure(Path(directory))
+            found = measure(Path(directory))
     except EmulationError as error:
         print(error, file=sys.stderr)
         return 2
-    text = "\n".join([*table(eager), "", "Whole decode steps:", "", *step_table(steps)])
+    text = page_text(found)
     print(text)
     if args.write:
         page = PAGE.read_text()

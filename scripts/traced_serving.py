@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,12 +190,14 @@ def main(job: dict[str, Any]) -> None:
     if not directory.exists():
         write_checkpoint(directory, **job["shape"])
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
+    registry._run_in_subprocess = lambda look: look()  # at the model's class; a process of its own costs ten seconds
     load_general_plugins()
     if job["plugin"]:
         import article_path  # noqa: F401  (registers the kernels; selected by name only)
-    install(job["plugin"], job["options"]["enforce_eager"])
+    install(job["plugin"], job["options"].get("enforce_eager", False))
     engine = LLM(str(directory), skip_tokenizer_init=True, seed=0, **job["options"])
     sampling = SamplingParams(max_tokens=job["steps"] + 1, temperature=0, ignore_eos=True, detokenize=False)
     random_numbers = random.Random(0)
@@ -206,6 +210,14 @@ def main(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    code = 1
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    for worker in multiprocessing.active_children():  # they would outlive this process, at work
+        worker.kill()
     sys.stdout.flush()
-    os._exit(0)  # whatever engines and process groups still want to say at exit
+    sys.stderr.flush()
+    os._exit(code)  # whatever engines and process groups still want to say at exit

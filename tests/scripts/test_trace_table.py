@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from npu_gptoss.emulator.launch import EmulationError, find_venv
 from scripts import trace_table
-from scripts.trace_table import WAYS, Counts, mean, over_roofline, read_trace, trace
+from scripts.trace_table import (
+    EAGER_ON_TWO,
+    FULL,
+    PIECEWISE,
+    WAYS,
+    Counts,
+    mean,
+    number,
+    over_roofline,
+    read_trace,
+    trace,
+)
 
 REGIONS = ("attention", "experts", "layer")
 BATCHES = (1, 8)
@@ -84,7 +95,7 @@ def test_the_counts_see_waits_casts_and_copies_of_the_other_paths(measured):
 @pytest.mark.slow
 def test_ours_neither_waits_nor_copies_between_captured_graphs(folder):
     """Three requests in a bucket of four: the padded row costs one launch, the zeroed tail."""
-    found = trace(WAYS["ours"], folder, eager=False, batches=(3,), steps=4)[3]
+    found = trace(WAYS["ours"], folder, PIECEWISE, batches=(3,), steps=4)[3]
     assert [(c.to_device, c.to_host, c.syncs) for c in found["attention"]] == [(0, 0, 0)] * len(found["attention"])
     assert {c.launches for c in found["attention"]} == {3}
     layers = trace_table.SHAPE["layers"]
@@ -93,19 +104,64 @@ def test_ours_neither_waits_nor_copies_between_captured_graphs(folder):
 
 @pytest.mark.emulated
 @pytest.mark.slow
+def test_a_full_decode_graph_is_one_replay_and_an_update_a_layer(folder):
+    found = trace(WAYS["ours"], folder, FULL, batches=(3,), steps=4)[3]
+    assert {(c.replays, c.updates) for c in found["step"]} == {(1, trace_table.SHAPE["layers"])}
+    piecewise = documented(trace_table.STEP_COLUMNS)["8", "ours, piecewise"]
+    full = documented(trace_table.STEP_COLUMNS)["8", "ours, full decode graphs"]
+    assert full["device ops"] < piecewise["device ops"]
+    for what in ("host→device", "device→host", "syncs"):
+        assert full[what] == piecewise[what]
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_on_two_devices_each_waits_and_copies_no_more_and_moves_its_half(folder, measured):
+    batch = 8
+    found = trace(WAYS["ours"], folder, EAGER_ON_TWO, batches=(batch,), steps=4)[batch]
+    for region in REGIONS:
+        assert {(c.to_device, c.to_host, c.syncs) for c in found[region]} == {(0, 0, 0)}, region
+        assert 1 < over_roofline(found[region]) < TOLERATED, region
+        assert mean(found[region], "launches") == mean(measured["ours"][batch][region], "launches")
+        row = documented(TWO_DEVICES)[str(batch), region, "ours"]
+        assert row["device ops"] == mean(found[region], "launches")
+    assert mean(found["layer"], "collectives") == 2
+    assert mean(found["attention"], "bytes") == pytest.approx(
+        mean(measured["ours"][batch]["attention"], "bytes") / 2, 0.01
+    )
+
+
+TWO_DEVICES = ("device ops", "collectives")
+
+
+def documented(columns: Iterable[str]) -> dict[tuple[str, ...], dict[str, float]]:
+    """Of the page's table that has these columns: the words before the first number of each row -> column -> number."""
+    found, names = {}, []
+    for line in trace_table.PAGE.read_text().splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if not cells or cells[0] == "batch":
+            names = cells if set(columns) <= set(cells) else []
+        elif names and not line.startswith("|---"):
+            first = names.index("device ops")
+            found[tuple(cells[:first])] = {
+                name: float(cell) for name, cell in list(zip(names, cells, strict=True))[first:] if cell != "–"
+            }
+    return found
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
 def test_the_documented_table_is_what_is_counted(measured):
-    rows = [
-        line.strip("| \n").split(" | ") for line in trace_table.PAGE.read_text().splitlines() if line.count("|") == 11
-    ]
-    documented = {tuple(cell.strip("*") for cell in row[:3]): row[3:] for row in rows}
+    rows = documented(["host time"])
+    exact = {"device ops": "launches", "host→device": "to_device", "device→host": "to_host", "syncs": "syncs"}
     for way in ("article", "ours"):
         for batch in BATCHES:
             for region in REGIONS:
-                counts = measured[way][batch][region]
-                *exact, _, ratio, _ = documented[str(batch), region, WAYS[way].title]
-                names = ("launches", "to_device", "to_host", "syncs")
-                assert [float(cell) for cell in exact] == [mean(counts, name) for name in names]
-                assert float(ratio) == pytest.approx(over_roofline(counts), abs=0.01)
+                counts, row = measured[way][batch][region], rows[str(batch), region, WAYS[way].title]
+                assert {column: row[column] for column in exact} == {
+                    column: float(number(mean(counts, name))) for column, name in exact.items()
+                }
+                assert row["bytes / roofline"] == pytest.approx(over_roofline(counts), abs=0.01)
 
 
 def lines(*events: dict[str, Any]) -> list[str]:
@@ -131,11 +187,21 @@ def test_a_blocking_copy_is_one_wait_with_or_without_its_synchronisation():
     assert [(c.syncs, c.to_device) for c in found["attention"] + found["step"]] == [(2, 2), (2, 2)]
 
 
-def test_a_scatter_moves_its_rows_and_not_its_target():
-    target, slots, rows = ["bfloat16", [1000, 64]], ["int64", [2]], ["bfloat16", [2, 64]]
-    scatter = {"event": "op", "name": "aten::index_put_", "phase": "eager", "inputs": [target, slots, rows]}
-    steps = begin("step", requests=2, tokens=2), ATTENTION, scatter, end("attention"), end("step")
-    assert read_trace(lines(*steps), 2)["attention"][0].bytes == 2 * 8 + 2 * (2 * 64 * 2)
+def test_processes_are_counted_apart():
+    """Two ranks write into one file, line by line as they come."""
+    events = begin("step", requests=2, tokens=2), ATTENTION, SYNC, end("attention"), end("step")
+    mixed = [{**event, "pid": pid} for event in events for pid in (1, 2)]
+    found = read_trace(lines(*mixed), 2, ranks=2)
+    assert [c.syncs for c in found["attention"] + found["step"]] == [1] * 4
+    assert {c.needed for c in found["attention"]} == {(128 + 100) * 2 * 1 * 64 * 2}
+
+
+def test_collectives_count_where_they_run_and_updates_are_no_launches():
+    ran, captured = ({"event": "collective", "name": "all_reduce", "phase": phase} for phase in ("replay", "capture"))
+    update = {"event": "op", "name": "aten::abs", "phase": "update", "read": 0, "written": 0}
+    steps = begin("step", requests=2, tokens=2), ran, captured, update, end("step")
+    (counts,) = read_trace(lines(*steps), 2)["step"]
+    assert (counts.collectives, counts.updates, counts.launches) == (1, 1, 0)
 
 
 def test_only_decode_steps_of_the_batch_are_counted_and_what_is_captured_is_not():
