@@ -14,7 +14,7 @@ FP8 = "float8_e4m3fn"
 
 # Trait `rows`: how many rows a call has, in the classes that decide which kernel is best.
 ONE, FEW, MANY = "one", "few", "many"
-FEW_ROWS = 64
+FEW_ROWS = 256
 
 
 def row_class(rows: int) -> str:

@@ -33,7 +33,8 @@ LINEAR_WARPS = 4
 FEW_WEIGHT_ROWS = 32
 FEW_BLOCK_K = 128
 ROUTER_SHARE = 1  # experts of a program
-GREEDY_BLOCK = 1024
+# Logits of a program: small where one row is to fill the chip, large where many rows do.
+GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
 
 
 def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -161,7 +162,7 @@ def linear_few(
     warps: int = 4,
     stages: int = 4,
 ) -> torch.Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for up to 64 tokens."""
+    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for few tokens."""
     tokens, inputs = x.shape
     outputs = weight.shape[0]
     matrix, scales, scaled = _parts(weight)
@@ -329,12 +330,13 @@ def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """As `dense.greedy`."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, GREEDY_BLOCK)
+    block = GREEDY_BLOCK if rows < 8 else GREEDY_BLOCK_MANY
+    parts = triton.cdiv(vocab, block)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     if rows:
         partial_kernel[(parts, rows)](
-            logits, values, ids, parts, VOCAB=vocab, BLOCK=GREEDY_BLOCK, **launch_options(logits, 4)
+            logits, values, ids, parts, VOCAB=vocab, BLOCK=block, **launch_options(logits, 4 if rows < 8 else 8)
         )
         final_kernel[(rows,)](
             values,
