@@ -26,6 +26,14 @@ numbers() {
     esac
 }
 
+# any_file PATTERN-ALREADY-EXPANDED…: whether one of them is a file
+any_file() {
+    for file in "$@"; do
+        [ -f "$file" ] && return 0
+    done
+    return 1
+}
+
 # quoted WORD…: one line that a shell reads back as the same words
 quoted() {
     line=

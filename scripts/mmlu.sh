@@ -82,7 +82,8 @@ if [ -z "$out" ]; then
 fi
 
 set -- --work-dir "$out" --no-timestamp "$@"
-[ ! -f "$out/configs/task_config.yaml" ] || set -- --use-cache "$out" "$@"
+# evalscope resumes only with the settings of before; where nothing is answered yet, others may be tried
+! any_file "$out"/predictions/*/mmlu_*.jsonl || set -- --use-cache "$out" "$@"
 shuffle=''
 if [ -n "$gate" ]; then
     shuffle=', "shuffle": true'
@@ -100,7 +101,10 @@ set -- "$evalscope" eval --model "$model" --api-url "$url/v1" --api-key EMPTY --
 [ -z "$data" ] || set -- env HF_HUB_OFFLINE=1 "$@"
 quoted "$@"
 [ -z "$dry" ] || exit 0
+hint=''
+[ -n "$data" ] || hint='
+If it could not download MMLU: get the folder of cais/mmlu onto this machine and name it with --data.'
 "$@" || fail "evalscope did not finish (its last lines say why); what is answered is kept in $out, and the same command
 goes on from there. If it says that the identity does not match: $out holds a run with other settings or of another
-address; name another folder with --out."
+address; name another folder with --out.$hint"
 exec "$python" "$here/mmlu_report.py" "$out"

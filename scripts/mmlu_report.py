@@ -66,7 +66,7 @@ def head(run: MmluRun) -> list[str]:
 def published(run: MmluRun, size: str) -> list[str]:
     """Side by side with the published figures of that size."""
     total, right = len(run.answers), count_right(run.answers)
-    lines = ["", "## Beside published figures", "", "| | % | this run less that, points | in σ |", "|---|---|---|---|"]
+    lines = ["", "## Beside published figures", "", "| | % | this run less that, points | in σ of this run |", "|---|---|---|---|"]
     for name, figure in PUBLISHED[size]:
         difference, noise = 100 * right / total - figure, 100 * sigma(right, total)
         lines.append(f"| {name} | {figure:g} | {difference:+.2f} | {f'{difference / noise:+.1f}' if noise else '–'} |")
@@ -147,7 +147,7 @@ def plot(run: MmluRun, path: Path) -> None:
     axes.axvline(mean, color="#e45756", label=f"mean over questions: {mean:.2f} %")
     axes.axvline(25, color="#999999", linestyle=":", label="chance")
     axes.set(xlim=(0, 100), xlabel="% right, with one binomial σ", title=f"MMLU of {run.model}", ylim=(-1, len(scores)))
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         figure.savefig(temporary)
@@ -187,4 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the report | head
+        sys.stderr.close()

@@ -31,13 +31,6 @@ Flags after -- go to vllm serve last, so they win. Ctrl-C stops the server.
 END
 }
 
-has_weights() {
-    for file in "$1"/*.safetensors; do
-        [ -f "$file" ] && return 0
-    done
-    return 1
-}
-
 model='' where=npu cards='' devices='' mode='' sizes=16,10,4,2,1 max_len=16384 max_seqs=16 batched=4096 memory=0.95
 name='' host=0.0.0.0 port=8085 dry=''
 while [ $# -gt 0 ]; do
@@ -85,7 +78,7 @@ size=other offline=''
 if [ -d "$model" ]; then
     offline=1
     [ -f "$model/config.json" ] || fail "$model holds no config.json: it is not a checkpoint in the official layout."
-    has_weights "$model" || fail "$model holds no *.safetensors: it is not a complete checkpoint."
+    any_file "$model"/*.safetensors || fail "$model holds no *.safetensors: it is not a complete checkpoint."
     layers=$(sed -n 's/.*"num_hidden_layers" *: *\([0-9]*\).*/\1/p' "$model/config.json" | head -n 1)
     case $layers in 24) size=20b ;; 36) size=120b ;; esac
 else

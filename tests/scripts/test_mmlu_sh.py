@@ -67,10 +67,14 @@ def test_options_reach_evalscope(scripts: Path, tmp_path: Path) -> None:
     assert words[-1] == "--debug"
 
 
-def test_a_work_directory_with_a_run_is_resumed(scripts: Path, tmp_path: Path) -> None:
+def test_a_work_directory_with_answers_is_resumed(scripts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "configs").mkdir(parents=True)
     (out / "configs" / "task_config.yaml").touch()
+    _, words = dry(scripts, "--out", out)
+    assert "--use-cache" not in words, "nothing is answered: after a failed download --data may be added"
+    (out / "predictions" / "gpt-oss-20b").mkdir(parents=True)
+    (out / "predictions" / "gpt-oss-20b" / "mmlu_anatomy.jsonl").touch()
     _, words = dry(scripts, "--out", out)
     assert following(words, "--use-cache") == following(words, "--work-dir") == str(out)
 
@@ -103,4 +107,5 @@ def test_a_run_that_breaks_off_says_how_to_go_on(scripts: Path, tmp_path: Path) 
         done = run("mmlu.sh", "--url", url, "--out", tmp_path / "out", "--", "--no-such-flag", scripts=scripts)
     assert done.returncode == 2
     assert re.search(r"what is answered is kept in \S+/out, and the same command\s+goes on", done.stderr)
+    assert "name it with --data" in done.stderr
     assert "# MMLU" not in done.stdout
