@@ -20,6 +20,7 @@ from npu_gptoss.engine.launched import device_and_ranks
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.assembly import WEIGHTS
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 SECONDS_BETWEEN_REPORTS = 2.0
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under torchrun: cut each expert, or deal them out whole (default: tensor)",
     )
     parser.add_argument(
+        "--weights", choices=WEIGHTS, default=AUTO, help="the experts on the device (auto: MXFP4 where kernels take it)"
+    )
+    parser.add_argument(
         "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits: less exact"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
@@ -98,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
             max_batch_size=max(1, min(MAX_BATCH_SIZE, len(entries))),
             graphs=args.graphs,
             graph_sizes=sizes,
+            weights=args.weights,
             fp8_projections=args.fp8_projections,
             ranks=ranks,
             progress=speaks,

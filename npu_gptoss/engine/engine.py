@@ -60,6 +60,7 @@ class Engine:
         num_blocks: int | None = None,
         graphs: str = AUTO,
         graph_sizes: Sequence[int] | None = None,
+        weights: str = AUTO,
         fp8_projections: bool = False,
         ranks: Ranks | None = None,
         progress: bool = False,
@@ -70,6 +71,7 @@ class Engine:
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
         is full on CUDA and none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
+        weights: the experts' format on the device, one of `model.assembly.WEIGHTS`.
         fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
         progress: show the loading on standard error.
@@ -83,7 +85,7 @@ class Engine:
         self.stop_token_ids = _stop_token_ids(directory, config)
         self.block_size = block_size
         with kernels_for(self.device):
-            self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks)
+            self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
             if fp8_projections:
                 self.model = self.model.with_fp8_projections()
         config = self.model.config  # this rank's share
