@@ -66,7 +66,8 @@ def head(run: MmluRun) -> list[str]:
 def published(run: MmluRun, size: str) -> list[str]:
     """Side by side with the published figures of that size."""
     total, right = len(run.answers), count_right(run.answers)
-    lines = ["", "## Beside published figures", "", "| | % | this run less that, points | in σ of this run |", "|---|---|---|---|"]
+    titles = "| | % | this run less that, points | in σ of this run |"
+    lines = ["", "## Beside published figures", "", titles, "|---|---|---|---|"]
     for name, figure in PUBLISHED[size]:
         difference, noise = 100 * right / total - figure, 100 * sigma(right, total)
         lines.append(f"| {name} | {figure:g} | {difference:+.2f} | {f'{difference / noise:+.1f}' if noise else '–'} |")
