@@ -54,6 +54,8 @@ def of(records: Iterable[Record], what: str, ours: bool = True) -> list[Record]:
 def decode_goal(record: Record) -> float | None:
     """Milliseconds, or None where none was set."""
     point = (record["model"], record["weights"], record["batch"], record["context"])
+    if record["projections"] != "bf16":
+        return None  # goals are for what the checkpoint holds
     if point in FACTOR_POINTS:
         return DECODE_FACTOR * record["floor_uniform_ms"]
     return DECODE_LIMITS_MS.get(point)
@@ -90,7 +92,7 @@ def decode_table(records: list[Record]) -> list[str]:
         rows.append(
             (
                 r["model"],
-                r["weights"],
+                r["weights"] + (", projections fp8" if r["projections"] == "fp8" else ""),
                 str(r["batch"]),
                 str(r["context"]),
                 f"**{r['tpot_ms']:.3f}**",

@@ -104,6 +104,9 @@ def _engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> 
     parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument(
+        "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits"
+    )
     parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
     if peer:
         parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
@@ -151,6 +154,7 @@ def _decode(args: argparse.Namespace) -> int:
                         nominal=nominal,
                         measured=own,
                         price_per_hour=args.gpu_price,
+                        fp8_projections=args.fp8_projections,
                     )
                 )
                 print(decode.decode_line(rows[-1]), flush=True)
@@ -229,6 +233,7 @@ def _engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]
         num_blocks=args.num_blocks,
         graphs=args.graphs,
         graph_sizes=sorted(set(sizes)),
+        fp8_projections=args.fp8_projections,
         progress=True,
     )
 

@@ -181,11 +181,12 @@ def decode_record(
     nominal: Ceilings,
     measured: Ceilings | None,
     price_per_hour: float,
+    fp8_projections: bool = False,
 ) -> dict[str, Any]:
     """The run beside its floors, as `records` wants it."""
     config, seconds = engine.config, run.mean_s
-    work = decode_work(config, run.contexts, weights, run.distinct)
-    uniform = decode_work(config, [context] * batch, weights)
+    work = decode_work(config, run.contexts, weights, run.distinct, fp8_projections=fp8_projections)
+    uniform = decode_work(config, [context] * batch, weights, fp8_projections=fp8_projections)
     layers = config.num_hidden_layers
     record = {
         "model": model_name(config),
@@ -196,6 +197,7 @@ def decode_record(
         "tpot_median_ms": round(run.median_s * 1e3, 4),
         "tpot_min_ms": round(min(run.step_s) * 1e3, 4),
         "steps": len(run.step_s),
+        "projections": "fp8" if fp8_projections else "bf16",
         "mean_keys": round(sum(run.contexts) / batch, 1),
         "distinct_experts": None if run.distinct is None else round(sum(run.distinct) / layers, 2),
         "distinct_source": "uniform" if run.distinct is None else "counted",

@@ -29,7 +29,7 @@ OURS = "npu_gptoss"
 
 # the fields that tell records of one kind apart, and the measured one that a peer's record adds
 KEYS = {
-    "decode": ("model", "weights", "batch", "context"),
+    "decode": ("model", "weights", "projections", "batch", "context"),
     "prefill": ("model", "weights", "prompt_tokens"),
     "kernel": ("operation", "kernel", "case"),
     "agreement": ("model", "weights"),
@@ -50,6 +50,7 @@ _FIELDS: dict[str, dict[str, str]] = {
     "decode": {
         "model": _TEXT,
         "weights": _TEXT,
+        "projections": _TEXT,
         "batch": _COUNT,
         "context": _COUNT,
         "tpot_ms": _NUMBER,
@@ -210,7 +211,7 @@ def read_peer(path: Path, what: str, needed: Sequence[str] | None = None) -> dic
 
     needed: the fields of each record, for files that hold no measurement.
     """
-    needed = needed or (*KEYS[what], MEASURED[what])
+    needed = needed or [f for f in (*KEYS[what], MEASURED[what]) if f != "projections"]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -244,7 +245,7 @@ def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: 
 
 def _case(what: str, record: Any) -> tuple[Any, ...]:
     """What a peer's record has in common with ours: all of the key but a kernel's own name."""
-    return tuple(record.get(name) for name in KEYS[what] if name != "kernel")
+    return tuple(record.get(name) for name in KEYS[what] if name not in ("kernel", "projections"))
 
 
 def _key(what: str, record: Any) -> tuple[Any, ...]:

@@ -111,11 +111,28 @@ def visible_keys(config: GptOssConfig, contexts: Sequence[int]) -> int:
     return sum(full if config.window(layer) is None else windowed for layer in range(config.num_hidden_layers))
 
 
+def dense_bytes(config: GptOssConfig, fp8_projections: bool = False) -> int:
+    """Everything outside the experts once: projections, norms, sinks, routers, head.
+
+    fp8_projections: attention's matrices and the head in eight bits, with a float32 scale a row.
+    """
+    layers = config.num_hidden_layers
+    total = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
+    if not fp8_projections:
+        return total * BF16_BYTES
+    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    matrices = layers * config.hidden_size * (2 * query + 2 * kv) + head_parameters(config)
+    rows = layers * (query + 2 * kv + config.hidden_size) + config.vocab_size
+    return matrices + 4 * rows + (total - matrices) * BF16_BYTES
+
+
 def decode_work(
     config: GptOssConfig,
     contexts: Sequence[int],
     weights: str,
     distinct: Sequence[float] | None = None,
+    *,
+    fp8_projections: bool = False,
 ) -> Work:
     """One decode step: a token of each request.
 
@@ -128,10 +145,9 @@ def decode_work(
     if len(distinct) != layers:
         raise InputError(f"the distinct experts must be given for each of {layers} layers, got {len(distinct)}")
     keys = visible_keys(config, contexts)
-    dense = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
     return Work(
         expert_bytes=sum(distinct) * expert_bytes(config, weights),
-        dense_bytes=dense * BF16_BYTES,
+        dense_bytes=dense_bytes(config, fp8_projections),
         kv_bytes=keys * kv_bytes_per_token(config),
         activation_bytes=batch * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
         flops=batch * _linear_flops(config)
@@ -152,10 +168,9 @@ def prefill_work(config: GptOssConfig, tokens: int, weights: str) -> Work:
         window = config.window(layer)
         pairs += tokens * tokens / 2 if window is None else tokens * min(window, tokens)
     distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
-    dense = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
     return Work(
         expert_bytes=layers * distinct * expert_bytes(config, weights),
-        dense_bytes=dense * BF16_BYTES,
+        dense_bytes=dense_bytes(config),
         kv_bytes=layers * tokens * kv_bytes_per_token(config),
         activation_bytes=tokens * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
         flops=tokens * _linear_flops(config)

@@ -19,6 +19,7 @@ def decode_row(**changes: object) -> dict[str, object]:
     row = {
         "model": "20b",
         "weights": "mxfp4",
+        "projections": "bf16",
         "batch": 1,
         "context": 1024,
         "tpot_ms": 1.5,
@@ -68,7 +69,10 @@ MISTAKES = {
     "True for 1": (lambda c: c["records"][0].update(batch=True), "batch must be a whole number from 1"),
     "a share that does not follow": (lambda c: c["records"][0].update(percent_of_floor=80.0), "its numbers give 52.0"),
     "seconds for milliseconds": (lambda c: c["records"][0].update(floor_ms=0.00078), "its numbers give 0.1"),
-    "twice the same": (lambda c: c["records"].append(decode_row()), r"record 1 repeats \('20b', 'mxfp4', 1, 1024\)"),
+    "twice the same": (
+        lambda c: c["records"].append(decode_row()),
+        r"record 1 repeats \('20b', 'mxfp4', 'bf16', 1, 1024\)",
+    ),
 }
 
 

@@ -138,3 +138,13 @@ def test_a_wrong_account_does_not_pass_for_the_floors(name, monkeypatch):
 def test_a_wrong_account_does_not_pass_for_the_floors_of_prefill(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
     assert not prefill_floors_hold()
+
+
+def test_projections_in_eight_bits_halve_their_matrices_and_nothing_else():
+    config = random_config(layers=1, hidden=8, intermediate=4, heads=2, kv_heads=1, head_dim=2, vocab_size=10)
+    whole, eight = roofline.dense_bytes(config), roofline.dense_bytes(config, fp8_projections=True)
+    matrices, rows = 8 * 4 + 2 * 8 * 2 + 4 * 8 + 10 * 8, 4 + 2 * 2 + 8 + 10
+    assert whole - eight == matrices - 4 * rows
+    work = decode_work(config, [5], "bf16", fp8_projections=True)
+    assert work.dense_bytes == eight
+    assert work.expert_bytes == decode_work(config, [5], "bf16").expert_bytes

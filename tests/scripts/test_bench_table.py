@@ -21,6 +21,7 @@ def decode(**changes: object) -> dict[str, object]:
     record = {
         "model": "20b",
         "weights": "mxfp4",
+        "projections": "bf16",
         "batch": 8,
         "context": 1024,
         "tpot_ms": 3.0,
@@ -51,6 +52,7 @@ def test_a_goal_is_met_or_missed_by_the_numbers():
         ({"batch": 2}, None),
         ({"batch": 128, "context": 8192}, None),
         ({"weights": "fp8"}, None),
+        ({"projections": "fp8"}, None),
     ],
 )
 def test_goals_are_those_set_before(changes, goal):
