@@ -36,6 +36,7 @@ from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import load_kernels
+from npu_gptoss.model import assembly
 from npu_gptoss.model.config import GptOssConfig
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
@@ -104,6 +105,9 @@ def _engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> 
     parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
     parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument(
+        "--weights", choices=assembly.WEIGHTS, default=assembly.AUTO, help="the experts' format on the device"
+    )
     parser.add_argument(
         "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits"
     )
@@ -233,6 +237,7 @@ def _engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]
         num_blocks=args.num_blocks,
         graphs=args.graphs,
         graph_sizes=sorted(set(sizes)),
+        weights=args.weights,
         fp8_projections=args.fp8_projections,
         progress=True,
     )
