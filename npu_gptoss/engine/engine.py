@@ -26,6 +26,7 @@ from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
 from npu_gptoss.graphs.recorder import Recorder
+from npu_gptoss.kernels import current_platform
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
@@ -70,7 +71,7 @@ class Engine:
         max_batch_size: requests under way at once; the others wait.
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
-        is full on CUDA and none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
+        is full for bfloat16 on CUDA with Triton, none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
         weights: the experts' format on the device, one of `model.assembly.WEIGHTS`.
         fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
@@ -102,8 +103,9 @@ class Engine:
         self._ahead: Launch | None = None
 
     def _capture(self, mode: str, sizes: Sequence[int] | None) -> DecodeGraphs | None:
-        if mode == AUTO:
-            mode = FULL if self.device.type == "cuda" else NONE
+        if mode == AUTO:  # plain torch operations ask the device, and cannot be captured
+            made_for_graphs = self.device.type == "cuda" and self.model.dtype == torch.bfloat16
+            mode = FULL if made_for_graphs and "triton" in current_platform().features else NONE
         if mode not in MODES:
             raise InputError(f"there are no graphs {mode!r}: expected {AUTO}, {', '.join(MODES)}")
         if mode == NONE:

@@ -61,7 +61,13 @@ class Recorder:
                     work()
             current.wait_stream(aside)
             graph = getattr(self._module, GRAPH_CLASSES[self.device.type])()
-            with self._module.graph(graph, pool=self._pool):
-                result = work()
+            try:
+                with self._module.graph(graph, pool=self._pool):
+                    result = work()
+            except RuntimeError as error:
+                raise InputError(
+                    f"a step cannot be captured with the kernels selected for it ({error}): choose graphs=none, or "
+                    "kernels that ask the device nothing (`npu-gptoss kernels explain`)"
+                ) from error
             graph.replay()
         return Recorded(graph, result)

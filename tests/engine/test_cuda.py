@@ -9,6 +9,7 @@ import torch
 
 from npu_gptoss.engine import Engine, SamplingParams, decode
 from npu_gptoss.engine import engine as engine_module
+from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.graphs.state import DecodeState
 from tests.checkpoints import write_random_checkpoint
@@ -48,11 +49,6 @@ def launched_one_by_one(directory: Path, graphs: str) -> Engine:
         return engine(directory, graphs)
 
 
-@pytest.fixture(scope="module")
-def plain(directory: Path) -> Engine:
-    return launched_one_by_one(directory, "full")
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requests", range(1, 9))
 def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(
@@ -63,12 +59,22 @@ def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(
     assert tokens(engine(directory, mode), prompts[:requests], params) == want
 
 
-def test_in_fp32_graphs_choose_the_tokens_of_steps_without_graphs(directory: Path, prompts: list[list[int]]) -> None:
-    """Which have other buckets and other splits of the keys, and so in bf16 other roundings."""
+@pytest.mark.parametrize("requests", [1, 2, 4, 8])
+def test_a_whole_bucket_chooses_the_tokens_of_steps_without_graphs(
+    requests: int, directory: Path, prompts: list[list[int]]
+) -> None:
+    """Piecewise, where attention splits its keys by the host's lengths in both."""
     params = SamplingParams(max_tokens=40)
-    settings = {"device": "cuda", "dtype": "float32", "num_blocks": 200}
-    want = tokens(Engine(directory, graphs="none", **settings), prompts[:3], params)
-    assert tokens(Engine(directory, graphs="full", graph_sizes=SIZES, **settings), prompts[:3], params) == want
+    want = tokens(engine(directory, "none"), prompts[:requests], params)
+    assert tokens(engine(directory, "piecewise"), prompts[:requests], params) == want
+
+
+def test_kernels_that_cannot_be_captured_are_named_as_the_reason(directory: Path) -> None:
+    """In fp32 the experts run on plain torch ops, which ask the device how many rows each has."""
+    with pytest.raises(InputError, match="cannot be captured with the kernels selected for it .* choose graphs=none"):
+        Engine(directory, device="cuda", dtype="float32", num_blocks=200, graphs="full", graph_sizes=SIZES)
+    torch.cuda.synchronize()
+    assert Engine(directory, device="cuda", dtype="float32", num_blocks=20).graphs is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,38 +87,57 @@ def test_padding_rows_change_nothing(mode: str, directory: Path, prompts: list[l
     assert tokens(graphed, prompts[:3], params) == first
 
 
-def mistaken(directory: Path, plain: Engine, prompts: list[list[int]]) -> bool:
-    params = SamplingParams(max_tokens=40)
+@pytest.fixture(scope="module")
+def expected(directory: Path, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """Computed before any mistake is made."""
+    return tokens(launched_one_by_one(directory, "full"), prompts[:4], SamplingParams(max_tokens=40))
+
+
+def mistaken(directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]]) -> bool:
     graphed = engine(directory, "full")
-    graphed.generate(prompts[4:], SamplingParams(max_tokens=3))
-    return [r.token_ids for r in graphed.generate(prompts[:4], params)] != tokens(plain, prompts[:4], params)
+    graphed.generate(prompts[4:], SamplingParams(max_tokens=3))  # leaves other requests' inputs behind
+    return [r.token_ids for r in graphed.generate(prompts[:4], SamplingParams(max_tokens=40))] != expected
+
+
+def test_without_a_mistake_nothing_is_noticed(
+    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]]
+) -> None:
+    assert not mistaken(directory, expected, prompts)
 
 
 @pytest.mark.parametrize("name", ["tokens", "next_positions", "block_table"])
 def test_an_input_that_the_host_does_not_refresh_is_noticed(
-    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    directory: Path,
+    expected: list[tuple[int, ...]],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DecodeState, "load", load_without(name))
-    assert mistaken(directory, plain, prompts)
+    assert mistaken(directory, expected, prompts)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "slots", "seq_lens", "next_positions"])
 def test_an_input_that_the_device_does_not_move_on_is_noticed(
-    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    directory: Path,
+    expected: list[tuple[int, ...]],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode, "advance", advance_without(name))
-    assert mistaken(directory, plain, prompts)
+    assert mistaken(directory, expected, prompts)
 
 
 def test_a_block_table_that_is_stale_is_noticed(
-    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
-    assert mistaken(directory, plain, prompts)
+    assert mistaken(directory, expected, prompts)
 
 
 def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(
-    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The classic: a step's inputs replaced instead of overwritten, so that the graph goes on reading the old ones."""
 
@@ -126,13 +151,13 @@ def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(
 
     right = DecodeState.load
     monkeypatch.setattr(DecodeState, "load", replaced)
-    assert mistaken(directory, plain, prompts)
+    assert mistaken(directory, expected, prompts)
 
 
 def test_work_that_asks_the_device_cannot_be_captured() -> None:
     """What a capture does not hold must not be skipped without a word."""
     values = torch.ones(4, device="cuda")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InputError, match="cannot be captured"):
         Recorder(values.device).record(lambda: values + float(values.sum()))
     torch.cuda.synchronize()
 

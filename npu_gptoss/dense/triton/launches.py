@@ -12,12 +12,12 @@ import torch
 import triton
 
 from npu_gptoss.dense.operations import FEW_ROWS
+from npu_gptoss.dense.triton.argmax import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
-from npu_gptoss.dense.triton.greedy import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.norm import add_norm_kernel
 from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
-from npu_gptoss.dense.triton.router import router_kernel
+from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.skinny import skinny_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight
 from npu_gptoss.errors import InputError
@@ -30,7 +30,7 @@ QKV_PAIRS = 2  # RoPE pairs of a program, two rows of the weight each
 QKV_WARPS = 4
 LINEAR_ROWS = 2  # of a program
 LINEAR_WARPS = 4
-FEW_WEIGHT_ROWS = 32
+FEW_WEIGHT_ROWS = 64
 FEW_BLOCK_K = 128
 ROUTER_SHARE = 1  # experts of a program
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
@@ -160,7 +160,7 @@ def linear_few(
     rows: int = FEW_WEIGHT_ROWS,
     block_k: int = FEW_BLOCK_K,
     warps: int = 4,
-    stages: int = 4,
+    stages: int = 3,
 ) -> torch.Tensor:
     """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for few tokens."""
     tokens, inputs = x.shape
