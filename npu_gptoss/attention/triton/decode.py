@@ -15,6 +15,46 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit
+def add_up(
+    sums,  # [SPLITS, HEADS, DIM]
+    extremes,  # [SPLITS, 2, HEADS]
+    sinks,  # [HEADS]
+    out,  # [HEADS, DIM], heads `out_head` apart
+    used,
+    out_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The `used` shares and the sink, in their order. Unrolled: the loads of CHUNK shares are under way at once."""
+    member = tl.arange(0, GROUP)
+    real = member < HEADS
+    dim = tl.arange(0, DIM)[None, :]
+    largest = tl.load(sinks + member, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+    weight = tl.full([GROUP], 1.0, tl.float32)
+    result = tl.zeros([GROUP, DIM], tl.float32)
+    for first in tl.range(0, used, CHUNK):
+        for one in tl.static_range(CHUNK):
+            share = first + one
+            there = real & (share < used)
+            place = extremes + share * 2 * HEADS + member
+            # from the second level of cache: other programs wrote it, and the first may hold what was there before
+            top = tl.load(place, mask=there, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(place + HEADS, mask=there, other=0.0, cache_modifier=".cg")
+            place = sums + (share * HEADS + member)[:, None] * DIM + dim
+            total = tl.load(place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            new = tl.maximum(largest, top)
+            shrink = tl.exp2(largest - new)
+            grow = tl.exp2(top - new)
+            weight = weight * shrink + part * grow
+            result = result * shrink[:, None] + total * grow[:, None]
+            largest = new
+    result = result / weight[:, None]
+    tl.store(out + member[:, None] * out_head + dim, result.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def decode_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
     key_cache,  # [blocks, PAGE, KV_HEADS, DIM]
@@ -36,15 +76,14 @@ def decode_kernel(
     out_row,
     out_head,
     HEADS: tl.constexpr,  # query heads of a key head
-    ROWS: tl.constexpr,  # the power of two, from 16, that holds them
+    GROUP: tl.constexpr,  # the power of two that holds them
+    ROWS: tl.constexpr,  # the same, but at least 16
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_2: tl.constexpr,  # the power of two that holds them
-    CHUNK: tl.constexpr,  # how many shares are added up at once; divides SPLITS_2
     MAPPED: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -113,23 +152,15 @@ def decode_kernel(
             before_me = tl.atomic_add(arrived + series, 1, sem="acq_rel")
             if before_me == used - 1:
                 tl.store(arrived + series, 0)
-                other = tl.arange(0, SPLITS_2)
-                place = ((series * SPLITS + other) * 2)[:, None] * HEADS + member[None, :]
-                there = (other < used)[:, None] & real[None, :]
-                tops = tl.load(extremes + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-                parts = tl.load(extremes + place + HEADS, mask=there, other=0.0, cache_modifier=".cg")
-                final = tl.maximum(tl.max(tops, 0), sink)
-                weights = tl.exp2(tops - final[None, :])
-                whole = tl.sum(weights * parts, 0) + tl.exp2(sink - final)
-                result = tl.zeros([ROWS, DIM], tl.float32)
-                for some in tl.static_range(0, SPLITS_2, CHUNK):
-                    other = some + tl.arange(0, CHUNK)
-                    place = ((series * SPLITS + other) * 2)[:, None] * HEADS + member[None, :]
-                    there = (other < used)[:, None] & real[None, :]
-                    tops = tl.load(extremes + place, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    place = ((series * SPLITS + other)[:, None] * HEADS + member[None, :])[:, :, None] * DIM
-                    part = tl.load(
-                        sums + place + dim[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg"
-                    )
-                    result += tl.sum(part * tl.exp2(tops - final[None, :])[:, :, None], 0)
-                tl.store(target, (result / whole[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+                add_up(
+                    sums + series * SPLITS * HEADS * DIM,
+                    extremes + series * SPLITS * 2 * HEADS,
+                    sinks + head * HEADS,
+                    out + row * out_row + head * HEADS * out_head,
+                    used,
+                    out_head,
+                    HEADS,
+                    GROUP,
+                    DIM,
+                    min(SPLITS, 8),
+                )

@@ -21,7 +21,7 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 
 LOG2_E = 1 / math.log(2)
 GATHER_KEYS = 64
-CHUNK = 8  # shares that the last program adds up at once
+MOST_SPLITS = 32
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class DecodeConfig:
     programs: int
 
 
-PREFILL = PrefillConfig(rows=128, keys=128, warps=8, stages=2)
-PREFILL_WINDOW = PrefillConfig(rows=128, keys=64, warps=4, stages=2)
+PREFILL = PrefillConfig(rows=64, keys=128, warps=4, stages=2)
+PREFILL_WINDOW = PrefillConfig(rows=64, keys=32, warps=4, stages=3)
 PREFILL_WIDE = PrefillConfig(rows=32, keys=32, warps=4, stages=1)
-DECODE = DecodeConfig(keys=64, warps=4, stages=3, programs=528)
+DECODE = DecodeConfig(keys=128, warps=4, stages=3, programs=512)
 DECODE_WINDOW = DecodeConfig(keys=128, warps=4, stages=1, programs=1)
-DECODE_WIDE = DecodeConfig(keys=32, warps=4, stages=1, programs=528)
+DECODE_WIDE = DecodeConfig(keys=32, warps=4, stages=1, programs=512)
 
 
 def prefill_config(dtype: torch.dtype, window: bool) -> PrefillConfig:
@@ -191,7 +191,7 @@ def decode(
     config = config or decode_config(query.dtype, before is not None)
     longest = rows.longest if before is None else min(rows.longest, before + 1)
     if splits is None:
-        splits = splits_for(rows.count * kv_heads, longest, config)
+        splits = splits_for(rows.count, kv_heads, longest, config)
     if splits > 1:
         series = rows.count * kv_heads * splits
         sums = torch.empty(series * heads * dim, dtype=torch.float32, device=query.device)
@@ -221,6 +221,7 @@ def decode(
         out.stride(0),
         out.stride(1),
         HEADS=heads,
+        GROUP=triton.next_power_of_2(heads),
         ROWS=max(triton.next_power_of_2(heads), 16),
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -228,8 +229,6 @@ def decode(
         BEFORE=-1 if before is None else before,
         BLOCK_N=config.keys,
         SPLITS=splits,
-        SPLITS_2=triton.next_power_of_2(splits),
-        CHUNK=min(triton.next_power_of_2(splits), CHUNK),
         MAPPED=rows.rows is not None,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
@@ -237,11 +236,15 @@ def decode(
     )
 
 
-def splits_for(series: int, longest: int, config: DecodeConfig) -> int:
-    """Into how many shares the keys are split: a power of two, that a bucket's kernels be few to compile."""
-    wanted = max(config.programs // series, 1)
-    wanted = min(wanted, triton.cdiv(longest, config.keys), 128)
-    return 1 << (wanted.bit_length() - 1)
+def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> int:
+    """Into how many shares the keys of a row are split at most; a row with fewer key tiles than that has a share each.
+
+    A power of two that follows from the power of two above `rows`; `longest` only leaves out shares that no row could
+    fill. So a graph captured for longer keys and padded rows splits as an eager step does, and computes the same bits.
+    """
+    wanted = max(config.programs // (triton.next_power_of_2(rows) * kv_heads), 1)
+    wanted = min(1 << (wanted.bit_length() - 1), MOST_SPLITS)
+    return min(wanted, triton.next_power_of_2(triton.cdiv(longest, config.keys)))
 
 
 COUNTERS = 1 << 16
