@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from npu_gptoss.bench import (
     records,
 )
 from npu_gptoss.bench.measure import measure_ceilings
-from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, write_random_checkpoint
+from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, random_tensors, write_random_checkpoint
 from npu_gptoss.bench.roofline import NOMINAL, WEIGHT_BYTES, Ceilings
 from npu_gptoss.bench.routing import expert_format
 from npu_gptoss.engine import Engine
@@ -37,7 +39,7 @@ from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.model import assembly
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
 COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
@@ -99,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> None:
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
+    source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
     parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
@@ -227,20 +231,25 @@ def _with_engine(
 
 def _engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> Engine:
     """With graphs of exactly the batch sizes that are measured."""
-    return Engine(
-        args.model,
-        device=device,
-        dtype=args.dtype,
-        max_batch_tokens=args.max_batch_tokens,
-        max_batch_size=max(sizes),
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        graphs=args.graphs,
-        graph_sizes=sorted(set(sizes)),
-        weights=args.weights,
-        fp8_projections=args.fp8_projections,
-        progress=True,
-    )
+    options = {
+        "device": device,
+        "dtype": args.dtype,
+        "max_batch_tokens": args.max_batch_tokens,
+        "max_batch_size": max(sizes),
+        "block_size": args.block_size,
+        "num_blocks": args.num_blocks,
+        "graphs": args.graphs,
+        "graph_sizes": sorted(set(sizes)),
+        "weights": args.weights,
+        "fp8_projections": args.fp8_projections,
+        "progress": True,
+    }
+    if args.size is None:
+        return Engine(args.model, **options)
+    config = full_config(args.size, mxfp4=args.weights != assembly.FLOATS)
+    with tempfile.TemporaryDirectory() as folder:  # an engine takes its numbers from a file
+        (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_dict()))
+        return Engine(folder, tensors=random_tensors(config, 0, device), **options)
 
 
 def _graphs(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import json
 import math
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.kernels import current_platform
+from npu_gptoss.model.assembly import FP8, expert_format
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
@@ -64,6 +65,7 @@ class Engine:
         weights: str = AUTO,
         fp8_projections: bool = False,
         ranks: Ranks | None = None,
+        tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
         progress: bool = False,
     ) -> None:
         """max_batch_tokens: rows of one step; a longer prompt is computed in chunks. None: 2048 on a CPU, else 16384.
@@ -71,10 +73,12 @@ class Engine:
         max_batch_size: requests under way at once; the others wait.
         num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
-        is full for bfloat16 on CUDA with Triton, none elsewhere. graph_sizes: the batch sizes that are captured (default: `capture_sizes`).
+        is full for bfloat16 on CUDA with Triton, none elsewhere. graph_sizes: the batch sizes that are captured
+        (default: `capture_sizes`).
         weights: the experts' format on the device, one of `model.assembly.WEIGHTS`.
         fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
+        tensors: the stream of official tensors that is not read from model_dir then, only its config.json is.
         progress: show the loading on standard error.
         """
         directory = Path(model_dir)
@@ -86,7 +90,11 @@ class Engine:
         self.stop_token_ids = _stop_token_ids(directory, config)
         self.block_size = block_size
         with kernels_for(self.device):
-            self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
+            if tensors is None:
+                self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
+            else:
+                fp8 = expert_format(config, weights, dtype) == FP8
+                self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=fp8)
             if fp8_projections:
                 self.model = self.model.with_fp8_projections()
         config = self.model.config  # this rank's share

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from npu_gptoss.bench import records
+from npu_gptoss.bench import command, records
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
+from tests.checkpoints import random_config
 
 
 def bench(*words: object) -> int:
@@ -73,6 +74,18 @@ def test_the_reference_is_measured_when_it_is_named(directory, tmp_path):
     named = ("--kernel", "reference", "--json", file)
     assert bench("kernel", "moe.route", "--model", directory, *options, *named) == 0
     assert {record["kernel"] for record in json.loads(file.read_text())["records"]} == {"moe.route.reference"}
+
+
+@pytest.mark.parametrize("weights", ["auto", "bf16", "fp8"])
+def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
+    """The published shape is swapped for a tiny one of the same layout."""
+    monkeypatch.setattr(command, "full_config", lambda size, mxfp4=True: random_config(layers=2, mxfp4=mxfp4))
+    file = tmp_path / "decode.json"
+    options = ("--device", "cpu", "--batch", 1, "--context", 20, "--steps", 2, "--num-blocks", 10)
+    assert bench("decode", "--size", "20b", "--weights", weights, *options, "--json", file) == 0
+    (record,) = json.loads(file.read_text())["records"]
+    assert record["distinct_source"] == "counted"
+    assert record["weights"] == "bf16", "kernels of a CPU take floats"
 
 
 @pytest.mark.parametrize(
