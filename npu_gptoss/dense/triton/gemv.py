@@ -1,7 +1,9 @@
-"""Projections of one row, as matrix-vector products: a program has some rows of the weight.
+"""Projections of one row, as matrix-vector products.
 
-A decode step of one token reads every weight once, so what counts is how many bytes are on their way. A program loads
-its weights before it waits for its inputs.
+A decode step of one token reads every weight once, so what counts is how many bytes are on their way at any time. Few
+programs, each with many rows of the weight: all of them need the whole input, which would otherwise cost as much as the
+weights. A program loads its first rows before it waits for its inputs, and each next ones before it computes with those
+it has.
 """
 
 from __future__ import annotations
@@ -11,6 +13,22 @@ import triton.language as tl
 
 from npu_gptoss.dense.triton.device import load_sum, normed, turned
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def load_rows(weight, row, at_a, at_b, in_b, present, IN: tl.constexpr):
+    """Rows [n, IN] of the weight in two tiles; zeros where there is none."""
+    first = weight + row[:, None].to(tl.int64) * IN
+    return (
+        tl.load(first + at_a[None, :], mask=present[:, None], other=0.0),
+        tl.load(first + at_b[None, :], mask=present[:, None] & in_b[None, :], other=0.0),
+    )
+
+
+@triton.jit
+def products(tile_a, tile_b, x_a, x_b):
+    """[n] fp32: each row times x."""
+    return tl.sum(tile_a.to(tl.float32) * x_a[None, :], 1) + tl.sum(tile_b.to(tl.float32) * x_b[None, :], 1)
 
 
 @triton.jit
@@ -34,7 +52,7 @@ def qkv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head to a program
+    PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_DELTA: tl.constexpr,
@@ -42,79 +60,88 @@ def qkv_kernel(
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = DIM // 2
+    PARTS: tl.constexpr = HALF // PAIRS  # of a head
+    GROUPS: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
     DTYPE: tl.constexpr = residual.dtype.element_ty
-    program = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
-    head = program // (HALF // PAIRS)
-    lane = (program % (HALF // PAIRS)) * PAIRS + tl.arange(0, PAIRS)
-    low = head * DIM + lane
-    high = low + HALF
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
     in_b = at_b < HIDDEN
-    low_a = tl.load(weight + low[:, None] * HIDDEN + at_a[None, :])
-    high_a = tl.load(weight + high[:, None] * HIDDEN + at_a[None, :])
-    low_b = tl.load(weight + low[:, None] * HIDDEN + at_b[None, :], mask=in_b[None, :], other=0.0)
-    high_b = tl.load(weight + high[:, None] * HIDDEN + at_b[None, :], mask=in_b[None, :], other=0.0)
+    lanes = tl.arange(0, PAIRS)
+    everywhere = lanes >= 0
+    group = tl.program_id(0)
+    low = group // PARTS * DIM + group % PARTS * PAIRS + lanes
+    low_a, low_b = load_rows(weight, low, at_a, at_b, in_b, everywhere, HIDDEN)
+    high_a, high_b = load_rows(weight, low + HALF, at_a, at_b, in_b, everywhere, HIDDEN)
     norm_a = tl.load(norm_weight + at_a)
     norm_b = tl.load(norm_weight + at_b, mask=in_b, other=0.0)
-    bias_low = tl.load(bias + low).to(tl.float32)
-    bias_high = tl.load(bias + high).to(tl.float32)
-    if SCALED:
-        scale_low = tl.load(weight_scale + low)
-        scale_high = tl.load(weight_scale + high)
     # Positions and slots are the step's, not the chain's: whoever wrote them had ended before the chain began.
-    place = tl.load(positions + token) * DIM + lane
-    cos = tl.load(cos_sin + place)
-    sin = tl.load(cos_sin + place + HALF)
+    table = cos_sin + tl.load(positions + token) * DIM
     slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = token * HIDDEN
     hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
     hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
-    if HAS_DELTA and program == 0:
+    if HAS_DELTA and tl.program_id(0) == 0:
         tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
         tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
     squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
     inverse = tl.rsqrt(squares / HIDDEN + eps)
-    x_a = normed(hidden_a, inverse, norm_a, DTYPE)[None, :]
-    x_b = normed(hidden_b, inverse, norm_b, DTYPE)[None, :]
-    sum_low = tl.sum(low_a.to(tl.float32) * x_a, 1) + tl.sum(low_b.to(tl.float32) * x_b, 1)
-    sum_high = tl.sum(high_a.to(tl.float32) * x_a, 1) + tl.sum(high_b.to(tl.float32) * x_b, 1)
-    if SCALED:
-        sum_low *= scale_low
-        sum_high *= scale_high
-    first = (sum_low + bias_low).to(DTYPE)
-    second = (sum_high + bias_high).to(DTYPE)
-    if head < HEADS + KV_HEADS:
-        first, second = turned(first, second, cos, sin, DTYPE)
-    if head < HEADS:
-        out = query + (token * HEADS + head) * DIM + lane
-        tl.store(out, first)
-        tl.store(out + HALF, second)
-    elif slot >= 0:
+    x_a = normed(hidden_a, inverse, norm_a, DTYPE)
+    x_b = normed(hidden_b, inverse, norm_b, DTYPE)
+    for group in range(tl.program_id(0), GROUPS, tl.num_programs(0)):
+        head = group // PARTS
+        lane = group % PARTS * PAIRS + lanes
+        low = head * DIM + lane
+        shift_low = tl.load(bias + low).to(tl.float32)
+        shift_high = tl.load(bias + low + HALF).to(tl.float32)
+        cos = tl.load(table + lane)
+        sin = tl.load(table + lane + HALF)
+        following = group + tl.num_programs(0)
+        next_low = following // PARTS * DIM + following % PARTS * PAIRS + lanes
+        present = everywhere & (following < GROUPS)
+        next_low_a, next_low_b = load_rows(weight, next_low, at_a, at_b, in_b, present, HIDDEN)
+        next_high_a, next_high_b = load_rows(weight, next_low + HALF, at_a, at_b, in_b, present, HIDDEN)
+        sum_low = products(low_a, low_b, x_a, x_b)
+        sum_high = products(high_a, high_b, x_a, x_b)
+        if SCALED:
+            sum_low *= tl.load(weight_scale + low)
+            sum_high *= tl.load(weight_scale + low + HALF)
+        first = (sum_low + shift_low).to(DTYPE)
+        second = (sum_high + shift_high).to(DTYPE)
         if head < HEADS + KV_HEADS:
-            out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + lane
+            first, second = turned(first, second, cos, sin, DTYPE)
+        if head < HEADS:
+            out = query + (token * HEADS + head) * DIM + lane
             tl.store(out, first)
             tl.store(out + HALF, second)
-        else:
-            out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + lane
-            tl.store(out, first)
-            tl.store(out + HALF, second)
+        elif slot >= 0:
+            if head < HEADS + KV_HEADS:
+                out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + lane
+                tl.store(out, first)
+                tl.store(out + HALF, second)
+            else:
+                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + lane
+                tl.store(out, first)
+                tl.store(out + HALF, second)
+        low_a = next_low_a
+        low_b = next_low_b
+        high_a = next_high_a
+        high_b = next_high_b
 
 
 @triton.jit
 def linear_kernel(
     x,  # [tokens, IN]
-    weight,  # [rows, IN] in the dtype of the rows, or fp8
+    weight,  # [rows, IN] in the dtype of x, or fp8
     weight_scale,  # [rows] fp32, if SCALED
     bias,  # [rows], if HAS_BIAS
     residual,  # [tokens, rows], if HAS_RESIDUAL
     out,  # [tokens, rows]
     rows,
     IN: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -124,28 +151,33 @@ def linear_kernel(
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
     in_b = at_b < IN
-    weight_a = tl.load(weight + row[:, None] * IN + at_a[None, :], mask=inside[:, None], other=0.0)
-    weight_b = tl.load(weight + row[:, None] * IN + at_b[None, :], mask=inside[:, None] & in_b[None, :], other=0.0)
-    if HAS_BIAS:
-        shift = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        scale = tl.load(weight_scale + row, mask=inside, other=0.0)
+    offsets = tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + offsets
+    tile_a, tile_b = load_rows(weight, row, at_a, at_b, in_b, row < rows, IN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    x_a = tl.load(x + token * IN + at_a).to(tl.float32)[None, :]
-    x_b = tl.load(x + token * IN + at_b, mask=in_b, other=0.0).to(tl.float32)[None, :]
-    value = tl.sum(weight_a.to(tl.float32) * x_a, 1) + tl.sum(weight_b.to(tl.float32) * x_b, 1)
-    if SCALED:
-        value *= scale
-    if HAS_BIAS:
-        value += shift
-    place = token * rows + row
-    if HAS_RESIDUAL:
-        value = value.to(DTYPE).to(tl.float32)
-        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, value.to(DTYPE), mask=inside)
+    x_a = tl.load(x + token * IN + at_a).to(tl.float32)
+    x_b = tl.load(x + token * IN + at_b, mask=in_b, other=0.0).to(tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + offsets
+        inside = row < rows
+        place = token * rows + row
+        if HAS_BIAS:
+            shift = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        upcoming = row + tl.num_programs(0) * ROWS
+        next_a, next_b = load_rows(weight, upcoming, at_a, at_b, in_b, upcoming < rows, IN)
+        value = products(tile_a, tile_b, x_a, x_b)
+        if SCALED:
+            value *= tl.load(weight_scale + row, mask=inside, other=0.0)
+        if HAS_BIAS:
+            value += shift
+        if HAS_RESIDUAL:
+            value = value.to(DTYPE).to(tl.float32) + before
+        tl.store(out + place, value.to(DTYPE), mask=inside)
+        tile_a = next_a
+        tile_b = next_b

@@ -26,10 +26,10 @@ from npu_gptoss.kernels.triton_launch import launch_options
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
 
-QKV_PAIRS = 2  # RoPE pairs of a program, two rows of the weight each
-QKV_WARPS = 4
-LINEAR_ROWS = 2  # of a program
-LINEAR_WARPS = 4
+# The matrix-vector products: rows of the weight at a time (qkv: pairs of rows), warps, programs on each multiprocessor.
+QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 2
+LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
+WIDE, WIDE_PROGRAMS = 65536, 1 << 20  # lm_head streams as fast with a program for every few rows
 FEW_WEIGHT_ROWS = 64
 FEW_BLOCK_K = 128
 ROUTER_SHARE = 1  # experts of a program
@@ -44,6 +44,12 @@ def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if not matrix.is_contiguous():
         raise InputError(f"the weight must be contiguous, got strides {matrix.stride()}")
     return matrix, weight.scales if scaled else matrix, scaled
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; what the interpreter has instead is enough programs to go round more than once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
@@ -69,6 +75,7 @@ def qkv_gemv(
     *,
     pairs: int = QKV_PAIRS,
     warps: int = QKV_WARPS,
+    programs: int = QKV_PROGRAMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`."""
     tokens, hidden = residual.shape
@@ -81,7 +88,8 @@ def qkv_gemv(
     query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
     block_a, block_b = halves(hidden)
     pairs = min(pairs, head_dim // 2)
-    qkv_kernel[(weight.shape[0] // (2 * pairs), tokens)](
+    groups = weight.shape[0] // (2 * pairs)
+    qkv_kernel[(min(groups, programs * processors(residual.device)), tokens)](
         residual,
         residual if delta is None else delta,
         new_residual,
@@ -121,6 +129,7 @@ def linear_gemv(
     *,
     rows: int = LINEAR_ROWS,
     warps: int = LINEAR_WARPS,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual."""
     tokens, inputs = x.shape
@@ -130,7 +139,10 @@ def linear_gemv(
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     block_a, block_b = halves(inputs)
-    linear_kernel[(triton.cdiv(outputs, rows), tokens)](
+    groups = triton.cdiv(outputs, rows)
+    if programs is None:
+        programs = LINEAR_PROGRAMS if outputs < WIDE else WIDE_PROGRAMS
+    linear_kernel[(min(groups, programs * processors(x.device)), tokens)](
         x,
         matrix,
         scales,
