@@ -151,7 +151,11 @@ def _decode(args: argparse.Namespace) -> int:
         rows = []
         for context in args.context:
             for batch in args.batch:
-                found = decode.run_decode(engine, batch, context, args.steps)
+                try:
+                    found = decode.run_decode(engine, batch, context, args.steps)
+                except decode.DoesNotFit as error:
+                    print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
+                    continue
                 rows.append(
                     decode.decode_record(
                         engine,
@@ -178,7 +182,11 @@ def _prefill(args: argparse.Namespace) -> int:
     def measured(engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None) -> list[dict[str, Any]]:
         rows = []
         for tokens in args.tokens:
-            times = prefill.run_prefill(engine, tokens, args.repeats)
+            try:
+                times = prefill.run_prefill(engine, tokens, args.repeats)
+            except decode.DoesNotFit as error:
+                print(f"{tokens} tokens: not measured: {error}", file=sys.stderr)
+                continue
             rows.append(
                 prefill.prefill_record(
                     engine,
@@ -220,6 +228,8 @@ def _with_engine(
     _say_what(definitions, nominal, own, device, args.gpu_price)
     print(head)
     rows = measured(engine, form, nominal, own)
+    if not rows:
+        raise InputError("none of these points fits this engine; standard error says why for each")
     if peer is not None:
         rows = records.beside(rows, peer, what)
         print(f"beside {peer['engine']}:")

@@ -63,6 +63,10 @@ class DecodeRun:
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+class DoesNotFit(InputError):
+    """A point that the engine's cache or batch is too small for; others may fit."""
+
+
 class _Enough(Exception):
     """Ends `generate` once everything is measured; the engine forgets the requests."""
 
@@ -114,12 +118,12 @@ def check_fits(engine: Engine, batch: int, tokens: int) -> None:
     scheduler = engine.scheduler
     blocks = batch * math.ceil(tokens / engine.block_size)
     if blocks > scheduler.allocator.num_blocks:
-        raise InputError(
+        raise DoesNotFit(
             f"{batch} requests of {tokens} tokens need {blocks} blocks of {engine.block_size}, the cache has "
             f"{scheduler.allocator.num_blocks}: measure smaller ones, or give it more with --num-blocks"
         )
     if batch > scheduler.max_batch_size:
-        raise InputError(f"the engine runs {scheduler.max_batch_size} requests at once, got a batch of {batch}")
+        raise DoesNotFit(f"the engine runs {scheduler.max_batch_size} requests at once, got a batch of {batch}")
 
 
 def run_decode(engine: Engine, batch: int, context: int, steps: int, seed: int = 0) -> DecodeRun:

@@ -35,6 +35,19 @@ def test_decode_writes_a_record_for_every_point(directory, tmp_path, capsys):
     assert "one GPU hour: 4.50 dollars" in out
 
 
+def test_a_point_that_does_not_fit_is_left_out_and_said(directory, tmp_path, capsys):
+    file = tmp_path / "decode.json"
+    options = ("--device", "cpu", "--batch", 1, 2, "--context", 20, 300, "--steps", 2, "--num-blocks", 24)
+    assert bench("decode", "--model", directory, *options, "--json", file) == 0
+    points = [(record["batch"], record["context"]) for record in json.loads(file.read_text())["records"]]
+    assert points == [(1, 20), (2, 20), (1, 300)]
+    assert "batch 2, context 300: not measured: 2 requests of" in capsys.readouterr().err
+    few = ("--device", "cpu", "--tokens", 500, "--num-blocks", 4)
+    assert bench("prefill", "--model", directory, *few, "--json", tmp_path / "none.json") == 2
+    assert "none of these points fits this engine" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+
+
 def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     probe, file = tmp_path / "probe.json", tmp_path / "prefill.json"
     options = ("--device", "cpu", "--tokens", 70, "--repeats", 2, "--num-blocks", 20)
