@@ -7,8 +7,8 @@ machine and the checkpoint that ours ran on, and give its files to `npu-gptoss b
     python scripts/bench_peer_vllm.py attention --out DIR
 
 `engine` writes decode.json, prefill.json, greedy.json (prompts and their greedy continuations, for `bench agreement`)
-and, with --profile, the device's kernels inside a decode step and a prefill. `attention` times the FlashAttention-3
-with sinks that vLLM's wheel carries.
+and, with --profile, kernels.json (inside a decode step and a prefill) and experts.json (the experts' products in both).
+`attention` times the FlashAttention-3 with sinks that vLLM's wheel carries, into attention.json.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ DECODE_DEFINITIONS = {
 PREFILL_DEFINITIONS = {
     "prefill_s": "median seconds from adding one random prompt to the idle engine to its first token, over `repeats` "
     "different prompts after one that does not count"
+}
+EXPERT_GEMM = "matmul_ogs"
+EXPERTS_DEFINITIONS = {
+    "us": "microseconds of one layer's two products (gate_up with the activation, down) inside a real step, from "
+    "torch's profiler; routing, gathering and the weighted sum are not in it"
 }
 ATTENTION_DEFINITIONS = {
     "us": "median microseconds of a call in a replayed CUDA graph, over calls with tensors of their own, enough of "
@@ -273,12 +278,26 @@ def keep_profile(peer: Peer, args: argparse.Namespace, traces: Path) -> None:
         peer.llm.stop_profile()
         found[name] = kernels_of(traces, name)
     save(args.out / "kernels.json", document("profile", {"us": "of one call"}, peer.settings, [found]))
+    experts = f"{args.weights} of {peer.config['num_local_experts']} tokens="
+    rows = [
+        {"operation": "moe.experts", "kernel": EXPERT_GEMM, "case": f"{experts}{tokens}", "us": us}
+        for name, tokens in (("decode_b32", 32), ("prefill_8192", 8192))
+        if (us := experts_us(found[name])) is not None
+    ]
+    save(args.out / "experts.json", document("kernel", EXPERTS_DEFINITIONS, peer.settings, rows))
     for name, kernels in found.items():
         print(name)
         for kernel in kernels[:16]:
             print(
                 f"  {kernel['total_us']:>10.1f} us {kernel['calls']:>6} x {kernel['us']:>9.2f}  {kernel['name'][:100]}"
             )
+
+
+def experts_us(kernels: list[dict[str, Any]]) -> float | None:
+    """Of one layer: its two products. None where vLLM has chosen other kernels."""
+    products = [kernel for kernel in kernels if EXPERT_GEMM in kernel["name"]]
+    calls = sum(kernel["calls"] for kernel in products)
+    return round(2 * sum(kernel["total_us"] for kernel in products) / calls, 2) if calls else None
 
 
 def kernels_of(traces: Path, name: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_gptoss.bench import attention_cases, decode
+from npu_gptoss.bench import attention_cases, decode, moe_cases
 from npu_gptoss.bench.random_checkpoint import full_config
 from scripts import bench_peer_vllm as script
 
@@ -79,6 +79,24 @@ def test_kernels_are_summed_over_the_trace_of_that_name_alone(tmp_path):
     ]
 
 
+def test_the_experts_time_of_a_layer_is_both_products():
+    def kernel(name: str, calls: int, us: float) -> dict[str, object]:
+        return {"name": name, "calls": calls, "total_us": calls * us}
+
+    kernels = [kernel("_p_matmul_ogs_a", 48, 100.0), kernel("_matmul_ogs_b", 48, 60.0), kernel("_topk", 48, 5.0)]
+    assert script.experts_us(kernels) == 160.0
+    assert script.experts_us([kernel("marlin", 48, 100.0)]) is None
+    ours = moe_cases.experts_cases(
+        full_config("20b"), tokens=[32], weights=["mxfp4"], device=torch.device("cpu"), dtype=torch.bfloat16
+    )
+    assert [case.name for case in ours] == ["mxfp4 of 32 tokens=32"]
+    assert "experts = f\"{args.weights} of {peer.config['num_local_experts']} tokens=\"" in source()
+
+
+def source() -> str:
+    return Path(script.__file__).read_text()
+
+
 def test_its_attention_cases_carry_the_names_of_ours():
     """`beside` matches kernels by operation and case."""
     ours = attention_cases.attention_cases(
@@ -92,6 +110,5 @@ def test_its_attention_cases_carry_the_names_of_ours():
     )
     names = {f"decode {kind} ctx=8192 B=32" for kind in ("full", "window")}
     assert {case.name for case in ours} == names | {f"prefill {kind} 32768" for kind in ("full", "window")}
-    source = Path(script.__file__).read_text()
-    assert 'f"decode {kind} ctx={context} B={batch}"' in source
-    assert 'f"prefill {kind} {tokens}"' in source
+    assert 'f"decode {kind} ctx={context} B={batch}"' in source()
+    assert 'f"prefill {kind} {tokens}"' in source()
