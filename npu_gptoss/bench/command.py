@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     kernel = commands.add_parser("kernel", help="each registered kernel of an operation alone")
     kernel.add_argument("operation", nargs="*", help="for example moe.experts; default: all")
-    kernel.add_argument("--kernel", metavar="NAME", help="only this kernel or solution")
+    kernel.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels or solutions")
     shape = kernel.add_mutually_exclusive_group()
     shape.add_argument("--size", choices=SHAPES, default="20b", help="published shapes (default: 20b)")
     shape.add_argument("--model", type=Path, metavar="DIR", help="the shapes of a checkpoint's config.json")

@@ -5,7 +5,7 @@ What can run a case is told by the registry, as selection does it; the fp32 refe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from npu_gptoss.bench.roofline import Ceilings, Work
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelSpec, Operation, Priority, Signature, current_platform
 from npu_gptoss.kernels.registry import registry
-from npu_gptoss.kernels.selection import reasons_against
+from npu_gptoss.kernels.selection import explain, reasons_against
 
 DEFINITIONS = {
     "us": "median microseconds of one call over samples of a rotation of calls with tensors of their own, enough of "
@@ -58,11 +58,14 @@ class Skipped:
     reason: str
 
 
-def runnable(case: Case, wanted: str | None) -> tuple[list[KernelSpec], list[Skipped]]:
-    """The kernels that can run a case here, the one that would be selected first; and the others with their reasons."""
+def runnable(case: Case, wanted: Sequence[str] | None) -> tuple[list[KernelSpec], list[Skipped]]:
+    """The kernels that can run a case here, highest priority first; and the others with their reasons.
+
+    wanted: names of kernels or solutions; None: all but the definition.
+    """
     kernels, skipped = [], []
     for kernel in registry.kernels_of(case.operation):
-        if wanted is not None and wanted not in (kernel.name, kernel.solution):
+        if wanted is not None and kernel.name not in wanted and kernel.solution not in wanted:
             continue
         reasons = reasons_against(kernel, case.signature, case.traits, current_platform())
         if reasons:
@@ -78,7 +81,7 @@ def run_kernels(
     cases: Iterable[Case],
     device: torch.device,
     *,
-    wanted: str | None,
+    wanted: Sequence[str] | None,
     nominal: Ceilings,
     measured: Ceilings | None,
     samples: int,
@@ -87,7 +90,8 @@ def run_kernels(
     for case in cases:
         kernels, skipped = runnable(case, wanted)
         yield from skipped
-        for place, kernel in enumerate(kernels):
+        selected = explain(case.operation, case.signature, case.traits).selected
+        for kernel in kernels:
             try:
                 calls = case.calls(kernel.name)
                 timing = measure(calls, device, samples=samples)
@@ -99,7 +103,7 @@ def run_kernels(
                 calls = []
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-            yield kernel_record(case, kernel, timing, inside, nominal, measured, selected=place == 0)
+            yield kernel_record(case, kernel, timing, inside, nominal, measured, selected=kernel is selected)
 
 
 def kernel_record(

@@ -86,7 +86,9 @@ def test_the_reference_is_measured_when_it_is_named(directory, tmp_path):
     options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--tokens", 5, "--samples", 1)
     named = ("--kernel", "reference", "--json", file)
     assert bench("kernel", "moe.route", "--model", directory, *options, *named) == 0
-    assert {record["kernel"] for record in json.loads(file.read_text())["records"]} == {"moe.route.reference"}
+    (record, *_) = found = json.loads(file.read_text())["records"]
+    assert {record["kernel"] for record in found} == {"moe.route.reference"}
+    assert record["selected"] is False, "what is selected does not depend on what is measured"
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16", "fp8"])
