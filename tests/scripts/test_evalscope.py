@@ -35,19 +35,9 @@ LIMIT = 240  # seconds for one run of a script; 10 to 25 on two idle cores
 def serve_sh(model: Path, log: Path) -> Iterator[Server]:
     """A server started by the command of the documentation; gone with everything it started afterwards."""
     port = free_port()
-    options = (
-        "--model",
-        str(model),
-        "--name",
-        "gpt-oss-tiny",
-        "--on",
-        "cpu",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    )
-    process = serve_cpu.start(["sh", str(SCRIPTS / "serve.sh"), *options], environment(), log)
+    what = ("--model", str(model), "--name", "gpt-oss-tiny", "--on", "cpu")
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    process = serve_cpu.start(["sh", str(SCRIPTS / "serve.sh"), *what, *where], environment(), log)
     try:
         serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=START_LIMIT)
         yield Server(f"http://127.0.0.1:{port}", "gpt-oss-tiny", log)
