@@ -238,11 +238,12 @@ class GptOss:
         """
         attention, moe = self.layers[index].attention, self.layers[index].moe
         heads = attended.flatten(1)
-        if self.ranks is None:
+        if self.ranks is None and len(heads) == 1:
+            # a matrix-vector product adds the residual for nothing, a matrix product needs another launch for it
             residual = dense.output(heads, attention.output_weight, attention.output_bias, residual)
             delta = None
         else:
-            delta = self.ranks.sum(dense.output(heads, attention.output_weight, attention.output_bias))
+            delta = self._sum(dense.output(heads, attention.output_weight, attention.output_bias))
         residual, normed, topk_weights, topk_ids = dense.router(
             residual,
             delta,
@@ -253,8 +254,11 @@ class GptOss:
             self.config.num_experts_per_tok,
             live=live,
         )
-        delta = expert_mlp(normed, moe.experts, topk_weights, topk_ids)
-        return residual, delta if self.ranks is None else self.ranks.sum(delta)
+        return residual, self._sum(expert_mlp(normed, moe.experts, topk_weights, topk_ids))
+
+    def _sum(self, share: torch.Tensor) -> torch.Tensor:
+        """Over the ranks, where there are any."""
+        return share if self.ranks is None else self.ranks.sum(share)
 
     def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The normed hidden states [rows, hidden]."""

@@ -32,7 +32,7 @@ LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
 WIDE, WIDE_PROGRAMS = 65536, 1 << 20  # lm_head streams as fast with a program for every few rows
 FEW_WEIGHT_ROWS = 64
 FEW_BLOCK_K = 128
-ROUTER_SHARE = 1  # experts of a program
+ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
 GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
 
@@ -291,7 +291,7 @@ def router(
     live: torch.Tensor | None,
     *,
     upcoming: torch.Tensor | None = None,
-    share: int = ROUTER_SHARE,
+    share: int | None = None,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dense.router`; ids int32."""
@@ -305,6 +305,7 @@ def router(
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=residual.device)
     if tokens == 0:
         return new_residual, normed, topk_weights, topk_ids
+    share = share or (ROUTER_SHARE if tokens == 1 else ROUTER_SHARE_FEW)
     share = next(s for s in (share, 4, 2, 1) if experts % s == 0)
     if share == experts and triton.next_power_of_2(experts) != experts:
         share = 1
