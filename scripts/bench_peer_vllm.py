@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,7 @@ class Peer:
                 "profiler": "torch",
                 "torch_profiler_dir": trace_directory,
                 "torch_profiler_with_stack": False,
+                "torch_profiler_dump_cuda_time_total": False,
             }
         start = time.perf_counter()
         self.llm = LLM(
@@ -273,10 +274,11 @@ def keep_profile(peer: Peer, args: argparse.Namespace, traces: Path) -> None:
     found = {}
     for name, run in work.items():
         run()
-        peer.llm.start_profile(name)
+        before = set(traces.rglob("*"))
+        peer.llm.start_profile()
         run()
-        peer.llm.stop_profile()
-        found[name] = kernels_of(traces, name)
+        peer.llm.stop_profile()  # returns when the trace is written
+        found[name] = kernels_of(set(traces.rglob("*")) - before)
     save(args.out / "kernels.json", document("profile", {"us": "of one call"}, peer.settings, [found]))
     experts = f"{args.weights} of {peer.config['num_local_experts']} tokens="
     rows = [
@@ -300,16 +302,16 @@ def experts_us(kernels: list[dict[str, Any]]) -> float | None:
     return round(2 * sum(kernel["total_us"] for kernel in products) / calls, 2) if calls else None
 
 
-def kernels_of(traces: Path, name: str) -> list[dict[str, Any]]:
-    """From the trace files whose names hold `name`: every kernel with its calls and times, longest first."""
+def kernels_of(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """From the trace files among `files`: every kernel with its calls and times, longest first."""
     calls: dict[str, list[float]] = defaultdict(list)
-    for file in traces.rglob(f"*{name}*"):
+    for file in files:
         opener = gzip.open if file.suffix == ".gz" else open
         try:
             with opener(file, "rt", encoding="utf-8") as stream:
                 events = json.load(stream)["traceEvents"]
-        except (ValueError, KeyError, UnicodeDecodeError):
-            continue  # a table of totals beside the trace
+        except (OSError, ValueError, KeyError):
+            continue  # a folder, or a table of totals beside the trace
         for event in events:
             if event.get("cat") == "kernel":
                 calls[event["name"]].append(float(event["dur"]))
