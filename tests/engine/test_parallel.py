@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from npu_gptoss.engine import Engine
+from npu_gptoss.engine.launched import device_and_ranks
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
@@ -88,6 +90,20 @@ def test_generate_under_torchrun_answers_once(directory: Path) -> None:
     assert [answer.returncode for answer in answers] == [0, 0], answers[1].stderr
     alone, together = (json.loads(answer.stdout) for answer in answers)
     assert together == alone
+
+
+def test_a_device_by_number_is_refused_where_each_rank_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    with (
+        pytest.raises(InputError, match="give the type only, got 'cuda:1'"),
+        device_and_ranks("cuda:1", TENSOR),
+    ):
+        pass
+
+
+def test_without_torchrun_there_is_one_process_and_the_device_asked_for() -> None:
+    with device_and_ranks("cuda:1", TENSOR) as (device, ranks):
+        assert (device, ranks) == ("cuda:1", None)
 
 
 def test_ranks_need_a_group() -> None:
