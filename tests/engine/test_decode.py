@@ -252,7 +252,7 @@ def test_a_mode_that_does_not_exist_is_refused(directory: Path) -> None:
 
 
 def test_a_format_that_does_not_exist_is_refused(directory: Path) -> None:
-    with pytest.raises(InputError, match="weights must be one of .*, got 'int4'"):
+    with pytest.raises(InputError, match=r"weights must be one of .*, got 'int4'"):
         Engine(directory, num_blocks=4, weights="int4")
 
 
