@@ -170,8 +170,11 @@ class Peer:
             for prompt in prompts
         ]
 
-    def steady_steps(self, batch: int, context: int, steps: int) -> list[float]:
-        """Seconds between outputs in which every request has exactly one new token."""
+    def steady_steps(self, batch: int, context: int, steps: int, *, profile: bool = False) -> list[float]:
+        """Seconds between outputs in which every request has exactly one new token.
+
+        profile: those steps, and no prompt's, go into a trace.
+        """
         prompts = random_prompts(batch, context, self.config["vocab_size"], 0)
         self.add(prompts, WARM_UP_STEPS + steps + 8 + batch + math.ceil(batch * context / 16384))
         ends: list[float] = []
@@ -186,7 +189,11 @@ class Peer:
                 ends.append(now)
             else:
                 ends.clear()
+            if profile and len(ends) == WARM_UP_STEPS:
+                self.llm.start_profile()
             if len(ends) > WARM_UP_STEPS + steps:
+                if profile:
+                    self.llm.stop_profile()  # returns when the trace is written
                 counted = ends[WARM_UP_STEPS:]
                 found = [later - earlier for earlier, later in pairwise(counted)]
         if not found:
@@ -267,18 +274,16 @@ def keep_greedy(peer: Peer, args: argparse.Namespace, length: int = 128, tokens:
 
 def keep_profile(peer: Peer, args: argparse.Namespace, traces: Path) -> None:
     """The device's kernels inside decode steps of 32 requests and inside one prefill of 8 192 tokens."""
-    work: dict[str, Callable[[], Any]] = {
-        "decode_b32": lambda: peer.steady_steps(32, 1024, 8),
-        "prefill_8192": lambda: peer.first_token(random_prompts(1, 8192, peer.config["vocab_size"], 5)[0]),
-    }
     found = {}
-    for name, run in work.items():
-        run()
-        before = set(traces.rglob("*"))
-        peer.llm.start_profile()
-        run()
-        peer.llm.stop_profile()  # returns when the trace is written
-        found[name] = kernels_of(set(traces.rglob("*")) - before)
+    peer.steady_steps(32, 1024, 8, profile=True)
+    seen = set(traces.rglob("*"))
+    found["decode_b32"] = kernels_of(seen)
+    prompt = random_prompts(1, 8192, peer.config["vocab_size"], 5)[0]
+    peer.first_token(prompt)
+    peer.llm.start_profile()
+    peer.first_token(prompt)
+    peer.llm.stop_profile()
+    found["prefill_8192"] = kernels_of(set(traces.rglob("*")) - seen)
     save(args.out / "kernels.json", document("profile", {"us": "of one call"}, peer.settings, [found]))
     experts = f"{args.weights} of {peer.config['num_local_experts']} tokens="
     rows = [

@@ -51,6 +51,17 @@ def test_a_gap_in_the_steady_steps_starts_them_again(monkeypatch):
         peer([*few, [1], *few], monkeypatch).steady_steps(2, 10, 3)
 
 
+def test_a_profile_holds_steady_steps_only(monkeypatch):
+    made = peer([[1], *[[1, 1]] * (script.WARM_UP_STEPS + 4), [1]], monkeypatch)
+    marks = []
+    made.llm = SimpleNamespace(
+        start_profile=lambda: marks.append(len(made.engine.plan)),
+        stop_profile=lambda: marks.append(len(made.engine.plan)),
+    )
+    made.steady_steps(2, 10, 3, profile=True)
+    assert marks == [5, 1], "from after the warm-up to the last step that counts"
+
+
 def test_the_warm_up_and_the_definitions_are_those_of_our_own_measurement():
     assert script.WARM_UP_STEPS == decode.WARM_UP_STEPS
     assert set(script.DECODE_DEFINITIONS) <= set(decode.DEFINITIONS)
