@@ -24,6 +24,16 @@ STEPS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """A GPU is filled with hundreds of programs, which the interpreter runs one by one."""
+    from npu_gptoss.attention.triton import launch_decode
+
+    for name in ("WIDE", "FULL"):
+        config = dataclasses.replace(getattr(launch_decode, name), programs=64)
+        monkeypatch.setattr(launch_decode, name, config)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding_window", [None, 128, 17])
 @pytest.mark.parametrize("name", STEPS)
@@ -49,12 +59,11 @@ def test_any_number_of_heads_to_a_key_head_and_any_block_size(shape):
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_the_sink_counts_once_however_many_programs_share_the_keys(splits, monkeypatch):
-    from npu_gptoss.attention.triton import launch
+    from npu_gptoss.attention.triton import launch_decode
 
-    monkeypatch.setattr(launch, "splits_for", lambda *_: splits)
+    monkeypatch.setattr(launch_decode, "splits_for", lambda *_: splits)
     check(run_triton, make_step(DECODE), None)
-    counters = launch._counters(torch.device("cpu"), 1)
-    assert not counters.any(), "a launch leaves its counters at zero for the next"
+    assert not launch_decode.counters(torch.device("cpu"), 1).any(), "a launch leaves its counters at zero for the next"
 
 
 def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_zero():

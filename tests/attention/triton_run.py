@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
@@ -53,18 +54,20 @@ Mutate = Callable[[pytest.MonkeyPatch, Path], None]
 
 def _kernel(part: str, *changes: tuple[str, str]) -> Mutate:
     def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        from npu_gptoss.attention.triton import launch
+        from npu_gptoss.attention.triton import launch_decode, launch_prompts
 
         module = importlib.import_module(f"npu_gptoss.attention.triton.{part}")
-        monkeypatch.setattr(launch, f"{part}_kernel", getattr(mutated(module, folder, *changes), f"{part}_kernel"))
+        kernel = getattr(mutated(module, folder, *changes), f"{part}_kernel")
+        monkeypatch.setattr(launch_decode if part == "decode" else launch_prompts, f"{part}_kernel", kernel)
 
     return mutate
 
 
 def _scale_without_log2_e(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    from npu_gptoss.attention.triton import launch
+    from npu_gptoss.attention.triton import launch_decode, launch_prompts
 
-    monkeypatch.setattr(launch, "LOG2_E", 1.0)
+    monkeypatch.setattr(launch_decode, "LOG2_E", 1.0)
+    monkeypatch.setattr(launch_prompts, "LOG2_E", 1.0)
 
 
 # What a kernel could get wrong, as a change of its text. The check has to notice each.

@@ -1,0 +1,130 @@
+"""Launches of the decode kernel: which configuration, how many splits, which memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from npu_gptoss.attention.triton.decode import decode_kernel
+from npu_gptoss.attention.triton.plan import Rows
+from npu_gptoss.attention.window import keys_before
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
+
+LOG2_E = 1 / math.log(2)
+MOST_SPLITS = 32
+COUNTERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """keys: of one step of a program; programs: aimed at in all, of which the splits follow."""
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+# Best of a grid on an H200 with gpt-oss's heads.
+FULL = DecodeConfig(keys=128, warps=4, stages=3, programs=512)
+WINDOW = DecodeConfig(keys=128, warps=4, stages=1, programs=1)
+WIDE = DecodeConfig(keys=32, warps=4, stages=1, programs=512)
+
+
+def decode_config(dtype: torch.dtype, window: bool) -> DecodeConfig:
+    if dtype == torch.float32:
+        return WIDE
+    return WINDOW if window else FULL
+
+
+def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> int:
+    """Into how many shares the keys of a row are split at most; a row with fewer key tiles than that has a share each.
+
+    A power of two that follows from the power of two above `rows`; `longest` only leaves out shares that no row could
+    fill. So a graph captured for longer keys and padded rows splits as an eager step does, and computes the same bits.
+    """
+    wanted = max(config.programs // (triton.next_power_of_2(rows) * kv_heads), 1)
+    wanted = min(1 << (wanted.bit_length() - 1), MOST_SPLITS)
+    return min(wanted, triton.next_power_of_2(triton.cdiv(longest, config.keys)))
+
+
+def decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+    rows: Rows,
+    config: DecodeConfig | None = None,
+    splits: int | None = None,
+) -> None:
+    """The decode rows of a step. config and splits: to measure others than the chosen ones."""
+    page, kv_heads, dim = key_cache.shape[1:]
+    heads = query.shape[1] // kv_heads
+    before = keys_before(sliding_window)
+    config = config or decode_config(query.dtype, before is not None)
+    longest = rows.longest if before is None else min(rows.longest, before + 1)
+    if splits is None:
+        splits = splits_for(rows.count, kv_heads, longest, config)
+    if splits > 1:
+        series = rows.count * kv_heads * splits
+        sums = torch.empty(series * heads * dim, dtype=torch.float32, device=query.device)
+        extremes = torch.empty(series * 2 * heads, dtype=torch.float32, device=query.device)
+        arrived = counters(query.device, rows.count * kv_heads)
+    else:
+        sums = extremes = arrived = query  # not touched
+    nobody = rows.lengths
+    group = triton.next_power_of_2(heads)
+    decode_kernel[(kv_heads, splits, rows.count)](
+        query,
+        key_cache,
+        value_cache,
+        sinks,
+        out,
+        rows.lengths,
+        block_table,
+        nobody if rows.rows is None else rows.rows,
+        nobody if rows.requests is None else rows.requests,
+        sums,
+        extremes,
+        arrived,
+        scale * LOG2_E,
+        min(rows.longest, block_table.shape[1] * page),
+        block_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        GROUP=group,
+        ROWS=max(group, 16),
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=page,
+        BEFORE=-1 if before is None else before,
+        BLOCK_N=config.keys,
+        SPLITS=splits,
+        MAPPED=rows.rows is not None,
+        WIDE=INTERPRETED or query.dtype == torch.float32,
+        num_stages=config.stages,
+        **launch_options(query, config.warps),
+    )
+
+
+@functools.cache
+def _counters_of(device: torch.device) -> torch.Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """Zeros that every launch leaves zero again: so one allocation serves all, as long as they run in one stream."""
+    if count > COUNTERS:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _counters_of(device)
