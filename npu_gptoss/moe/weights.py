@@ -231,7 +231,7 @@ AnyExperts = ExpertWeights | Mxfp4Experts | Fp8Experts
 
 
 def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[out, in] floats -> [out, in] E4M3 and [out] float32: each row's largest magnitude becomes 448, to the nearest."""
+    """[out, in] floats -> [out, in] E4M3 and [out] float32; each row's largest magnitude becomes 448."""
     wide = rows.float()
     scales = wide.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / FP8_LARGEST
     return (wide / scales[:, None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8), scales

@@ -10,12 +10,13 @@ from npu_gptoss.moe.triton.device import local_expert
 
 @triton.jit
 def combine(
-    shares,  # [slots, R]
+    shares,  # [slots, SPLITS, R]
     topk_ids,
     expert_map,
     out,  # [tokens, R]
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    SPLITS: tl.constexpr,
     R: tl.constexpr,
     BR: tl.constexpr,
     PDL: tl.constexpr,
@@ -30,5 +31,7 @@ def combine(
     for k in tl.static_range(TOP_K):
         slot = token * TOP_K + k
         computed = local_expert(topk_ids, expert_map, slot, True, HAS_MAP) >= 0
-        sums += tl.load(shares + slot * R + row, mask=computed & (row < R), other=0.0).to(tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = shares + (slot * SPLITS + split) * R + row
+            sums += tl.load(at, mask=computed & (row < R), other=0.0).to(tl.float32)
     tl.store(out + token * R + row, sums.to(out.dtype.element_ty), mask=row < R)

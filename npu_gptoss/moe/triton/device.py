@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from npu_gptoss.moe.activation import ALPHA
-from npu_gptoss.moe.triton.layout import BAND, INPUTS, ROWS
+from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
 _ALPHA = tl.constexpr(ALPHA)
 
@@ -49,12 +49,6 @@ shl.b32 t, $2, 4;
 lop3.b32 b, t, 0x00F000F0, b, 0xEA;
 mul.rn.bf16x2 $0, a, s;
 mul.rn.bf16x2 $1, b, s;
-}
-""")
-_PREFETCH = tl.constexpr("""
-{
-prefetch.global.L2 [$1];
-mov.u32 $0, 0;
 }
 """)
 
@@ -107,17 +101,28 @@ def _side_by_side(a, b):
 
 
 @triton.jit
-def _four_side_by_side(a, b, c, d):
-    """Four [m, n] -> [m, 4 * n]."""
-    joined = tl.join(tl.join(a, b), tl.join(c, d))
-    return tl.reshape(tl.permute(joined, (0, 3, 2, 1)), (a.shape[0], 4 * a.shape[1]))
-
-
-@triton.jit
 def _dot(a, b, sums, NATIVE: tl.constexpr):
     if NATIVE:
         return tl.dot(a, b, sums)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+
+
+@triton.jit
+def _left(words, exponents, FORMAT: tl.constexpr, BM: tl.constexpr, NATIVE: tl.constexpr):
+    """A tile of weights as bfloat16 in two halves, [BM, 32] each: the inputs 0 to 31, and 32 to 63.
+
+    words [BM, n]; exponents [BM] int32: MXFP4's exponent fields of the two halves in the lowest two bytes.
+    """
+    if FORMAT == "mxfp4":
+        # the byte is a bfloat16's exponent field; both halves of a word get it
+        first = tl.broadcast_to(((exponents & 0xFF) * 0x00800080)[:, None], (BM, 16))
+        second = tl.broadcast_to((((exponents >> 8) & 0xFF) * 0x00800080)[:, None], (BM, 16))
+        a, b, c, d = open_mxfp4(words, first, second, NATIVE)
+        low = _side_by_side(a, b)
+        high = _side_by_side(c, d)
+    else:
+        low, high = open_fp8(words, NATIVE)
+    return low, high
 
 
 @triton.jit
@@ -129,73 +134,94 @@ def product(
     scales,
     expert,
     first_row,  # of the weights
+    split,  # which of the SPLITS shares of the inputs to sum over
     FORMAT: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SUMS: tl.constexpr,  # independent sums, 1 or 2: a chain half as long where few programs share a multiprocessor
+    UNROLL: tl.constexpr,  # tiles of inputs in a step; 2: whatever their number, else a divisor of it
+    HALVES: tl.constexpr,  # whether a tile is multiplied in two halves (packed formats)
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr = ROWS,
     INPUTS: tl.constexpr = INPUTS,
+    MOST_ROWS: tl.constexpr = MOST_ROWS,
 ):
     """One tile of weights @ x.T in fp32, [BM, BN]. FP8's row scales are the caller's to apply."""
     TILES: tl.constexpr = (K + INPUTS - 1) // INPUTS
     PAIRS: tl.constexpr = (TILES + 1) // 2
-    ROW_TILES: tl.constexpr = (R + ROWS - 1) // ROWS
+    STEPS: tl.constexpr = (TILES + UNROLL - 1) // UNROLL
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    ROW_TILES: tl.constexpr = (R + MOST_ROWS - 1) // MOST_ROWS * (MOST_ROWS // ROWS)
     WIDTH: tl.constexpr = 16 if FORMAT == "mxfp4" else 32 if FORMAT == "float8_e4m3fn" else 64
     TILE: tl.constexpr = ROWS * WIDTH
     m = first_row + tl.arange(0, BM)
-    if (ROW_TILES * ROWS) % BM != 0:
-        m = tl.minimum(m, ROW_TILES * ROWS - 1)  # a row twice instead of one of the next expert
-    inner = tl.arange(0, INPUTS)
-    at = (m // ROWS) * (TILES * TILE) + (m % ROWS) * WIDTH
-    word = words + expert.to(tl.int64) * (ROW_TILES * TILES * TILE) + at[:, None] + tl.arange(0, WIDTH)[None, :]
-    column = x + x_row[None, :].to(tl.int64) * K + inner[:, None]
+    word = words + expert.to(tl.int64) * (ROW_TILES * TILES * TILE)
+    word += ((m // ROWS) * (TILES * TILE) + (m % ROWS) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    half = tl.arange(0, INPUTS // 2)
+    whole = tl.arange(0, INPUTS)
+    column = x + x_row[None, :].to(tl.int64) * K
     valid = x_valid[None, :]
+    scale = scales
     if FORMAT == "mxfp4":
         scale = scales + expert * (ROW_TILES * PAIRS * ROWS) + (m // ROWS) * (PAIRS * ROWS) + m % ROWS
+    exponents = tl.zeros((BM,), tl.int32)
     sums = tl.zeros((BM, BN), tl.float32)
-    more = tl.zeros((BM, BN), tl.float32)
-    for step in tl.range(0, TILES // UNROLL, num_stages=STAGES):
+    begin = 0
+    end = STEPS
+    if SPLITS > 1:
+        begin = split * SHARE
+        end = tl.minimum(begin + SHARE, STEPS)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if FORMAT == "mxfp4" and UNROLL == 2:
+            exponents = tl.load(scale + step * ROWS)
         for u in tl.static_range(UNROLL):
             tile = step * UNROLL + u
-            w = tl.load(word + tile * TILE)
-            if K % INPUTS == 0:
-                right = tl.load(column + tile * INPUTS, mask=valid, other=0.0)
+            if TILES % UNROLL == 0 or u == 0:
+                w = tl.load(word + tile * TILE)
+                reads = valid
             else:
-                right = tl.load(column + tile * INPUTS, mask=valid & (tile * INPUTS + inner < K)[:, None], other=0.0)
+                w = tl.load(word + tile * TILE, mask=tile < TILES, other=0)
+                reads = valid & (tile < TILES)
             if FORMAT == "mxfp4":
-                exponents = tl.load(scale + (tile // 2) * ROWS) >> ((tile % 2) * 16)
-                # the byte is a bfloat16's exponent field; both halves of a word get it
-                first = tl.broadcast_to(((exponents & 0xFF) * 0x00800080)[:, None], (BM, WIDTH))
-                second = tl.broadcast_to((((exponents >> 8) & 0xFF) * 0x00800080)[:, None], (BM, WIDTH))
-                a, b, c, d = open_mxfp4(w, first, second, NATIVE)
-                left = _four_side_by_side(a, b, c, d)
-            elif FORMAT == "float8_e4m3fn":
-                a, b = open_fp8(w, NATIVE)
-                left = _side_by_side(a, b)
+                if UNROLL == 2:
+                    shifted = exponents >> (16 * u)
+                else:
+                    shifted = tl.load(scale + (tile // 2) * ROWS) >> ((tile % 2) * 16)
             else:
-                left = w
-            if SUMS == 2 and u % 2 == 1:
-                more = _dot(left, right, more, NATIVE)
+                shifted = exponents
+            if FORMAT == "bfloat16":
+                k = tile * INPUTS + whole
+                inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
+                sums = _dot(w, tl.load(column + k[:, None], mask=inside, other=0.0), sums, NATIVE)
+            elif HALVES:
+                k = tile * INPUTS + half
+                low = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
+                high = reads if K % INPUTS == 0 else reads & (k + INPUTS // 2 < K)[:, None]
+                x_low = tl.load(column + k[:, None], mask=low, other=0.0)
+                x_high = tl.load(column + (k + INPUTS // 2)[:, None], mask=high, other=0.0)
+                left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
+                sums = _dot(left_low, x_low, sums, NATIVE)
+                sums = _dot(left_high, x_high, sums, NATIVE)
             else:
-                sums = _dot(left, right, sums, NATIVE)
-    if SUMS == 2:
-        sums += more
+                k = tile * INPUTS + whole
+                inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
+                right = tl.load(column + k[:, None], mask=inside, other=0.0)
+                left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
+                sums = _dot(_side_by_side(left_low, left_high), right, sums, NATIVE)
     return sums
 
 
 @triton.jit
-def finish(sums, scales, bias, expert, first_row, FORMAT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Row scales (FP8) and bias onto the sums [BM, n]."""
+def finish(sums, scales, bias, expert, first_row, split, FORMAT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """Row scales (FP8) and bias (of the first split) onto the sums [BM, n]."""
     m = first_row + tl.arange(0, BM)
     exists = m < R
     if FORMAT == "float8_e4m3fn":
         sums *= tl.load(scales + expert * R + m, mask=exists, other=0.0)[:, None]
-    return sums + tl.load(bias + expert * R + m, mask=exists, other=0.0).to(tl.float32)[:, None]
+    return sums + tl.load(bias + expert * R + m, mask=exists & (split == 0), other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -215,9 +241,3 @@ def local_expert(topk_ids, expert_map, at, mask, HAS_MAP: tl.constexpr):
     if HAS_MAP:
         ids = tl.load(expert_map + ids, mask=ids >= 0, other=-1)
     return ids
-
-
-@triton.jit
-def prefetch(pointers):
-    """Asks for the cache lines of a tensor of pointers, without waiting."""
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)

@@ -11,7 +11,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import Tiles, divisor, tiles
+from npu_gptoss.moe.triton.tuned import Tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
@@ -35,7 +35,8 @@ def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
         "K": matrix.inputs,
         "BM": shape.rows,
         "BN": shape.columns,
-        "UNROLL": divisor(-(-matrix.inputs // INPUTS), shape.unroll),
+        "UNROLL": unroll(-(-matrix.inputs // INPUTS), shape.unroll),
+        "HALVES": shape.halves,
         "STAGES": shape.stages,
         "NATIVE": _native(),
     }
@@ -86,39 +87,63 @@ def expert_mlp_few(
     *,
     one: bool,
 ) -> torch.Tensor:
-    """Three launches. one: programs by the slots of a single token; else by experts, or by slots where those are fewer."""
+    """Three launches for a single token (`one`), else four."""
     hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
     (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
     gate_up, down = experts.gate_up, experts.down
-    by_slot = slots < experts.num_experts
-    inner = hidden.new_empty(slots, down.inputs)
-    shares = torch.empty(slots, down.rows, dtype=torch.float32, device=hidden.device)
     up_shape, down_shape = tiles(experts.format, "few", tokens)
+    splits = down_shape.splits
+    inner = hidden.new_empty(slots, down.inputs)
+    shares = torch.empty(slots, splits, down.rows, dtype=torch.float32, device=hidden.device)
+    has_map = experts.expert_map is not None
     common = {
         "FORMAT": experts.format,
-        "HAS_MAP": experts.expert_map is not None,
-        "BY_SLOT": by_slot,
+        "HAS_MAP": has_map,
         "ONE": one,
-        "BS": max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
+        "EXPERTS": experts.num_experts,
+        "BE": triton.next_power_of_2(experts.num_experts),
     }
+    lists = counts = topk_ids
+    if not one:
+        lists = torch.empty(experts.num_experts, slots, dtype=torch.int32, device=hidden.device)
+        counts = torch.empty(experts.num_experts, dtype=torch.int32, device=hidden.device)
+        _launch(
+            few.assign,
+            (experts.num_experts,),
+            (topk_ids, expert_map, lists, counts, slots),
+            warps=4,
+            HAS_MAP=has_map,
+            BS=max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
+        )
+    routing = (topk_ids, expert_map, lists, counts)
     programs = slots if one else min(slots, experts.num_experts)
     _launch(
         few.gate_up,
         (triton.cdiv(gate_up.rows, up_shape.rows), programs),
-        (hidden, topk_ids, expert_map, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, swiglu_limit),
+        (
+            hidden,
+            topk_ids,
+            expert_map,
+            lists,
+            counts,
+            gate_up.words,
+            _scales(gate_up),
+            gate_up.bias,
+            inner,
+            slots,
+            swiglu_limit,
+        ),
         warps=up_shape.warps,
         TOP_K=top_k,
-        SUMS=up_shape.sums,
         **common,
         **_constants(gate_up, up_shape),
     )
     _launch(
         few.down,
-        (triton.cdiv(down.rows, down_shape.rows), programs),
-        (inner, topk_ids, expert_map, topk_weights, down.words, _scales(down), down.bias, shares, slots),
+        (triton.cdiv(down.rows, down_shape.rows), programs, splits),
+        (inner, *routing, topk_weights, down.words, _scales(down), down.bias, shares, slots),
         warps=down_shape.warps,
-        SUMS=down_shape.sums,
-        PREFETCH=0,
+        SPLITS=splits,
         **common,
         **_constants(down, down_shape),
     )
@@ -198,7 +223,7 @@ def _combined(
     hidden: torch.Tensor,
     top_k: int,
 ) -> torch.Tensor:
-    rows = shares.shape[1]
+    rows, splits = shares.shape[-1], shares.shape[1] if shares.dim() == 3 else 1
     block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
     out = hidden.new_empty(hidden.shape[0], rows)
     _launch(
@@ -208,6 +233,7 @@ def _combined(
         warps=4,
         TOP_K=top_k,
         HAS_MAP=experts.expert_map is not None,
+        SPLITS=splits,
         R=rows,
         BR=block,
     )

@@ -28,6 +28,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts
 
 ROWS = 64  # of a tile
+MOST_ROWS = 128  # of a kernel's tile: as many rows, or half as many, or a quarter …, may be taken at once
 INPUTS = 64  # of a tile
 BAND = 8  # rows of gate, then as many of up
 # 2 ** (scale - 127) * 2 ** 126 as bfloat16 has the exponent field scale + 126, which must stay below 255
@@ -85,7 +86,7 @@ def _tiled(weights: AnyExperts, name: str, *, banded: bool) -> TiledMatrix:
     bias = getattr(weights, name + "_bias")
     experts, rows = bias.shape
     inputs = weights.hidden_size if name == "gate_up_proj" else weights.intermediate_size
-    row_tiles, input_tiles = -(-rows // ROWS), -(-inputs // INPUTS)
+    row_tiles, input_tiles = -(-rows // MOST_ROWS) * (MOST_ROWS // ROWS), -(-inputs // INPUTS)
     pairs = -(-input_tiles // 2)
     width, dtype = {Mxfp4Experts: (16, torch.int16), Fp8Experts: (32, torch.int16)}.get(
         type(weights), (INPUTS, weights.dtype)
@@ -121,7 +122,7 @@ def bands(rows: torch.Tensor) -> torch.Tensor:
 
 def _in_tiles(values: torch.Tensor) -> torch.Tensor:
     """[experts, rows, input tiles, n] -> [experts, row tiles, input tiles, 64, n]; missing rows become zero."""
-    values = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % ROWS))
+    values = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % MOST_ROWS))
     return values.unflatten(1, (-1, ROWS)).transpose(2, 3)
 
 

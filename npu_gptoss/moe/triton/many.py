@@ -67,7 +67,7 @@ def place(
 
 @triton.jit
 def _tile(ends, number, BE: tl.constexpr, EXPERTS: tl.constexpr, BN: tl.constexpr):
-    """The expert of the tile of that number among all groups' tiles (EXPERTS: none), its first place, the group's end."""
+    """The expert of the tile of that number in all groups (EXPERTS: none), its first place, the group's end."""
     e = tl.arange(0, BE)
     end = tl.load(ends + e)
     start = tl.where(e > 0, tl.load(ends + e - 1, mask=e > 0, other=0), 0)
@@ -98,6 +98,7 @@ def gate_up(
     BM: tl.constexpr,
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
+    HALVES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -116,10 +117,10 @@ def gate_up(
         slot = tl.load(order + at, mask=valid, other=0)
         first_row = row_tile * BM
         sums = product(
-            x, slot // TOP_K, valid, words, scales, expert, first_row,
-            FORMAT, R, K, BM, BN, UNROLL, 1, STAGES, NATIVE,
+            x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
+            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
         )  # fmt: skip
-        sums = finish(sums, scales, bias, expert, first_row, FORMAT, R, BM)
+        sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
         out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
         row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
         mask = valid[None, :] & (row < R // 2)[:, None]
@@ -144,6 +145,7 @@ def down(
     BM: tl.constexpr,
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
+    HALVES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -161,12 +163,12 @@ def down(
         valid = at < end
         first_row = row_tile * BM
         sums = product(
-            inner, at, valid, words, scales, expert, first_row,
-            FORMAT, R, K, BM, BN, UNROLL, 1, STAGES, NATIVE,
+            inner, at, valid, words, scales, expert, first_row, 0,
+            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
         )  # fmt: skip
         slot = tl.load(order + at, mask=valid, other=0)
         weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
-        out = finish(sums, scales, bias, expert, first_row, FORMAT, R, BM) * weight[None, :]
+        out = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM) * weight[None, :]
         row = first_row + tl.arange(0, BM)
         mask = valid[None, :] & (row < R)[:, None]
         tl.store(shares + slot.to(tl.int64)[None, :] * R + row[:, None], out.to(shares.dtype.element_ty), mask=mask)

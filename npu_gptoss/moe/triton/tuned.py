@@ -8,41 +8,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEASURED_ON = "NVIDIA H200"
+UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True)
 class Tiles:
     """One projection's tile: `rows` of weights by `columns` of tokens.
 
-    unroll: input tiles of 64 in one step of the loop; the largest divisor of their number up to this is taken.
-    sums: independent sums, 1 or 2. stages: steps under way at once. warps: of a program.
+    unroll: input tiles of 64 in one step of the loop: 2, or the largest divisor of their number up to this.
+    stages: steps under way at once. warps: of a program.
+    splits: shares of the inputs that `down` sums apart, for more programs in small batches.
+    halves: whether a tile of inputs is multiplied in two halves.
     """
 
     rows: int
     columns: int
     unroll: int
-    sums: int
     stages: int
     warps: int
+    splits: int = 1
+    halves: bool = False
 
 
 # (path, tokens up to) -> tiles of gate_up, tiles of down; the first that fits. By weight format.
 TABLE: dict[str, tuple[tuple[str, int, Tiles, Tiles], ...]] = {
     "mxfp4": (
-        ("few", 1, Tiles(64, 8, 3, 2, 3, 2), Tiles(64, 8, 3, 2, 3, 2)),
-        ("few", 48, Tiles(128, 8, 3, 1, 3, 4), Tiles(64, 8, 3, 1, 3, 2)),
-        ("few", 1 << 30, Tiles(128, 32, 3, 1, 3, 4), Tiles(128, 32, 3, 1, 3, 4)),
-        ("many", 1 << 30, Tiles(128, 128, 3, 1, 3, 4), Tiles(128, 128, 3, 1, 3, 4)),
+        ("few", 1, Tiles(64, 8, 2, 4, 4), Tiles(64, 8, 2, 4, 4, splits=2)),
+        ("few", 4, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
+        ("few", 48, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
+        ("few", UNBOUNDED, Tiles(128, 32, 3, 3, 4), Tiles(128, 32, 3, 3, 4)),
+        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4, halves=True), Tiles(128, 128, 1, 3, 4, halves=True)),
     ),
     "float8_e4m3fn": (
-        ("few", 48, Tiles(128, 8, 3, 1, 3, 4), Tiles(64, 8, 3, 1, 3, 2)),
-        ("few", 1 << 30, Tiles(128, 32, 3, 1, 3, 4), Tiles(128, 32, 3, 1, 3, 4)),
-        ("many", 1 << 30, Tiles(128, 128, 3, 1, 2, 4), Tiles(128, 128, 3, 1, 2, 4)),
+        ("few", 4, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
+        ("few", 48, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
+        ("few", UNBOUNDED, Tiles(128, 32, 3, 3, 4), Tiles(128, 32, 3, 3, 4)),
+        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4, halves=True), Tiles(128, 128, 1, 3, 4, halves=True)),
     ),
     "bfloat16": (
-        ("few", 48, Tiles(128, 8, 1, 1, 4, 4), Tiles(64, 8, 1, 1, 4, 2)),
-        ("few", 1 << 30, Tiles(128, 32, 1, 1, 4, 4), Tiles(128, 32, 1, 1, 4, 4)),
-        ("many", 1 << 30, Tiles(128, 256, 1, 1, 3, 8), Tiles(128, 256, 1, 1, 3, 8)),
+        ("few", 4, Tiles(128, 8, 1, 4, 4), Tiles(64, 8, 1, 4, 2)),
+        ("few", 48, Tiles(128, 8, 1, 4, 4), Tiles(64, 8, 1, 4, 2)),
+        ("few", UNBOUNDED, Tiles(128, 32, 1, 4, 4), Tiles(128, 32, 1, 4, 4)),
+        ("many", UNBOUNDED, Tiles(128, 256, 1, 3, 8), Tiles(128, 256, 1, 3, 8)),
     ),
 }
 
@@ -52,6 +59,8 @@ def tiles(weight_format: str, path: str, tokens: int) -> tuple[Tiles, Tiles]:
     return next((up, down) for name, most, up, down in TABLE[weight_format] if name == path and tokens <= most)
 
 
-def divisor(tiles_of_inputs: int, most: int) -> int:
-    """The largest divisor up to `most`."""
+def unroll(tiles_of_inputs: int, most: int) -> int:
+    """2 for 2; else the largest divisor up to `most`."""
+    if most == 2:
+        return 2
     return next(n for n in range(min(most, tiles_of_inputs), 0, -1) if tiles_of_inputs % n == 0)
