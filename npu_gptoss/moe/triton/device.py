@@ -12,7 +12,6 @@ import triton.language as tl
 from npu_gptoss.moe.activation import ALPHA
 from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
-_ALPHA = tl.constexpr(ALPHA)
 
 # 13 instructions for 8 weights: masks where a code lies right, shifts where it does not (see layout.mxfp4_words)
 _OPEN_MXFP4 = tl.constexpr("""
@@ -225,13 +224,15 @@ def finish(sums, scales, bias, expert, first_row, split, FORMAT: tl.constexpr, R
 
 
 @triton.jit
-def swigluoai_bands(gate_up, limit, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr = BAND):
+def swigluoai_bands(
+    gate_up, limit, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr = BAND, ALPHA: tl.constexpr = ALPHA
+):
     """[BM, BN], rows in bands of 8 of gate and 8 of up -> [BM // 2, BN]."""
     bands = tl.reshape(gate_up, (BM // (2 * BAND), 2, BAND, BN))
     gate, up = tl.split(tl.permute(bands, (0, 2, 3, 1)))
     gate = tl.minimum(tl.reshape(gate, (BM // 2, BN)), limit)
     up = tl.minimum(tl.maximum(tl.reshape(up, (BM // 2, BN)), -limit), limit)
-    return (up + 1) * gate / (1 + tl.exp(-_ALPHA * gate))
+    return (up + 1) * gate / (1 + tl.exp(gate * -ALPHA))
 
 
 @triton.jit
