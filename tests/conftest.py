@@ -7,12 +7,15 @@ cores.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from npu_gptoss.emulator.launch import VENV_VARIABLE, EmulationError, find_venv
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"  # CUDA's kernels on a CPU; before they are imported, which reads it once
 
 
 def pytest_configure(config: pytest.Config) -> None:

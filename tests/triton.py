@@ -10,5 +10,5 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 TRITON_HERE = pytest.mark.skipif(
     not INTERPRETED or importlib.util.find_spec("triton") is None,
-    reason="needs triton and TRITON_INTERPRET=1: `make test` sets both",
+    reason="needs triton, which `make setup` installs, and no GPU; `make test-cuda` is for those",
 )
