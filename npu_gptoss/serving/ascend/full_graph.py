@@ -201,6 +201,10 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
     """Why decode steps cannot be captured as a whole here; None when they can."""
     if config.parallel_config.pipeline_parallel_size > 1:
         return "vllm-ascend 0.11.0 captures no stage of a pipeline as a whole"
+    if config.parallel_config.data_parallel_size > 1:
+        # a rank without requests replays its decode graph while another computes a prompt of a captured size: the
+        # graph gathers, the other multicasts, and each takes the other's data for its own
+        return "vllm-ascend 0.11.0 lets one rank of data parallelism replay decodes while another computes a prompt"
     from npu_gptoss.serving.ascend import probe
 
     model = config.model_config
