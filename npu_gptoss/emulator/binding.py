@@ -29,6 +29,7 @@ for _name, _result, _arguments in (
     ("emulator_block", c_int, [c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_int)]),
     ("emulator_generation", c_uint64, []),
     ("emulator_poison", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
+    ("emulator_poison_freed", None, [c_void_p, c_size_t, c_int]),
     ("emulator_set_error", None, [c_char_p]),
     ("emulator_set_hooks", None, [EXECUTE, FORGET]),
     ("emulator_trace", None, [c_char_p]),

@@ -33,6 +33,7 @@ def boot(_module: ModuleType | None = None) -> None:
         )
     )
     graphs.connect()
+    memory.watch_frees()
     device.install()
 
 

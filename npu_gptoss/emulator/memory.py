@@ -1,9 +1,9 @@
 """Device tensors seen as CPU tensors, and allocations that start out poisoned.
 
 An emulated device tensor lies in host memory that the AscendCL runtime handed out, so an op kernel can work on a CPU
-tensor over the same bytes ("alias"). What the emulator cannot see is a block that torch_npu's caching allocator takes
-back and hands out again without asking the runtime; therefore every new tensor is poisoned here: NaN in floating-point
-types, and in integers a value too large to be an index by accident.
+tensor over the same bytes ("alias"). torch_npu's caching allocator takes blocks back and hands them out again without
+asking the runtime; therefore every new tensor is poisoned here, and every freed one as soon as torch_npu's own trace
+tells of it: NaN in floating-point types, and in integers a value too large to be an index by accident.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bisect import bisect_right
 
 import torch
 import torch_npu
+from torch_npu.utils import _npu_trace
 
 from npu_gptoss.emulator import storage
 from npu_gptoss.emulator.binding import block_of, check, library
@@ -72,22 +73,42 @@ def is_alias(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or block_of(tensor.data_ptr()) is not None
 
 
+def _poison_of(dtype: torch.dtype) -> int:
+    return POISON_FLOAT if dtype.is_floating_point else 1 if dtype == torch.bool else POISON_INTEGER
+
+
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Overwrites a new device tensor in stream order (and, while capturing, at every replay)."""
     if tensor.numel():
-        value = POISON_FLOAT if tensor.is_floating_point() else POISON_INTEGER
-        if tensor.dtype == torch.bool:
-            value = 1
         stream = raw_stream(tensor.device.index)
         size = tensor.numel() * tensor.element_size()
-        check("emulator_poison", library.emulator_poison(stream, tensor.data_ptr(), size, value))
+        code = library.emulator_poison(stream, tensor.data_ptr(), size, _poison_of(tensor.dtype))
+        check("emulator_poison", code)
     return tensor
 
 
 def _new(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     tensor = _allocate(size, dtype=dtype, device=device)
-    storage.forget_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    address, bytes_ = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    storage.forget_at(address, bytes_)
+    _living[address] = bytes_, _poison_of(dtype)
     return tensor
+
+
+_living: dict[int, tuple[int, int]] = {}  # address -> bytes and poison of the tensor that was allocated there
+
+
+def _poison_freed(address: int) -> None:
+    """Told by torch_npu when the last owner of a storage is gone, before its allocator takes the block back."""
+    freed = _living.pop(address, None)
+    if freed is not None:
+        library.emulator_poison_freed(address, *freed)
+
+
+def watch_frees() -> None:
+    """Turns the trace on that torch_npu has for its sanitizer."""
+    _npu_trace.register_callback_for_npu_memory_deallocation(_poison_freed, "poison of freed memory")
+    torch_npu._C._activate_npu_trace(0)
 
 
 def unwritten(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -218,5 +218,20 @@ int emulator_poison(aclrtStream handle, void *target, size_t bytes, int value) {
   }
   return submit_work(stream, [=] { memset(target, value, bytes); return 0; });
 }
+// Overwrites memory that a caching allocator took back, if nothing can still be on its way to it: no stream has work
+// left, and the memory is not of a graph's pool, where replays meet again what Python has let go.
+void emulator_poison_freed(void *target, size_t bytes, int value) {
+  {
+    Lock lock(machine().mutex);
+    if (!machine().captures.empty() || !machine().pending.empty()) return;
+    for (Stream *stream : machine().streams)
+      if (stream->running || !stream->queue.empty()) return;
+  }
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  auto next = blocks.upper_bound((uintptr_t)target);
+  if (next == blocks.begin()) return;
+  --next;
+  if ((uintptr_t)target + bytes <= next->first + next->second.bytes && !next->second.captured) memset(target, value, bytes);
+}
 uint64_t emulator_generation() { return generation; }
 }

@@ -36,6 +36,52 @@ def case_new_memory_is_poison_every_time() -> None:
     assert torch.empty_like(torch.ones(3, device="npu")).isnan().all()
 
 
+def seen_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What lies in device memory, whoever owns it."""
+    from npu_gptoss.emulator import memory
+
+    return memory.alias_at(address, (count,), (1,), dtype).clone()
+
+
+def case_freed_memory_is_poison_at_once() -> None:
+    """The allocator keeps the block: without the poison a stale address would still read what was there."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(100, device="npu", dtype=dtype)
+        address, view = x.data_ptr(), x[10:].view(-1, 2)
+        del x
+        assert (seen_at(address, 100, dtype) == 1).all(), "a view is left"
+        del view
+        assert seen_at(address, 100, dtype).isnan().all()
+    x = torch.arange(9, device="npu")
+    address = x.data_ptr()
+    del x
+    assert (seen_at(address, 9, torch.int64) > 1 << 60).all()
+
+
+def case_freed_memory_stays_while_a_stream_still_has_work() -> None:
+    event, side, other = npu.ExternalEvent(), npu.Stream(), npu.Stream()
+    x, y = torch.ones(8, device="npu"), torch.zeros(8, device="npu")
+    with npu.stream(side):
+        event.wait(side)
+        y.copy_(x)
+    x.record_stream(side)
+    del x
+    event.record(other)
+    npu.synchronize()
+    assert (y == 1).all()
+
+
+def case_memory_of_a_graph_stays_for_its_replays() -> None:
+    """vLLM lets go of a captured graph's outputs and keeps their addresses."""
+    x, graph = torch.ones(8, device="npu"), npu.NPUGraph()
+    with npu.graph(graph):
+        y = x + 1
+    graph.replay()
+    address = y.data_ptr()
+    del y
+    assert (seen_at(address, 8, torch.float32) == 2).all()
+
+
 def case_raw_memory_is_poisoned_when_freed() -> None:
     library, pointer = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
     assert library.aclrtMalloc(ctypes.byref(pointer), ctypes.c_size_t(64), 0) == 0
