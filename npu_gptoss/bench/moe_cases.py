@@ -27,6 +27,8 @@ from npu_gptoss.moe.activation import SWIGLUOAI
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, row_class
 
 Calls = list[Callable[[], object]]
+LAYERS = 8  # whose weights a rotation walks over on a GPU
+FEWEST = 4  # calls of a rotation, so that the weights are those of several layers
 ROLES = {"mxfp4": Mxfp4Experts.format, "fp8": Fp8Experts.format}  # what a kernel's weight role calls them
 
 
@@ -66,7 +68,7 @@ def experts_cases(
     for form in weights:
         for count in tokens:
             one = expected_distinct(experts, top_k, count) * expert_bytes(config, form)
-            ids = routed_ids(rotation(one, device), count, experts, top_k)
+            ids = routed_ids(max(rotation(one, device), FEWEST), count, experts, top_k)
             distinct = sum(each.unique().numel() for each in ids) / len(ids)
             yield Case(
                 EXPERTS,
@@ -81,11 +83,17 @@ def experts_cases(
 def _experts(
     ids: torch.Tensor, config: GptOssConfig, form: str, device: torch.device, dtype: torch.dtype, kernel: str
 ) -> Calls:
-    """Calls that share one layer's weights; a rotation of small steps reads other experts of them in each call."""
-    prepared = prepare_experts(random_experts(config, form, device, dtype), kernel=kernel)
+    """Calls of a rotation; each has the weights of another layer, up to LAYERS, as a model's layers have.
+
+    One layer's weights are larger than the cache already; but their addresses fit the tables that translate them, and
+    a model's do not.
+    """
     tokens, top_k = ids.shape[1:]
+    layers = min(LAYERS, len(ids)) if device.type == "cuda" else 1
+    stack = [prepare_experts(random_experts(config, form, device, dtype), kernel=kernel) for _ in range(layers)]
     calls: Calls = []
-    for each in ids.to(device):
+    for number, each in enumerate(ids.to(device)):
+        prepared = stack[number % layers]
         hidden = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
         share = torch.softmax(torch.randn(tokens, top_k, device=device), dim=-1)
         calls.append(functools.partial(expert_mlp, hidden, prepared, share, each))
