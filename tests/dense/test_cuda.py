@@ -119,14 +119,34 @@ def test_the_comparison_notices_in_bf16(mistake: str) -> None:
     assert max(errors) > 0.02
 
 
+EIGHT_BITS = {
+    "qkv_weight": (cpu.run_qkv, reference.qkv, triton_kernels.qkv_gemv, triton_kernels.qkv),
+    "output_weight": (cpu.run_output, reference.output, triton_kernels.output_gemv, triton_kernels.output_few),
+    "lm_head": (cpu.run_logits, reference.logits, triton_kernels.logits_gemv, triton_kernels.logits_few),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 40, 64, 200, 256])
+@pytest.mark.parametrize("weight", EIGHT_BITS)
+def test_eight_bit_weights_are_multiplied_as_what_they_stand_for(
+    weight: str, rows: int, cases: Callable[[int, int], Case]
+) -> None:
+    """Repeatedly: a product that reads registers already overwritten is right once and wrong the next time."""
+    run, definition, one, few = EIGHT_BITS[weight]
+    case = cases(rows, min(rows, 24))
+    scaled = quantize_rows(getattr(case, weight))
+    want = run(definition, case, weight=scaled)
+    for _ in range(5):
+        got = run(one if rows == 1 else few, case, weight=scaled)
+        for mine, exact in zip(got, want, strict=True):
+            assert (mine.float() - exact.float()).norm() / exact.float().norm() < 5e-3  # bf16 rounds by 1.7e-3
+
+
 def test_eight_bit_weights_cost_what_three_bits_of_mantissa_cost(cases: Callable[[int, int], Case]) -> None:
     case = cases(1, 1)
-    scaled = quantize_rows(case.lm_head)
     want = cpu.run_logits(reference.logits, case)[0].float()
-    exact = cpu.run_logits(reference.logits, case, weight=scaled)[0].float()
-    got = cpu.run_logits(triton_kernels.logits_gemv, case, weight=scaled)[0].float()
-    assert (got - exact).norm() / exact.norm() < 3e-3  # bf16's rounding of the result
-    assert 0.01 < (got - want).norm() / want.norm() < 0.04  # FP8's
+    got = cpu.run_logits(triton_kernels.logits_gemv, case, weight=quantize_rows(case.lm_head))[0].float()
+    assert 0.01 < (got - want).norm() / want.norm() < 0.04
 
 
 @pytest.mark.parametrize("rows", [1, 8, 130])

@@ -146,10 +146,12 @@ def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(
             self.capacity, self.block_table.shape[1], self.block_size, self.spare_slot, self.cursor.device
         )
         right(other, token_ids, positions, tables)
+        kept.append((self.cursor, self.block_table))
         object.__setattr__(self, "cursor", other.cursor)
         object.__setattr__(self, "block_table", other.block_table)
 
     right = DecodeState.load
+    kept = []  # or the allocator would hand the same memory out again, and the mistake would be none
     monkeypatch.setattr(DecodeState, "load", replaced)
     assert mistaken(directory, expected, prompts)
 

@@ -144,6 +144,7 @@ def linear_kernel(
     ROWS: tl.constexpr,  # that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    AGAIN: tl.constexpr,  # whether a program computes more than ROWS rows
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SCALED: tl.constexpr,
@@ -169,8 +170,9 @@ def linear_kernel(
             shift = tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        upcoming = row + tl.num_programs(0) * ROWS
-        next_a, next_b = load_rows(weight, upcoming, at_a, at_b, in_b, upcoming < rows, IN)
+        if AGAIN:
+            upcoming = row + tl.num_programs(0) * ROWS
+            next_a, next_b = load_rows(weight, upcoming, at_a, at_b, in_b, upcoming < rows, IN)
         value = products(tile_a, tile_b, x_a, x_b)
         if SCALED:
             value *= tl.load(weight_scale + row, mask=inside, other=0.0)
@@ -179,5 +181,6 @@ def linear_kernel(
         if HAS_RESIDUAL:
             value = value.to(DTYPE).to(tl.float32) + before
         tl.store(out + place, value.to(DTYPE), mask=inside)
-        tile_a = next_a
-        tile_b = next_b
+        if AGAIN:
+            tile_a = next_a
+            tile_b = next_b

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
 
 # The matrix-vector products: rows of the weight at a time (qkv: pairs of rows), warps, programs on each multiprocessor.
-QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 2
+QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 3
 LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
-WIDE, WIDE_PROGRAMS = 65536, 1 << 20  # lm_head streams as fast with a program for every few rows
-FEW_WEIGHT_ROWS = 64
-FEW_BLOCK_K = 128
+WIDE = 65536  # outputs from which on there is a program for every few rows: lm_head streams at full speed so
+# Fewer than 64 rows of the weight: from 64 on Triton 3.6 takes wgmma with the widened weights in registers, and lets the
+# next tile overwrite them while the product still reads them (logits with no resemblance to the right ones, on an H200).
+FEW_WEIGHT_ROWS, FEW_BLOCK_K, FEW_STAGES = 32, 128, 6
 ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
 GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
@@ -140,9 +141,8 @@ def linear_gemv(
         out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     block_a, block_b = halves(inputs)
     groups = triton.cdiv(outputs, rows)
-    if programs is None:
-        programs = LINEAR_PROGRAMS if outputs < WIDE else WIDE_PROGRAMS
-    linear_kernel[(min(groups, programs * processors(x.device)), tokens)](
+    at_once = groups if programs is None and outputs >= WIDE else (programs or LINEAR_PROGRAMS) * processors(x.device)
+    linear_kernel[(min(groups, at_once), tokens)](
         x,
         matrix,
         scales,
@@ -154,6 +154,7 @@ def linear_gemv(
         ROWS=rows,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
+        AGAIN=at_once < groups,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SCALED=scaled,
@@ -172,7 +173,7 @@ def linear_few(
     rows: int = FEW_WEIGHT_ROWS,
     block_k: int = FEW_BLOCK_K,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = FEW_STAGES,
 ) -> torch.Tensor:
     """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for few tokens."""
     tokens, inputs = x.shape
