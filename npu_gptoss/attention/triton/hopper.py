@@ -22,39 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ROWS = gl.constexpr(64)  # of one group of warps: what one matrix instruction takes
+CONSUMERS = gl.constexpr(3)  # groups of warps that compute; a tile has CONSUMERS * ROWS // GROUP positions
+REGISTERS = gl.constexpr(160)  # of a thread that computes; with the producers' 24 they fill the register file
 LOG2_E = gl.constexpr(1.4426950408889634)
 
-# 2^x of four numbers at most 0. Exponentials and products would take the same time on their units, so one of the four
-# is computed on the multipliers: 2^floor(x) by an integer addition to the exponent, 2^(x - floor(x)) by a polynomial
-# that is off by at most 9e-5, where rounding to bfloat16 is off by 4e-3 (FlashAttention-4 does the same on Blackwell).
-EXP2_OF_FOUR = gl.constexpr("""{
-    .reg .f32 x, whole, part, value;
-    .reg .b32 bits, shift;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.f32 x, $7, 0fC2FE0000;
-    add.rm.f32 whole, x, 0f4B400000;
-    sub.f32 part, whole, 0f4B400000;
-    sub.f32 part, x, part;
-    fma.rn.f32 value, part, 0f3D9DF09D, 0f3E6906A4;
-    fma.rn.f32 value, value, part, 0f3F31F519;
-    fma.rn.f32 value, value, part, 0f3F800000;
-    mov.b32 shift, whole;
-    shl.b32 shift, shift, 23;
-    mov.b32 bits, value;
-    add.s32 bits, bits, shift;
-    mov.b32 $3, bits;
-}""")
-
-
-@gluon.jit
-def exp2(scores, POLY: gl.constexpr):
-    if POLY:
-        return gl.inline_asm_elementwise(
-            EXP2_OF_FOUR, "=f,=f,=f,=f,f,f,f,f", [scores], dtype=gl.float32, is_pure=True, pack=4
-        )
-    return gl.exp2(scores)
+# fmt: off
+# (lists of twenty arguments are shorter to read filled than one a line)
 
 
 @gluon.jit
@@ -67,13 +40,7 @@ def nth_unit(count, units):
 
 @gluon.jit
 def unit_fields(
-    unit,
-    requests,
-    tiles,
-    total,
-    KV_HEADS: gl.constexpr,
-    BEFORE: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    unit, requests, tiles, total, KV_HEADS: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     """Of a tile and a key head: head, first row of the prompt, its rows, the tile's first row in it, the position of
@@ -102,23 +69,8 @@ def unit_fields(
 
 @gluon.jit
 def fetch(
-    keys,
-    values,
-    requests,
-    tiles,
-    units,
-    total,
-    key_tiles,
-    value_tiles,
-    key_full,
-    value_full,
-    key_empty,
-    value_empty,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    BEFORE: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    keys, values, requests, tiles, units, total, key_tiles, value_tiles, key_full, value_full, key_empty, value_empty,
+    KV_HEADS: gl.constexpr, DIM: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """The producer: key tiles from the last to the first."""
@@ -153,60 +105,30 @@ def hidden(scores, at, row_at, BEFORE: gl.constexpr, BLOCK_N: gl.constexpr, LAYO
 
 
 @gluon.jit
-def softmax(scores, scale, largest, weight, POLY: gl.constexpr):
+def softmax(scores, scale, largest, weight):
     """Base-2 weights, by what the sums so far shrink, the largest score and the sum of weights."""
     new = gl.maximum(largest, gl.max(scores, 1) * scale)
-    weights = exp2(scores * scale - new[:, None], POLY)
+    weights = gl.exp2(scores * scale - new[:, None])
     shrink = gl.exp2(largest - new)
     return weights, shrink, new, weight * shrink + gl.sum(weights, 1)
 
 
 @gluon.jit
-def take_turn(turns, done, NUMBER: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.wait(turns.index(NUMBER), (done & 1) ^ (1 if NUMBER == 0 else 0))
+def take_turn(turns, done, NUMBER: gl.constexpr):
+    mbarrier.wait(turns.index(NUMBER), (done & 1) ^ (1 if NUMBER == 0 else 0))
 
 
 @gluon.jit
-def give_turn(turns, NUMBER: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turns.index((NUMBER + 1) % CONSUMERS), count=1)
+def give_turn(turns, NUMBER: gl.constexpr):
+    mbarrier.arrive(turns.index((NUMBER + 1) % CONSUMERS), count=1)
 
 
 @gluon.jit
 def compute(
-    query,
-    sinks,
-    out,
-    requests,
-    tiles,
-    units,
-    total,
-    scale,
-    query_row,
-    query_head,
-    out_row,
-    out_head,
-    q_tile,
-    key_tiles,
-    value_tiles,
-    key_full,
-    value_full,
-    key_empty,
-    value_empty,
-    turns,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-    BEFORE: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    POLY: gl.constexpr,
-    TURNS: gl.constexpr,
-    NUMBER: gl.constexpr,
+    query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head, q_tile,
+    key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NUMBER: gl.constexpr,
 ):
     """A consumer: 64 rows of each tile, ROWS // GROUP positions of all query heads of one key head."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -242,14 +164,14 @@ def compute(
 
             stage = done % STAGES
             mbarrier.wait(key_full.index(stage), done // STAGES & 1)
-            take_turn(turns, done, NUMBER, TURNS)
+            take_turn(turns, done, NUMBER)
             scores = warpgroup_mma(q_tile, key_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            give_turn(turns, NUMBER, CONSUMERS, TURNS)
+            give_turn(turns, NUMBER)
             scores = warpgroup_mma_wait(0, deps=[scores])
             gl.thread_barrier()
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores = hidden(scores, (steps - 1) * BLOCK_N, row_at, BEFORE, BLOCK_N, S)
-            weights, shrink, largest, weight = softmax(scores, scale, largest, weight, POLY)
+            weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
             weights = gl.convert_layout(weights.to(gl.bfloat16), P)
 
             for step in range(1, steps):
@@ -258,18 +180,18 @@ def compute(
                 last = (now - 1) % STAGES
                 mbarrier.wait(key_full.index(stage), now // STAGES & 1)
                 mbarrier.wait(value_full.index(last), (now - 1) // STAGES & 1)
-                take_turn(turns, now, NUMBER, TURNS)
+                take_turn(turns, now, NUMBER)
                 scores = warpgroup_mma(
                     q_tile, key_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
                 result = warpgroup_mma(weights, value_tiles.index(last), result, is_async=True)
-                give_turn(turns, NUMBER, CONSUMERS, TURNS)
+                give_turn(turns, NUMBER)
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 gl.thread_barrier()
                 mbarrier.arrive(key_empty.index(stage), count=1)
                 if step < masked:
                     scores = hidden(scores, (steps - 1 - step) * BLOCK_N, row_at, BEFORE, BLOCK_N, S)
-                next_weights, shrink, largest, weight = softmax(scores, scale, largest, weight, POLY)
+                next_weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
                 result = warpgroup_mma_wait(0, deps=[result])
                 gl.thread_barrier()
                 mbarrier.arrive(value_empty.index(last), count=1)
@@ -304,10 +226,7 @@ def prefill_kernel(
     units,  # tiles * KV_HEADS
     total,
     scale,  # of the scores, times log2 e
-    query_row,
-    query_head,
-    out_row,
-    out_head,
+    query_row, query_head, out_row, out_head,
     HEADS: gl.constexpr,  # query heads of a key head
     GROUP: gl.constexpr,  # the power of two that holds them
     KV_HEADS: gl.constexpr,
@@ -315,10 +234,6 @@ def prefill_kernel(
     BEFORE: gl.constexpr,  # keys seen before a row's own; negative: all
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,  # 2 or 3; a program's tile has CONSUMERS * 64 / GROUP positions
-    CONSUMER_REGISTERS: gl.constexpr,
-    POLY: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS // GROUP
     q_tiles = gl.allocate_shared_memory(
@@ -342,251 +257,34 @@ def prefill_kernel(
     gl.thread_barrier()
 
     # the arguments stand here each time, because a tuple with a name would turn its constants into values
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    compute,
-                    (
-                        query,
-                        sinks,
-                        out,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        scale,
-                        query_row,
-                        query_head,
-                        out_row,
-                        out_head,
-                        q_tiles.index(0),
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        turns,
-                        HEADS,
-                        GROUP,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                        CONSUMERS,
-                        POLY,
-                        TURNS,
-                        0,
-                    ),
-                ),
-                (
-                    compute,
-                    (
-                        query,
-                        sinks,
-                        out,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        scale,
-                        query_row,
-                        query_head,
-                        out_row,
-                        out_head,
-                        q_tiles.index(1),
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        turns,
-                        HEADS,
-                        GROUP,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                        CONSUMERS,
-                        POLY,
-                        TURNS,
-                        1,
-                    ),
-                ),
-                (
-                    fetch,
-                    (
-                        keys,
-                        values,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    compute,
-                    (
-                        query,
-                        sinks,
-                        out,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        scale,
-                        query_row,
-                        query_head,
-                        out_row,
-                        out_head,
-                        q_tiles.index(0),
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        turns,
-                        HEADS,
-                        GROUP,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                        CONSUMERS,
-                        POLY,
-                        TURNS,
-                        0,
-                    ),
-                ),
-                (
-                    compute,
-                    (
-                        query,
-                        sinks,
-                        out,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        scale,
-                        query_row,
-                        query_head,
-                        out_row,
-                        out_head,
-                        q_tiles.index(1),
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        turns,
-                        HEADS,
-                        GROUP,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                        CONSUMERS,
-                        POLY,
-                        TURNS,
-                        1,
-                    ),
-                ),
-                (
-                    compute,
-                    (
-                        query,
-                        sinks,
-                        out,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        scale,
-                        query_row,
-                        query_head,
-                        out_row,
-                        out_head,
-                        q_tiles.index(2),
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        turns,
-                        HEADS,
-                        GROUP,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                        CONSUMERS,
-                        POLY,
-                        TURNS,
-                        2,
-                    ),
-                ),
-                (
-                    fetch,
-                    (
-                        keys,
-                        values,
-                        requests,
-                        tiles,
-                        units,
-                        total,
-                        key_tiles,
-                        value_tiles,
-                        key_full,
-                        value_full,
-                        key_empty,
-                        value_empty,
-                        KV_HEADS,
-                        DIM,
-                        BEFORE,
-                        BLOCK_Q,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (compute, (
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(0), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 0,
+            )),
+            (compute, (
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(1), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 1,
+            )),
+            (compute, (
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(2), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 2,
+            )),
+            (fetch, (
+                keys, values, requests, tiles, units, total, key_tiles, value_tiles, key_full, value_full, key_empty,
+                value_empty, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES,
+            )),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
+
+
+# fmt: on
 
 
 def descriptor(gathered: torch.Tensor, tile_keys: int) -> TensorDescriptor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -40,18 +39,20 @@ FULL = Tiling(rows=64, keys=128, warps=4, stages=2)
 WINDOW = Tiling(rows=64, keys=32, warps=4, stages=3)
 WIDE = Tiling(rows=32, keys=32, warps=4, stages=1)
 HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
-HOPPER_REGISTERS = 160  # of a thread that computes: three groups of them, and the producers' 24, fill the file
-USE_HOPPER, POLY, TURNS = False, False, False
+
+
+# Gluon is experimental: the kernel was seen working with these releases of Triton and is used with no others.
+GLUON_SEEN = ("3.6.",)
 
 
 @functools.cache
 def has_hopper(device: int | None) -> bool:
-    """Whether the Gluon kernel can run: compute capability 9.0, and a Triton with Gluon."""
+    """Whether the Gluon kernel can run: compute capability 9.0, and a Triton whose Gluon is known."""
     return (
         not INTERPRETED
         and device is not None
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+        and triton.__version__.startswith(GLUON_SEEN)
     )
 
 
@@ -60,7 +61,7 @@ def tiling_for(query: torch.Tensor, group: int, sliding_window: int | None) -> T
         return WIDE
     if sliding_window is not None:
         return WINDOW
-    return HOPPER if USE_HOPPER and query.shape[2] == 64 and group <= 64 and has_hopper(query.device.index) else FULL
+    return HOPPER if query.shape[2] == 64 and group <= 64 and has_hopper(query.device.index) else FULL
 
 
 def prefill(
@@ -182,10 +183,6 @@ def _hopper(
         BEFORE=before,
         BLOCK_N=tiling.keys,
         STAGES=tiling.stages,
-        CONSUMERS=tiling.rows // 64,
-        CONSUMER_REGISTERS=HOPPER_REGISTERS,
-        POLY=POLY,
-        TURNS=TURNS,
         num_warps=tiling.warps,
     )
 
