@@ -27,8 +27,8 @@ from npu_gptoss.moe.activation import SWIGLUOAI
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, row_class
 
 Calls = list[Callable[[], object]]
-LAYERS = 8  # whose weights a rotation walks over on a GPU
-FEWEST = 4  # calls of a rotation, so that the weights are those of several layers
+LAYERS = 8  # whose weights a rotation walks over on a GPU, where a step is small
+FEWEST = 8  # calls of a rotation
 ROLES = {"mxfp4": Mxfp4Experts.format, "fp8": Fp8Experts.format}  # what a kernel's weight role calls them
 
 
