@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import local_expert
 
 
@@ -22,9 +23,8 @@ def combine(
     PDL: tl.constexpr,
 ):
     """Slots that were not computed (other ranks, padding) are not read: what stands there is whatever memory held."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     sums = tl.zeros((BR,), tl.float32)

@@ -12,7 +12,6 @@ import triton.language as tl
 from npu_gptoss.moe.activation import ALPHA
 from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
-
 # 13 instructions for 8 weights: masks where a code lies right, shifts where it does not (see layout.mxfp4_words)
 _OPEN_MXFP4 = tl.constexpr("""
 {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoai_bands
 
 
@@ -28,9 +29,8 @@ def assign(
     PDL: tl.constexpr,
 ):
     """A program an expert."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     own = tl.program_id(0)
     s = tl.arange(0, BS)
     hit = (local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP) == own).to(tl.int32)
@@ -75,13 +75,13 @@ def gate_up(
     UNROLL: tl.constexpr,
     HALVES: tl.constexpr,
     STAGES: tl.constexpr,
+    EAGER: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """The first projection and the activation. ONE: a single token, whose experts are all different."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL and EAGER)
     first_row = tl.program_id(0) * BM
     column = tl.arange(0, BN)
     row = tl.program_id(0) * (BM // 2) + tl.arange(0, BM // 2)
@@ -110,6 +110,7 @@ def gate_up(
             out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
             mask = valid[None, :] & (row < R // 2)[:, None]
             tl.store(inner + slot[None, :] * (R // 2) + row[:, None], out, mask=mask)
+    let_next_start(PDL and not EAGER)
 
 
 @triton.jit
@@ -138,6 +139,7 @@ def down(
     HALVES: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    EAGER: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -153,9 +155,8 @@ def down(
     if ONE:
         slot = tl.program_id(1)
         expert = local_expert(topk_ids, expert_map, slot, True, HAS_MAP)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_inputs(PDL)
+        let_next_start(PDL and EAGER)
         if expert >= 0:
             sums = product(
                 inner, slot + column * 0, column < 1, words, scales, expert, first_row, split,
@@ -166,9 +167,8 @@ def down(
             tl.store(shares + ((slot * SPLITS + split) * R + column * 0)[None, :] + row[:, None], out, mask=mask)
     else:
         expert, count = _mine(counts, EXPERTS, BE)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_inputs(PDL)
+        let_next_start(PDL and EAGER)
         for done in range(0, count, BN):
             valid = done + column < count
             slot = tl.load(lists + expert * slots + done + column, mask=valid, other=0)
@@ -180,3 +180,4 @@ def down(
             out = finish(sums, scales, bias, expert, first_row, split, FORMAT, R, BM) * weight[None, :]
             mask = valid[None, :] & (row < R)[:, None]
             tl.store(shares + (slot * SPLITS + split)[None, :] * R + row[:, None], out, mask=mask)
+    let_next_start(PDL and not EAGER)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
@@ -16,17 +17,12 @@ from npu_gptoss.moe.triton.tuned import Tiles, tiles, unroll
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
 _COMBINE_ROWS = 1024
-
-
-def _native() -> bool:
-    return not triton.knobs.runtime.interpret
+# Whether the next kernel may start (and wait) as soon as all programs have begun, or only where they end
+EAGER = True
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
-    """Programmatic dependent launch wherever there is a GPU: the next kernel's start overlaps this one's end."""
-    native = _native()
-    options = {"num_warps": warps, "launch_pdl": True} if native else {}
-    kernel[grid](*arguments, PDL=native, **constants, **options)
+    kernel[grid](*arguments, **constants, **launch_options(arguments[0], warps))
 
 
 def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
@@ -38,7 +34,7 @@ def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
         "UNROLL": unroll(-(-matrix.inputs // INPUTS), shape.unroll),
         "HALVES": shape.halves,
         "STAGES": shape.stages,
-        "NATIVE": _native(),
+        "NATIVE": not INTERPRETED,
     }
 
 
@@ -102,6 +98,7 @@ def expert_mlp_few(
         "ONE": one,
         "EXPERTS": experts.num_experts,
         "BE": triton.next_power_of_2(experts.num_experts),
+        "EAGER": EAGER,
     }
     lists = counts = topk_ids
     if not one:

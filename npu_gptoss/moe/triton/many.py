@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoai_bands
 
 
@@ -17,9 +18,8 @@ def count(
     topk_ids, expert_map, counts, slots, HAS_MAP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr
 ):
     """counts [programs, BE]: how many of a program's BS slots each local expert has."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     s = tl.program_id(0) * BS + tl.arange(0, BS)
     expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
     e = tl.arange(0, BE)
@@ -42,9 +42,8 @@ def place(
     BP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     own = tl.program_id(0)
     s = own * BS + tl.arange(0, BS)
     e = tl.arange(0, BE)
@@ -104,9 +103,8 @@ def gate_up(
     NATIVE: tl.constexpr,
 ):
     """The first projection and the activation."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     ROW_TILES: tl.constexpr = (R + BM - 1) // BM
     number = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES
@@ -151,9 +149,8 @@ def down(
     NATIVE: tl.constexpr,
 ):
     """The second projection with bias and routing weight, back in the order of the slots."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     ROW_TILES: tl.constexpr = (R + BM - 1) // BM
     number = tl.program_id(0) // ROW_TILES
     row_tile = tl.program_id(0) % ROW_TILES

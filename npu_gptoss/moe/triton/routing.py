@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
+
 
 @triton.jit
 def route(
@@ -20,9 +22,8 @@ def route(
     PDL: tl.constexpr,
 ):
     """Of equal logits the expert with the lower number comes first. NaN: whatever comes out, ids stay within range."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     mask = (token < tokens)[:, None] & (e < EXPERTS)[None, :]
