@@ -1,4 +1,7 @@
-"""One rank of an engine over gloo, as test_parallel.py starts it: DIRECTORY RANK SIZE PORT EXPERTS GRAPHS."""
+"""One rank of an engine, as test_parallel.py starts it: DEVICE DIRECTORY RANK SIZE PORT EXPERTS GRAPHS.
+
+On a CPU in fp32 over gloo, graphs by running again; on GPUs in bf16 over NCCL, with real graphs.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,22 @@ def answers(engine: Engine) -> dict[str, list]:
     }
 
 
-def main(directory: str, rank: str, size: str, port: str, experts: str, graphs: str) -> None:
+def main(device: str, directory: str, rank: str, size: str, port: str, experts: str, graphs: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
-    dist.init_process_group("gloo")
-    engine_module.Recorder = RerunRecorder
+    dtype = "bfloat16"
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        engine_module.Recorder = RerunRecorder
+        dtype = "float32"
+    else:
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(int(rank))
+        dist.init_process_group("nccl")
     ranks = Ranks.of_this_process(experts)
     # each rank believes in another number of free blocks; they must agree
     engine_module.default_num_blocks = lambda *_: 100 + int(rank)
-    engine = Engine(directory, dtype="float32", graphs=graphs, graph_sizes=(1, 2, 4), ranks=ranks)
+    engine = Engine(directory, device=device, dtype=dtype, graphs=graphs, graph_sizes=(1, 2, 4), ranks=ranks)
     assert engine.scheduler.allocator.num_blocks == 100
     print(json.dumps(answers(engine)))
     dist.destroy_process_group()

@@ -37,18 +37,18 @@ def alone(directory: Path) -> dict[str, list]:
     return answers(Engine(directory, dtype="float32", num_blocks=100))
 
 
-def on_ranks(directory: Path, size: int, experts: str, graphs: str) -> list[dict[str, list]]:
+def on_ranks(directory: Path, size: int, experts: str, graphs: str, device: str = "cpu") -> list[dict[str, list]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = ROOT / "tests" / "engine" / "on_ranks.py"
     processes = [
         subprocess.Popen(
-            [sys.executable, script, directory, str(rank), str(size), str(port), experts, graphs],
+            [sys.executable, script, device, directory, str(rank), str(size), str(port), experts, graphs],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             text=True,
         )
         for rank in range(size)
@@ -75,6 +75,20 @@ def test_two_ranks_compute_what_one_does(experts: str, graphs: str, directory: P
     assert_close(torch.tensor(first["logits"]), want, torch.float32, atol=1e-4)
     greedy = (0, 3)
     assert [first["tokens"][i] for i in greedy] == [list(alone["tokens"][i]) for i in greedy]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: make test-cuda")
+@pytest.mark.parametrize("experts", [TENSOR, EXPERT])
+@pytest.mark.parametrize("size", [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())])
+def test_gpus_over_nccl_compute_what_one_does(size: int, experts: str, tmp_path: Path) -> None:
+    """In bf16 and with NCCL inside the graphs: one set of bits on all ranks, and one GPU's logits but for rounding."""
+    write_random_checkpoint(tmp_path, layers=2, hidden=256, intermediate=256, heads=8, kv_heads=4, mxfp4=True)
+    want = torch.tensor(answers(Engine(tmp_path, device="cuda", num_blocks=100, graph_sizes=(1, 2, 4)))["logits"])
+    results = on_ranks(tmp_path, size, experts, "full", "cuda")
+    assert all(result == results[0] for result in results)
+    got = torch.tensor(results[0]["logits"])
+    assert (got - want).norm() / want.norm() < 0.05
 
 
 def test_generate_under_torchrun_answers_once(directory: Path) -> None:

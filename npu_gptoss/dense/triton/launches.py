@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 3
 LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
 WIDE = 65536  # outputs from which on there is a program for every few rows: lm_head streams at full speed so
-# Fewer than 64 rows of the weight: from 64 on Triton 3.6 takes wgmma with the widened weights in registers, and the next
-# tile may overwrite them while the product still reads them.
+# Fewer than 64 rows of the weight: from 64 on Triton 3.6 takes wgmma with the widened weights in registers, and the
+# next tile may overwrite them while the product still reads them.
 FEW_WEIGHT_ROWS, FEW_BLOCK_K, FEW_STAGES = 32, 128, 6
 ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
