@@ -8,8 +8,17 @@ import torch
 from npu_gptoss.attention import paged_attention
 from npu_gptoss.kernels import current_platform, platform_override
 from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, make_step
-from tests.attention.triton_run import DECODE_MUTATIONS, PROMPT_MUTATIONS, check_windows, run_triton, write_triton
+from tests.attention.triton_run import (
+    DECODE_MUTATIONS,
+    HOPPER_MUTATIONS,
+    PROMPT_MUTATIONS,
+    check_windows,
+    run_triton,
+    write_triton,
+)
 from tests.tolerances import assert_close
+
+launch_prompts = pytest.importorskip("npu_gptoss.attention.triton.launch_prompts", reason="needs triton")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -20,6 +29,20 @@ WINDOWS = pytest.mark.parametrize("sliding_window", [None, 128])
 
 def on_gpu(requests: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16, **changes: object) -> Step:
     return make_step(requests, dtype, **{"shape": GPT_OSS, "device": "cuda", **changes})
+
+
+@pytest.fixture(params=["triton", "gluon"])
+def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Prompts in full layers have two kernels; which one runs is the GPU's doing, here the test's."""
+    if request.param == "triton":
+        only_triton(monkeypatch)
+    elif not launch_prompts.has_hopper(0):
+        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
+    return request.param
+
+
+def only_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_prompts, "has_hopper", lambda device: False)
 
 
 def test_triton_is_what_cuda_selects():
@@ -43,13 +66,13 @@ def test_decode_of_one_length_in_any_batch(batch, sliding_window, dtype):
 
 @DTYPES
 @WINDOWS
-def test_prompts_at_every_edge(sliding_window, dtype):
+def test_prompts_at_every_edge(sliding_window, dtype, language):
     check(run_triton, on_gpu([(rows, rows) for rows in EDGES[1:-2]], dtype), sliding_window, rounded_weights=True)
 
 
 @DTYPES
 @WINDOWS
-def test_chunks_over_a_cached_prefix_mixed_with_decode(sliding_window, dtype):
+def test_chunks_over_a_cached_prefix_mixed_with_decode(sliding_window, dtype, language):
     requests = [(64, 100), (1, 700), (200, 328), (0, 33), (3, 131), (1, 1), (300, 9000), (2048, 4096), (129, 1000)]
     check(run_triton, on_gpu(requests, dtype, padding=5), sliding_window, rounded_weights=True)
 
@@ -57,7 +80,7 @@ def test_chunks_over_a_cached_prefix_mixed_with_decode(sliding_window, dtype):
 @WINDOWS
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (8, 8), (16, 8), (32, 8), (8, 1), (16, 1), (12, 4)])
-def test_any_number_of_heads_to_a_key_head_and_any_block_size(heads, kv_heads, block_size, sliding_window):
+def test_any_number_of_heads_to_a_key_head_and_any_block_size(heads, kv_heads, block_size, sliding_window, language):
     shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=64, block_size=block_size)
     check(run_triton, on_gpu([(1, 300), (150, 400), (1, 9)], shape=shape), sliding_window, rounded_weights=True)
 
@@ -84,14 +107,14 @@ def test_one_captured_graph_follows_the_lengths_and_agrees_with_eager():
             assert (out[-3:] == 0).all()
 
 
-def test_the_same_call_gives_the_same_bits():
+def test_the_same_call_gives_the_same_bits(language):
     """The last program to arrive adds the shares up in their order, not in that of their arrival."""
     step = on_gpu([(1, 9000), (1, 5000), (300, 2000)])
     want = run_triton(step, None)
     assert all(torch.equal(run_triton(step, None), want) for _ in range(20))
 
 
-def test_no_call_waits_for_the_device():
+def test_no_call_waits_for_the_device(language):
     steps = [on_gpu([(1, 300), (64, 90)]), as_decode(on_gpu([(1, 300), (1, 90)]), max_seq_len=400)]
     for step in steps:
         run_triton(step, None)  # compiles
@@ -133,6 +156,7 @@ def test_the_check_notices_a_mistake_in_decode(mutation, dtype, monkeypatch, tmp
 @DTYPES
 @pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
 def test_the_check_notices_a_mistake_in_prompts(mutation, dtype, monkeypatch, tmp_path):
+    only_triton(monkeypatch)
     step = on_gpu([(30, 80), (17, 17), (200, 300)], dtype)
     check_windows(step, (None, 128, 20))
     PROMPT_MUTATIONS[mutation](monkeypatch, tmp_path)
@@ -140,7 +164,18 @@ def test_the_check_notices_a_mistake_in_prompts(mutation, dtype, monkeypatch, tm
         check_windows(step, (None, 128, 20))
 
 
-def test_long_prompt_against_its_last_rows_by_the_definition():
+@pytest.mark.parametrize("mutation", HOPPER_MUTATIONS)
+def test_the_check_notices_a_mistake_in_the_gluon_kernel(mutation, monkeypatch, tmp_path):
+    if not launch_prompts.has_hopper(0):
+        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
+    step = on_gpu([(30, 80), (17, 17), (200, 300), (400, 400)])
+    check_windows(step, (None,))
+    HOPPER_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None,))
+
+
+def test_long_prompt_against_its_last_rows_by_the_definition(language):
     """At 20 000 keys; the definition needs all scores in memory, so it computes the last rows only."""
     step = on_gpu([(20_000, 20_000)])
     got = run_triton(step, None)[-64:]

@@ -63,6 +63,15 @@ def _kernel(part: str, *changes: tuple[str, str]) -> Mutate:
     return mutate
 
 
+def _hopper(*changes: tuple[str, str]) -> Mutate:
+    def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        from npu_gptoss.attention.triton import hopper
+
+        monkeypatch.setattr(hopper, "prefill_kernel", mutated(hopper, folder, *changes).prefill_kernel)
+
+    return mutate
+
+
 def _scale_without_log2_e(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     from npu_gptoss.attention.triton import launch_decode, launch_prompts
 
@@ -118,4 +127,21 @@ PROMPT_MUTATIONS: dict[str, Mutate] = {
         "gather", ("request * table_stride + position // PAGE", "request * table_stride + (position + 1) // PAGE")
     ),
     "last key not gathered": _kernel("gather", ("real = at < length", "real = at < length - 1")),
+}
+HOPPER_MUTATIONS: dict[str, Mutate] = {
+    "sink dropped": _hopper(("weight = gl.full([ROWS], 1.0,", "weight = gl.full([ROWS], 0.0,")),
+    "sink counted twice": _hopper(("weight = gl.full([ROWS], 1.0,", "weight = gl.full([ROWS], 2.0,")),
+    "a row sees one key too many": _hopper(
+        ("seen = key_at <= row_at[:, None]", "seen = key_at <= row_at[:, None] + 1")
+    ),
+    "a row does not see its own key": _hopper(("seen = key_at <= row_at[:, None]", "seen = key_at < row_at[:, None]")),
+    "no mask over a tile that needs one": _hopper(
+        ("steps - (lowest + 1) // BLOCK_N", "steps - (lowest + BLOCK_Q) // BLOCK_N")
+    ),
+    "keys of another tile": _hopper(("row = place + (steps - 1 - step)", "row = place + (steps - 2 - step)")),
+    "rows of the first group for all": _hopper(("begin += NUMBER * (ROWS // GROUP)", "begin += 0 * (ROWS // GROUP)")),
+    "sums not shrunk with a new largest score": _hopper(
+        ("result = result * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]", "result = result * 1.0")
+    ),
+    "scale without log2 e": _scale_without_log2_e,
 }
