@@ -31,14 +31,14 @@ def gather_kernel(
 ):
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    fields = requests + tl.program_id(1) * 6
+    fields = requests + tl.program_id(2) * 6
     request = tl.load(fields).to(tl.int64)
     first_key = tl.load(fields + 4)
     length = tl.load(fields + 3) + tl.load(fields + 2) - first_key
     place = tl.load(fields + 5).to(tl.int64)
-    begin = tl.program_id(0) * BLOCK
+    begin = tl.program_id(1) * BLOCK
     if begin < tl.cdiv(length, TILE_KEYS) * TILE_KEYS:
-        head = tl.program_id(2)
+        head = tl.program_id(0)  # the heads of a key lie side by side, so they are read at about the same time
         at = begin + tl.arange(0, BLOCK)
         real = at < length
         position = first_key + at

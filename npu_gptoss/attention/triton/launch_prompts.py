@@ -82,7 +82,7 @@ def prefill(
     group = triton.next_power_of_2(heads)
     gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=key_cache.dtype, device=query.device)
     block = min(GATHER_KEYS, tiling.keys)
-    gather_kernel[(triton.cdiv(prompts.longest, block), prompts.requests.shape[0], kv_heads)](
+    gather_kernel[(kv_heads, triton.cdiv(prompts.longest, block), prompts.requests.shape[0])](
         key_cache,
         value_cache,
         block_table,
