@@ -284,7 +284,16 @@ def test_the_table_knows_every_format_and_number_of_tokens():
     for weight_format in FORMATS:
         for path in ("few", "many"):
             for tokens in (1, 2, 100, 100_000):
-                assert len(tuned.tiles(weight_format, path, tokens)) == 2
+                for tiles in tuned.tiles(weight_format, path, tokens):
+                    assert layout.MOST_ROWS % tiles.rows == 0
+
+
+def test_packed_loops_have_two_products_where_triton_would_get_one_wrong():
+    """With a single product of a packed tile in the loop, Triton 3.6 opens the next tile into registers that the matrix
+    units still read (seen on an H200 with two programs on a multiprocessor)."""
+    for weight_format in ("mxfp4", "float8_e4m3fn"):
+        for _, _, *both in tuned.TABLE[weight_format]:
+            assert all(tiles.columns < 16 or tiles.halves or tiles.unroll > 1 for tiles in both)
 
 
 # On a GPU, at the sizes of gpt-oss

@@ -18,7 +18,8 @@ class Tiles:
     unroll: input tiles of 64 in one step of the loop: 2, or the largest divisor of their number up to this.
     stages: steps under way at once. warps: of a program.
     splits: shares of the inputs that `down` sums apart, for more programs in small batches.
-    halves: whether a tile of inputs is multiplied in two halves.
+    halves: whether a tile of inputs is multiplied in two halves. With 16 columns and more, a packed format wants that or
+        an unrolled loop: with one product in it, Triton 3.6 reuses registers that the matrix units still read.
     """
 
     rows: int
@@ -37,6 +38,7 @@ TABLE: dict[str, tuple[tuple[str, int, Tiles, Tiles], ...]] = {
         ("few", 4, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
         ("few", 48, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
         ("few", UNBOUNDED, Tiles(128, 32, 3, 3, 4), Tiles(128, 32, 3, 3, 4)),
+        ("many", 768, Tiles(128, 64, 1, 4, 4, halves=True), Tiles(128, 64, 1, 4, 4, halves=True)),
         ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4, halves=True), Tiles(128, 128, 1, 3, 4, halves=True)),
     ),
     "float8_e4m3fn": (

@@ -1,0 +1,132 @@
+"""Packed experts: what they expand to, what is refused, and that portable kernels take them and skip padding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe import ExpertWeights, Fp8Experts, Mxfp4Experts, expert_mlp, mxfp4, prepare_experts, quantize_fp8
+from npu_gptoss.moe.weights import FP8, FP8_LARGEST
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, check, local_share, make_layer
+from tests.tolerances import assert_close
+
+BF16 = torch.bfloat16
+
+
+def packed(weights: ExpertWeights) -> Mxfp4Experts:
+    gate_up = mxfp4.compress(weights.gate_up_proj.transpose(1, 2))
+    down = mxfp4.compress(weights.down_proj.transpose(1, 2))
+    return Mxfp4Experts(*gate_up, weights.gate_up_proj_bias, *down, weights.down_proj_bias, weights.expert_map)
+
+
+def in_format(name: str, weights: ExpertWeights) -> Mxfp4Experts | Fp8Experts:
+    return packed(weights) if name == "mxfp4" else quantize_fp8(weights)
+
+
+def test_mxfp4_experts_expand_to_the_bits_of_the_checkpoints_expansion():
+    weights = packed(make_layer(1, BF16).weights)
+    expanded = weights.expand(BF16)
+    for name in ("gate_up_proj", "down_proj"):
+        blocks, scales = getattr(weights, name + "_blocks"), getattr(weights, name + "_scales")
+        assert torch.equal(getattr(expanded, name), mxfp4.expand_transposed(blocks, scales, BF16))
+        assert torch.equal(getattr(expanded, name), mxfp4.expand(blocks, scales, BF16).transpose(1, 2))
+
+
+@pytest.mark.parametrize("source", ["floats", "mxfp4"])
+def test_fp8_is_within_half_a_step_of_each_rows_scale(source):
+    weights = make_layer(1).weights if source == "floats" else packed(make_layer(1).weights)
+    floats = weights.expand(torch.float32)
+    made = quantize_fp8(weights)
+    back = made.expand(torch.float32)
+    for name in ("gate_up_proj", "down_proj"):
+        want, got = getattr(floats, name), getattr(back, name)
+        scale = getattr(made, name + "_scales")[:, None, :]
+        # 3 bits of mantissa: half a step is 2 ** -4 of the value; below 2 ** -6 the steps are 2 ** -9
+        assert bool(((got - want).abs() <= want.abs() / 16 + scale * 2**-10 * 1.001).all())
+        assert getattr(made, name).float().abs().amax().item() == FP8_LARGEST
+
+
+def test_a_row_of_zeros_stays_zero_in_fp8():
+    weights = make_layer(1).weights
+    zeros = dataclasses.replace(weights, down_proj=weights.down_proj * 0)
+    assert bool((quantize_fp8(zeros).expand(torch.float32).down_proj == 0).all())
+
+
+def test_what_is_fp8_already_is_not_quantized_again():
+    made = quantize_fp8(make_layer(1).weights)
+    assert quantize_fp8(made) is made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_portable_kernels_compute_with_the_expansion(name, dtype):
+    layer = make_layer(20, dtype)
+    weights = in_format(name, layer.weights)
+    check(lambda at: at.run("small_ops", weights), layer, weights)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_the_check_sees_that_a_format_is_not_the_floats(name):
+    layer = make_layer(20)
+    with pytest.raises(AssertionError):
+        check(lambda at: at.run("small_ops", in_format(name, layer.weights)), layer)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def test_the_expert_map_survives_expansion(name):
+    layer = make_layer(20)
+    share = in_format(name, local_share(layer.weights, 2, 5))
+    check(lambda at: at.run("small_ops", share), layer, share)
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+@pytest.mark.parametrize("share", [False, True])
+def test_padding_rows_with_nan_add_nothing(kernel, share):
+    layer = make_layer(6)
+    weights = local_share(layer.weights, 0, 4) if share else layer.weights
+    prepared = prepare_experts(weights, kernel=kernel)
+    ids = torch.arange(4).repeat(6, 1)
+    ids[2] = -1
+    each = torch.full((6, 4), 0.25)
+    each[2] = 0
+    hidden = layer.hidden_states.clone()
+    hidden[2] = float("nan")
+    got = expert_mlp(hidden, prepared, each, ids)
+    assert bool((got[2] == 0).all())
+    others = [0, 1, 3, 4, 5]
+    assert_close(got[others], expert_mlp(layer.hidden_states[others], prepared, each[others], ids[others]), scale=4)
+
+
+def test_misshapen_packed_weights_are_refused_in_words():
+    weights = make_layer(1, BF16).weights
+    four, eight = packed(weights), quantize_fp8(weights)
+    with pytest.raises(InputError, match=r"down_proj_scales must be \[8, 64, 3\], got \[8, 64\]"):
+        dataclasses.replace(four, down_proj_scales=four.down_proj_scales[..., 0])
+    with pytest.raises(InputError, match="gate_up_proj_blocks must be uint8, got int16"):
+        dataclasses.replace(four, gate_up_proj_blocks=four.gate_up_proj_blocks.to(torch.int16))
+    with pytest.raises(InputError, match=r"gate_up_proj_blocks must be \[experts"):
+        dataclasses.replace(four, gate_up_proj_blocks=four.gate_up_proj_blocks[0])
+    with pytest.raises(InputError, match=r"down_proj must be \[8, 64, 96\]"):
+        dataclasses.replace(eight, down_proj=eight.down_proj.transpose(1, 2))
+    with pytest.raises(InputError, match="gate_up_proj_scales must be float32, got bfloat16"):
+        dataclasses.replace(eight, gate_up_proj_scales=eight.gate_up_proj_scales.to(BF16))
+    with pytest.raises(InputError, match="down_proj must be float8_e4m3fn, got bfloat16"):
+        dataclasses.replace(eight, down_proj=eight.down_proj.to(BF16))
+    with pytest.raises(InputError, match=r"down_proj_bias must be .* got none"):
+        dataclasses.replace(eight, down_proj_bias=None)
+
+
+def test_all_formats_say_their_sizes_alike():
+    weights = make_layer(1, BF16).weights
+    for each in (weights, packed(weights), quantize_fp8(weights)):
+        sizes = (each.num_experts, each.hidden_size, each.intermediate_size, each.dtype)
+        assert sizes == (EXPERTS, HIDDEN, INTERMEDIATE, BF16)
+    assert [each.format for each in (weights, packed(weights), quantize_fp8(weights))] == [
+        "bfloat16",
+        "mxfp4",
+        "float8_e4m3fn",
+    ]
+    assert quantize_fp8(weights).down_proj.dtype == FP8
