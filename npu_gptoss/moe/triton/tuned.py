@@ -18,8 +18,8 @@ class Tiles:
     unroll: input tiles of 64 in one step of the loop: 2, or the largest divisor of their number up to this.
     stages: steps under way at once. warps: of a program.
     splits: shares of the inputs that `down` sums apart, for more programs in small batches.
-    halves: whether a tile of inputs is multiplied in two halves. With 16 columns and more, a packed format wants that or
-        an unrolled loop: with one product in it, Triton 3.6 reuses registers that the matrix units still read.
+    halves: whether a tile of inputs is multiplied in two halves. With 16 columns and more, a packed format wants that
+        or an unrolled loop: with one product in it, Triton 3.6 reuses registers that the matrix units still read.
     """
 
     rows: int
