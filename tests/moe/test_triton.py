@@ -370,6 +370,18 @@ def test_mxfp4_and_its_expansion_give_the_same_bits_where_the_kernel_is_the_same
     assert_close(packed.run(PATHS["many"]), floats.run(PATHS["many"]), atol=1e-2)
 
 
+@pytest.mark.parametrize("inputs", [64, 96, 1440, 2880])
+def test_a_share_of_the_inputs_never_gets_a_loop_with_one_product(inputs):
+    """Cut in two, 2880 inputs are 23 tiles, which no unrolling but 1 divides."""
+    from npu_gptoss.moe.triton import launches
+
+    matrix = layout.TiledMatrix(torch.empty(0), torch.empty(0), torch.empty(0), 64, inputs)
+    for weight_format in ("mxfp4", "float8_e4m3fn"):
+        for _, _, *both in tuned.TABLE[weight_format]:
+            for constants in (launches._constants(matrix, tiles) for tiles in both):
+                assert constants["BN"] < 16 or constants["HALVES"] or constants["UNROLL"] > 1
+
+
 def test_moving_experts_keeps_every_tensor(experts):
     moved = on_device(experts("mxfp4"), torch.device("cpu"))
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"cpu"}

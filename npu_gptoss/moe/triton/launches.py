@@ -26,13 +26,15 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, w
 
 
 def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
+    unrolled = unroll(-(-matrix.inputs // INPUTS), shape.unroll)
     return {
         "R": matrix.rows,
         "K": matrix.inputs,
         "BM": shape.rows,
         "BN": shape.columns,
-        "UNROLL": unroll(-(-matrix.inputs // INPUTS), shape.unroll),
-        "HALVES": shape.halves,
+        "UNROLL": unrolled,
+        # never a single product of a packed tile in a loop: see `Tiles.halves`
+        "HALVES": shape.halves or (matrix.scales is not None and unrolled == 1 and shape.columns >= 16),
         "STAGES": shape.stages,
         "NATIVE": not INTERPRETED,
     }
