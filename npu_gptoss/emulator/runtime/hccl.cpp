@@ -15,7 +15,10 @@ using namespace emulator;
 namespace {
 const size_t piece = Communicator::slot;
 
-int launch(const char *name, Communicator *communicator, size_t bytes, aclrtStream handle, std::function<int()> work) {
+// `common`: bytes that all ranks must agree on, or that they may differ, or that ranks act apart (send, receive).
+const size_t differs = ~0ul, apart = ~0ul - 1;
+
+int launch(const char *name, Communicator *communicator, size_t bytes, aclrtStream handle, std::function<int()> work, size_t common = differs) {
   Stream *stream = stream_of(handle);
   int id = stream->id;
   bool captured;
@@ -27,8 +30,10 @@ int launch(const char *name, Communicator *communicator, size_t bytes, aclrtStre
                      ", \"ranks\": " + std::to_string(communicator->ranks) + ", \"stream\": " + std::to_string(id);
   if (captured) trace(what + ", \"phase\": \"capture\"");
   std::string line = what + (captured ? ", \"phase\": \"replay\"" : ", \"phase\": \"eager\"");
+  std::string call = std::string(name) + (common < apart ? " of " + std::to_string(common) + " bytes" : "");
   return submit_work(stream, [=] {
-    int code = work();
+    int code = common == apart ? 0 : communicator->agree(call);
+    if (!code) code = work();
     if (!code) trace(line);
     return code;
   });
@@ -110,14 +115,14 @@ HcclResult HcclAllReduce(void *source, void *target, uint64_t count, HcclDataTyp
   size_t bytes = count * size_of(type);
   return (HcclResult)launch("HcclAllReduce", c, bytes, stream, [=] {
     return exchange(c, (char *)source, bytes, [=](size_t done, size_t part) { return reduce_slots(c, (char *)target + done, 0, part, type, op); });
-  });
+  }, bytes);
 }
 HcclResult HcclReduce(void *source, void *target, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
   size_t bytes = count * size_of(type);
   return (HcclResult)launch("HcclReduce", c, bytes, stream, [=] {
     return exchange(c, (char *)source, bytes, [=](size_t done, size_t part) { return c->rank == root ? reduce_slots(c, (char *)target + done, 0, part, type, op) : 0; });
-  });
+  }, bytes);
 }
 HcclResult HcclAllGather(void *source, void *target, uint64_t count, HcclDataType type, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -127,7 +132,7 @@ HcclResult HcclAllGather(void *source, void *target, uint64_t count, HcclDataTyp
       for (uint32_t r = 0; r < c->ranks; r++) memcpy((char *)target + r * bytes + done, c->slot_of(r), part);
       return 0;
     });
-  });
+  }, bytes);
 }
 HcclResult HcclAllGatherV(const void *source, uint64_t count, const void *target, const void *counts, const void *displacements, HcclDataType type, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -151,7 +156,7 @@ HcclResult HcclReduceScatter(void *source, void *target, uint64_t count, HcclDat
       if (code) return code;
     }
     return 0;
-  });
+  }, bytes);
 }
 HcclResult HcclReduceScatterV(const void *source, const void *counts, const void *displacements, const void *target, uint64_t, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -173,7 +178,7 @@ HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32
       if (c->rank != root) memcpy((char *)buffer + done, c->slot_of(root), part);
       return 0;
     });
-  });
+  }, bytes);
 }
 HcclResult HcclScatter(void *source, void *target, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -187,7 +192,7 @@ HcclResult HcclScatter(void *source, void *target, uint64_t count, HcclDataType 
       if (code) return code;
     }
     return 0;
-  });
+  }, bytes);
 }
 HcclResult HcclAlltoAllV(const void *source, const void *send_counts, const void *send_at, HcclDataType type, const void *target, const void *receive_counts, const void *receive_at, HcclDataType, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -205,12 +210,12 @@ HcclResult HcclAlltoAll(const void *source, uint64_t count, HcclDataType type, c
 HcclResult HcclSend(void *source, uint64_t count, HcclDataType type, uint32_t to, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
   size_t bytes = count * size_of(type);
-  return (HcclResult)launch("HcclSend", c, bytes, stream, [=] { return c->send(source, bytes, to); });
+  return (HcclResult)launch("HcclSend", c, bytes, stream, [=] { return c->send(source, bytes, to); }, apart);
 }
 HcclResult HcclRecv(void *target, uint64_t count, HcclDataType type, uint32_t from, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
   size_t bytes = count * size_of(type);
-  return (HcclResult)launch("HcclRecv", c, bytes, stream, [=] { return c->receive(target, bytes, from); });
+  return (HcclResult)launch("HcclRecv", c, bytes, stream, [=] { return c->receive(target, bytes, from); }, apart);
 }
 HcclResult HcclBatchSendRecv(HcclSendRecvItemDef *items, uint32_t count, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
@@ -226,7 +231,7 @@ HcclResult HcclBatchSendRecv(HcclSendRecvItemDef *items, uint32_t count, HcclCom
       if (item.sendRecvType == HCCL_RECV)
         if (int code = c->receive(item.buf, item.count * size_of(item.dataType), item.remoteRank)) return code;
     return 0;
-  });
+  }, apart);
 }
 HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
@@ -119,6 +120,16 @@ int Communicator::barrier() {
     return 0;
   }
   return wait([&] { return header->generation.load() != generation; }, "the others");
+}
+
+// The announcements are written again in the next collective at the earliest, and each ends with a barrier.
+int Communicator::agree(const std::string &call) {
+  snprintf(header->calls[rank], sizeof header->calls[rank], "%s", call.c_str());
+  if (int code = barrier()) return code;
+  for (uint32_t other = 0; other < ranks; other++)
+    if (strcmp(header->calls[other], header->calls[rank]))
+      return fail(5, "rank " + std::to_string(rank) + " of communicator " + name + " is in " + header->calls[rank] + " and rank " + std::to_string(other) + " in " + header->calls[other] + ": collectives that do not meet hang on the device");
+  return 0;
 }
 
 char *Communicator::slot_of(uint32_t other) const { return data + other * slot; }

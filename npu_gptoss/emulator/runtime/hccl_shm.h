@@ -16,6 +16,7 @@ struct Communicator {
 
   bool open();                           // attaches and waits for everybody; false: see the recent error
   int barrier();
+  int agree(const std::string &call);    // waits for everybody; an error when another rank is in another call
   char *slot_of(uint32_t rank) const;
   int send(const void *data, size_t bytes, uint32_t to);
   int receive(void *data, size_t bytes, uint32_t from);
@@ -25,6 +26,7 @@ struct Communicator {
   struct Header {
     std::atomic<uint32_t> count, generation;
     std::atomic<int32_t> processes[most_ranks];
+    char calls[most_ranks][96];
     Mailbox mailboxes[most_ranks * most_ranks];
   };
   Header *header = nullptr;

@@ -1,4 +1,7 @@
-"""`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or what differed."""
+"""`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or what differed.
+
+`python collectives.py RANKS apart`: rank 0 reduces while the others broadcast.
+"""
 
 from __future__ import annotations
 
@@ -86,27 +89,46 @@ def others(rank: int, ranks: int) -> dict[str, bool]:
     return found
 
 
-def work(rank: int, ranks: int, port: int, queue: mp.Queue) -> None:
+def apart(rank: int, ranks: int) -> dict[str, bool]:
+    """The last thing that these processes do: their communicator is of no use afterwards."""
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(4, device="npu"))
+        else:
+            dist.broadcast(torch.ones(4, device="npu"), 1)
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        text = str(error)
+        return {"refused": all(word in text for word in ("HcclAllReduce of 16 bytes", "HcclBroadcast", "do not meet"))}
+    return {"refused": False}
+
+
+def work(rank: int, ranks: int, port: int, queue: mp.Queue, how: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", rank=rank, world_size=ranks)
     found = {}
-    for dtype in DTYPES:
-        found |= exchange(rank, ranks, dtype)
-    found |= others(rank, ranks)
+    if how == "apart":
+        found = apart(rank, ranks)
+    else:
+        for dtype in DTYPES:
+            found |= exchange(rank, ranks, dtype)
+        found |= others(rank, ranks)
     queue.put((rank, found))
     queue.close()
     queue.join_thread()
     os._exit(0)
 
 
-def main(ranks: int) -> int:
+def main(ranks: int, how: str = "together") -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=work, args=(rank, ranks, port, queue), daemon=True) for rank in range(ranks)]
+    processes = [
+        context.Process(target=work, args=(rank, ranks, port, queue, how), daemon=True) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     answers = dict(queue.get(timeout=240) for _ in processes)
@@ -116,4 +138,4 @@ def main(ranks: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
