@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.nominal import BANDWIDTH
 
 # bytes a weight, scales included: MXFP4 four bits and a byte a group of 32, FP8 one float32 a block of 128 x 128
 WEIGHT_BYTES = {"mxfp4": 4.25 / 8, "fp8": 1 + 4 / 128**2, "bf16": 2.0}
@@ -33,9 +34,10 @@ class Ceilings:
     flops_per_s: float
 
 
-# 4.8 TB/s: the vendor's datasheet; 790 TFLOP/s: an 8192 x 8192 x 8192 product of random bfloat16 through the library.
-H200 = Ceilings("H200 nominal", 4.8e12, 790e12)
-NOMINAL = {"NVIDIA H200": H200}
+# 790 TFLOP/s: an 8192 x 8192 x 8192 product of random bfloat16 through the library.
+_H200 = "NVIDIA H200"
+H200 = Ceilings("H200 nominal", BANDWIDTH[_H200] * 1e9, 790e12)
+NOMINAL = {_H200: H200}
 
 
 @dataclass(frozen=True)

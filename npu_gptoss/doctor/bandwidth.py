@@ -9,33 +9,10 @@ import torch
 
 from npu_gptoss.doctor.findings import Finding, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import GIB, Device
+from npu_gptoss.nominal import memory_bandwidth
 
-# GB/s. 910B: the family figure of CANN's migration guide and of the 9.0 platform files, no official data sheet; B4 as
-# community tools have it. NVIDIA: data sheets. The longest name that fits counts.
-NOMINAL = {
-    "Ascend910B": 1600,
-    "Ascend910B4": 800,
-    "Ascend910B4-1": 1600,
-    "NVIDIA H200": 4800,
-    "NVIDIA H100 80GB HBM3": 3350,
-    "NVIDIA H100 PCIe": 2000,
-    "NVIDIA A100-SXM4-80GB": 2039,
-    "NVIDIA A100-SXM4-40GB": 1555,
-}
 LOW = 0.5  # of nominal: below, something is wrong. A copy reaches 0.8 to 0.9 where nothing is.
 SECONDS = 0.5
-
-
-def nominal(name: str) -> int | None:
-    """GB/s of a device by its name; None when it is not in the table."""
-    fitting = [known for known in NOMINAL if name.startswith(known) and not _another(name, known)]
-    return NOMINAL[max(fitting, key=len)] if fitting else None
-
-
-def _another(name: str, known: str) -> bool:
-    """Whether the digits go on: Ascend910B40 would be no Ascend910B4. The B's own digit is the chip's bin."""
-    rest = name[len(known) :]
-    return known[-1].isdigit() and rest[:1].isdigit()
 
 
 def measure(device: torch.device, free: int) -> float:
@@ -64,7 +41,7 @@ def bandwidth(device: torch.device, seen: Device) -> Iterator[Finding]:
             "bandwidth", "The emulated device's memory is this host's: its speed says nothing of a 910B."
         )
         return
-    speed, known = measure(device, seen.free), nominal(seen.name)
+    speed, known = measure(device, seen.free), memory_bandwidth(seen.name)
     yield judged(speed, known, seen)
 
 

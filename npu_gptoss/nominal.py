@@ -1,0 +1,28 @@
+"""Nominal memory bandwidths: the one table, for the doctor's share and the roofline's floors. Standard library only."""
+
+from __future__ import annotations
+
+# GB/s. 910B: the family figure of CANN's migration guide and of the 9.0 platform files, no official data sheet; B4 as
+# community tools have it. NVIDIA: data sheets. The longest name that fits counts.
+BANDWIDTH = {
+    "Ascend910B": 1600,
+    "Ascend910B4": 800,
+    "Ascend910B4-1": 1600,
+    "NVIDIA H200": 4800,
+    "NVIDIA H100 80GB HBM3": 3350,
+    "NVIDIA H100 PCIe": 2000,
+    "NVIDIA A100-SXM4-80GB": 2039,
+    "NVIDIA A100-SXM4-40GB": 1555,
+}
+
+
+def memory_bandwidth(name: str) -> int | None:
+    """GB/s of a device by the name that its driver gives; None when it is not in the table."""
+    fitting = [known for known in BANDWIDTH if name.startswith(known) and not _another(name, known)]
+    return BANDWIDTH[max(fitting, key=len)] if fitting else None
+
+
+def _another(name: str, known: str) -> bool:
+    """Whether the digits go on: Ascend910B40 would be no Ascend910B4. The B's own digit is the chip's bin."""
+    rest = name[len(known) :]
+    return known[-1].isdigit() and rest[:1].isdigit()

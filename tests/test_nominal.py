@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from npu_gptoss.nominal import memory_bandwidth
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        ("Ascend910B1", 1600),
+        ("Ascend910B2C", 1600),
+        ("Ascend910B3", 1600),
+        ("Ascend910B4", 800),
+        ("Ascend910B4-1", 1600),
+        ("Ascend910B40", 1600),
+        ("NVIDIA H200", 4800),
+        ("NVIDIA A100-SXM4-40GB", 1555),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("Ascend910_9391", None),
+    ],
+)
+def test_the_nominal_bandwidth_is_that_of_the_very_chip(name: str, speed: int | None) -> None:
+    assert memory_bandwidth(name) == speed
