@@ -44,7 +44,7 @@ done
 
 [ -n "$model" ] || fail "--model is missing: the folder of a checkpoint in the official layout."
 case ,$devices, in *,,* | *[!0-9,]*) fail "--devices wants numbers of NPUs such as 0,1,2,3, got '$devices'." ;; esac
-case $port in *[!0-9]*) fail "--port wants a number, got '$port'." ;; esac
+case $port in *[!0-9]* | ??????*) fail "--port wants a number from 1 to 65535, got '$port'." ;; esac
 [ "$port" -ge 1 ] && [ "$port" -le 65535 ] || fail "--port $port is not between 1 and 65535."
 numbers=$(printf '%s\n' "$devices" | tr ',' '\n')
 count=$(printf '%s\n' "$numbers" | wc -l | tr -d ' ')

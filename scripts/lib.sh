@@ -12,10 +12,10 @@ value() {
     [ "$2" -ge 2 ] || fail "$1 wants a value; $program --help lists what it takes."
 }
 
-# number OPTION VALUE: a whole number above 0
+# number OPTION VALUE: a whole number above 0, of at most nine digits, with which any shell computes
 number() {
     case $2 in
-    '' | 0* | *[!0-9]*) fail "$1 wants a whole number above 0, got '$2'." ;;
+    '' | 0* | *[!0-9]* | ??????????*) fail "$1 wants a whole number above 0, got '$2'." ;;
     esac
 }
 

@@ -170,4 +170,5 @@ def test_numbers_that_are_none_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         options(*arguments)
     assert stop.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    words = capsys.readouterr().err
+    assert f"{arguments[0]}: expected a whole number of at least 1, got {arguments[1]!r}" in words

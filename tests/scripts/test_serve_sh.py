@@ -110,6 +110,7 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
         (("--model", "openai/gpt-oss-20b", "--on", "cpu", "--mode", "full"), "no graphs on a CPU"),
         (("--model", "openai/gpt-oss-20b", "--on", "cpu", "--cards", "2"), "on a CPU there is one card"),
         (("--model", "openai/gpt-oss-20b", "--port", "70000"), "not between 1 and 65535"),
+        (("--model", "openai/gpt-oss-20b", "--port", "9" * 20), "--port wants a whole number above 0, got '999"),
         (("--model", "openai/gpt-oss-20b", "--max-len", "16k"), "--max-len wants a whole number above 0, got '16k'"),
         (("--model", "openai/gpt-oss-20b", "--capture-sizes", "16,,1"), "commas between them, got '16,,1'"),
         (("--model", "openai/gpt-oss-20b", "--devices", "npu0"), "numbers of NPUs such as 0,1, got 'npu0'"),
