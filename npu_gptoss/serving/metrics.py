@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.steps import EAGER, MODES, Step, take
 from npu_gptoss.supported import VLLM
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MODEL_TYPE = "gpt_oss"
 NO_BUCKET = "none"
 LABELS = ("model_name", "engine")  # as on vLLM's own metrics
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.ascend.limits import installed, version_objection
 from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
-
-ARCHITECTURE = "gpt_oss"
 
 
 def expect_release() -> None:
@@ -25,7 +24,7 @@ def install_host_mask(module: ModuleType) -> None:
     original = runner._make_attention_mask
 
     def _make_attention_mask(self: Any, seq_lens: Any, position: Any, attn_state: Any) -> Any:
-        if self.model_config.hf_config.model_type == ARCHITECTURE:
+        if self.model_config.hf_config.model_type == MODEL_TYPE:
             return None
         return original(self, seq_lens=seq_lens, position=position, attn_state=attn_state)
 

@@ -13,6 +13,7 @@ import os
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import expect_parameters, replace
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def install_native_ops(module: ModuleType) -> None:
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         original(cls, vllm_config)
         model_config = vllm_config.model_config
-        if model_config is None or model_config.hf_config.model_type != "gpt_oss":
+        if model_config is None or model_config.hf_config.model_type != MODEL_TYPE:
             return
         if torch_release() > NEWEST_TORCH_THAT_COMPILES:
             from vllm.config import CompilationLevel

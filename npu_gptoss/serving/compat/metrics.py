@@ -6,10 +6,10 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving import steps
 from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
 
-ARCHITECTURE = "gpt_oss"
 LOGGERS = "vllm.v1.metrics.loggers"
 RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
 OBSERVER = "_npu_gptoss_observer"
@@ -32,7 +32,7 @@ def install_stat_logger(module: ModuleType) -> None:
         *arguments: Any,
         **keywords: Any,
     ) -> None:
-        if vllm_config.model_config.hf_config.model_type == ARCHITECTURE:
+        if vllm_config.model_config.hf_config.model_type == MODEL_TYPE:
             from npu_gptoss.serving.metrics import StatLogger
 
             others = [factory for factory in custom_stat_loggers or () if factory is not StatLogger]
@@ -83,7 +83,7 @@ def _install(runner: Any, dispatcher: str) -> None:
     original = runner.execute_model
 
     def execute_model(self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        if self.model_config.hf_config.model_type != ARCHITECTURE:
+        if self.model_config.hf_config.model_type != MODEL_TYPE:
             return original(self, scheduler_output, intermediate_tensors)
         observer = vars(self).get(OBSERVER)
         if observer is None:  # at the first step: other wrappers of the dispatcher are in place, captures are over

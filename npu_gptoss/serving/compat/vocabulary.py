@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.model import vocabulary
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 
@@ -99,7 +100,7 @@ def install(serving_engine: ModuleType) -> None:
 
     @functools.wraps(original_init)
     def __init__(self, engine_client: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
-        if getattr(model_config.hf_config, "model_type", None) == "gpt_oss":
+        if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
             served[0] = checkpoint_directory(model_config)
         original_init(self, engine_client, model_config, *args, **kwargs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import expect_source, replace
 
 
@@ -20,7 +21,7 @@ def install(module: ModuleType) -> None:
 
     def get_sliding_window(self) -> int | None:
         """None for gpt-oss, the number of config.json for any other model."""
-        if self.hf_text_config.model_type == "gpt_oss" and not self.disable_sliding_window:
+        if self.hf_text_config.model_type == MODEL_TYPE and not self.disable_sliding_window:
             return None
         return original(self)
 
