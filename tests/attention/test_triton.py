@@ -76,6 +76,16 @@ def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_z
         step.metadata.lengths[3:8] -= 9  # in place, as a replay does
 
 
+def test_a_padded_graph_for_longer_keys_computes_the_same_bits_as_the_eager_step(monkeypatch):
+    from npu_gptoss.attention.triton import launch_decode
+
+    monkeypatch.setattr(launch_decode, "WIDE", dataclasses.replace(launch_decode.WIDE, programs=512))
+    step = make_step([(1, keys) for keys in (1, 40, 333)])
+    graph = as_decode(step, max_seq_len=4096, padding=1)
+    for sliding_window in (None, 128):
+        assert torch.equal(run_triton(graph, sliding_window)[:-1], run_triton(step, sliding_window))
+
+
 def test_a_length_beyond_the_table_is_cut_there():
     """A step that will be thrown away may be one token too long; it must not read what lies behind the table."""
     step = as_decode(make_step([(1, 32)]), max_seq_len=32)
