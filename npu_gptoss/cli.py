@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
     "tiny": ("npu_gptoss.model.tiny_command", "write a tiny checkpoint in the official layout, random or trained"),
+    "verify": ("npu_gptoss.verify.command", "check every kernel that can run here against the definition"),
     "vocabulary": ("npu_gptoss.model.vocabulary_command", "rebuild the harmony vocabulary from a checkpoint, offline"),
 }
 

@@ -1,0 +1,144 @@
+"""Check every kernel that can run here against the fp32 definition, third-party kernels included.
+
+Each kernel gets the calls that its signatures and traits promise: edge shapes and seeded random ones. Exit code 0: all
+is right; 1: something is not, or a kernel could not be verified; 2: the command was given what it cannot use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss.engine.device import AUTO, kernels_for, resolve_device
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import current_platform, load_kernels
+from npu_gptoss.kernels.registry import BUILT_IN
+from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, subjects, verify
+
+SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("filter", nargs="?", metavar="FILTER", help="part of a kernel's or package's name")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random calls (default: 0)")
+    parser.add_argument("--cases", type=int, default=4, metavar="N", help="random calls each (default: 4)")
+    parser.add_argument("--mutate", action="store_true", help="show that each known mistake would have been caught")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+    parser.add_argument("--device", default=AUTO, metavar="auto|cpu|cuda|npu", help="where kernels run (default: auto)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.cases < 0:
+        raise InputError(f"--cases must be 0 or more, got {args.cases}")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
+    load_kernels()
+    device = resolve_device(args.device)
+    with kernels_for(device), torch.inference_mode():
+        found, elsewhere = subjects(device, args.filter)
+        print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
+        reports, started = [], time.monotonic()
+        for subject in found:
+            report = verify(subject, device, seed=args.seed, cases=args.cases, mutate=args.mutate)
+            reports.append(report)
+            print("\n".join(lines(report, args)), flush=True)
+        if args.json is not None:
+            write_json(args.json, record(args, device, reports, elsewhere))
+    print(summary(reports, elsewhere, time.monotonic() - started))
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def lines(report: Report, args: argparse.Namespace) -> list[str]:
+    """One line for what is right; for what is not, the worst elements and how to see it again."""
+    subject, calls = report.subject, report.calls
+    head = f"{'ok' if report.ok else 'FAIL':<4} {subject.name}"
+    if subject.origin != BUILT_IN:
+        head += f" [{subject.origin}]"
+    passed = [call for call in calls if call.state == PASSED]
+    if passed:
+        worst = max(passed, key=lambda call: call.error)
+        head += f": {len(passed)} calls, at worst {worst.error:.2g} of the tolerance ({worst.call})"
+    known = sum(call.state == KNOWN for call in calls)
+    text = [head + (f", {known} known failures" if known else "")]
+    text += [f"       {objection}" for objection in (*report.objections, *report.notes)]
+    bad = [call for call in calls if call.state in (FAILED, UNEXPECTED)]
+    for call in bad[:SHOWN]:
+        text.append(f"     {call.state}: {call.call} ({call.dtypes})")
+        text += [f"       {line}" for line in call.lines]
+    if len(bad) > SHOWN:
+        text.append(f"     and {len(bad) - SHOWN} more calls; --json FILE has them all")
+    if bad:
+        text.append(f"     again: npu-gptoss verify {subject.name} --seed {args.seed} --cases {args.cases}")
+    return text + _mistake_lines(report)
+
+
+def _mistake_lines(report: Report) -> list[str]:
+    if not report.mistakes:
+        return []
+    caught = {m.name for m in report.mistakes if m.caught_by}
+    missed = [m for m in report.mistakes if not m.ok]
+    never = sorted({m.name for m in report.mistakes} - caught - {m.name for m in missed})
+    text = [f"       {len(caught)} mistakes caught: {', '.join(sorted(caught))}"]
+    text += [f"       not for this kernel: {', '.join(never)}"] if never else []
+    text += [
+        f"     NOT CAUGHT: {m.name} ({m.dtypes}): at most {m.error:.2g} of the tolerance in any call" for m in missed
+    ]
+    return text
+
+
+def summary(reports: Sequence[Report], elsewhere: dict[str, str], seconds: float) -> str:
+    calls = sum(len(report.calls) for report in reports)
+    wrong = [report.subject.name for report in reports if not report.ok]
+    text = f"{calls} calls of {len(reports)} kernels in {seconds:.0f} s"
+    mistakes = [mistake for report in reports for mistake in report.mistakes]
+    if mistakes:
+        text += f", {sum(bool(m.caught_by) for m in mistakes)} of {sum(m.shown for m in mistakes)} mistakes caught"
+    text += f"; {len(elsewhere)} others cannot run here or are the definition (--json says why)" if elsewhere else ""
+    return text + (f"\nwrong: {', '.join(wrong)}" if wrong else "\nall right")
+
+
+def record(
+    args: argparse.Namespace, device: torch.device, reports: Sequence[Report], elsewhere: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "device": str(device),
+        "platform": current_platform().kind,
+        "torch": torch.__version__,
+        "seed": args.seed,
+        "cases": args.cases,
+        "kernels": [
+            {
+                "kernel": report.subject.name,
+                "origin": report.subject.origin,
+                "ok": report.ok,
+                "calls": [_finite(asdict(call)) for call in report.calls],
+                "mistakes": [_finite(asdict(mistake)) for mistake in report.mistakes],
+                "objections": report.objections,
+                "notes": report.notes,
+            }
+            for report in reports
+        ],
+        "left_out": elsewhere,
+    }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: an error that no tolerance measures is null."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, suffix=".tmp", delete=False) as file:
+        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    os.replace(file.name, path)  # noqa: PTH105  (as pathlib's, from a name)

@@ -1,0 +1,214 @@
+"""Which kernels there are to verify here, and what came of each: calls that failed, mistakes that were not caught."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import inf
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import ANY, KernelSpec, Priority, current_platform, signature
+from npu_gptoss.kernels.registry import BUILT_IN, registry
+from npu_gptoss.kernels.selection import reasons_against
+from npu_gptoss.verify.calls import Call, Check, Outputs, Wanted, mapped, not_made, on, wanted_of
+from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
+
+PASSED, FAILED, KNOWN, UNEXPECTED = "passed", "failed", "known failure", "unexpected pass"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel, or a function of ours, with its check; without one nothing can be said of it."""
+
+    name: str
+    check: Check | None
+    kernel: KernelSpec | None
+    origin: str
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """error: of the worst element in units of the tolerance. lines: what was wrong, or why the failure is known."""
+
+    call: str
+    dtypes: str
+    state: str
+    error: float
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MistakeResult:
+    """caught_by: the call that shows it, "" for none; shown: whether any call could; error: of the worst element."""
+
+    name: str
+    dtypes: str
+    caught_by: str
+    shown: bool
+    error: float
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.caught_by) or not self.shown
+
+
+@dataclass
+class Report:
+    """Of one subject. objections: reasons why nothing or not everything could be verified, which fail it."""
+
+    subject: Subject
+    calls: list[CallResult] = field(default_factory=list)
+    mistakes: list[MistakeResult] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        bad = any(call.state in (FAILED, UNEXPECTED) for call in self.calls)
+        return not bad and not self.objections and all(mistake.ok for mistake in self.mistakes)
+
+
+def matches(text: str, subject: Subject) -> bool:
+    """A part of the kernel's, operation's or package's name, or a pattern as of a shell."""
+    check = subject.check.name if subject.check else ""
+    return any(text in name or fnmatchcase(name, text) for name in (subject.name, check, subject.origin) if name)
+
+
+def subjects(device: torch.device, wanted: str | None = None) -> tuple[list[Subject], dict[str, str]]:
+    """What can run here, by name, and why each of the others cannot. Raises InputError where nothing is asked for."""
+    found, elsewhere = [], {}
+    for kernel in registry.kernels.values():
+        subject = Subject(kernel.name, CHECKS.get(f"{kernel.family}.{kernel.mode}"), kernel, kernel.origin)
+        if wanted is not None and not matches(wanted, subject):
+            continue
+        reasons = kernel.capability.reasons_against(current_platform())
+        if reasons:
+            elsewhere[kernel.name] = "; ".join(reasons)
+        elif kernel.priority == Priority.REFERENCE and kernel.origin == BUILT_IN and device.type == "cpu":
+            elsewhere[kernel.name] = "is the definition itself"
+        else:
+            found.append(subject)
+    functions = [Subject(check.name, check, None, BUILT_IN) for check in CHECKS.values() if check.operation is None]
+    found += [subject for subject in functions if wanted is None or matches(wanted, subject)]
+    if not found:
+        names = ", ".join(sorted([*registry.kernels, *(s.name for s in functions)]))
+        if elsewhere:
+            why = "; ".join(f"{name} {reason}" for name, reason in sorted(elsewhere.items()))
+            raise InputError(f"nothing that {wanted!r} names can be verified here: {why}")
+        raise InputError(f"{wanted!r} names no kernel: expected a part of one of these names, or a pattern: {names}")
+    return sorted(found, key=lambda s: s.name), elsewhere
+
+
+def verify(
+    subject: Subject,
+    device: torch.device,
+    *,
+    seed: int,
+    cases: int,
+    mutate: bool = False,
+    ledger: Sequence[KnownFailure] = KNOWN_FAILURES,
+) -> Report:
+    """All calls of one subject; with `mutate` also whether each known mistake would have been found by them."""
+    report, check = Report(subject), subject.check
+    if check is None:
+        kernel = subject.kernel
+        report.objections.append(f"there is no check of the operation {kernel.family}.{kernel.mode}")
+        return report
+    for wanted in _wanted(subject, seed, cases):
+        kept: list[tuple[Call, Outputs, Outputs | None, Outputs]] = []
+        for call in _fitting(subject, check.calls(wanted), wanted):
+            want = check.definition(call.inputs)
+            sizes = check.sizes(call.inputs) if check.sizes and wanted.precision == "bfloat16" else None
+            result, got = _judged(subject, check, call, wanted, want, sizes, device, ledger)
+            report.calls.append(result)
+            if mutate and result.state == PASSED:
+                kept.append((call, want, sizes, got))
+        if mutate and kept:
+            report.mistakes += _mistakes(check, kept, wanted)
+    if not report.calls:
+        report.objections.append(_nothing_fits(subject))
+    elif subject.kernel is not None and (left := list(not_made(subject.kernel, check))):
+        report.notes.append(f"not verified in {', '.join(left)}: no such calls are made here")
+    return report
+
+
+def _wanted(subject: Subject, seed: int, cases: int) -> Iterator[Wanted]:
+    if subject.kernel is not None:
+        yield from wanted_of(subject.kernel, subject.check, seed, cases)
+        return
+    ((role, dtypes),) = subject.check.dtypes.items()
+    for dtype in dtypes:
+        yield Wanted({role: dtype}, {}, seed, cases)
+
+
+def _fitting(subject: Subject, calls: Iterator[Call], wanted: Wanted) -> Iterator[Call]:
+    """Those that the kernel says it takes: selection would give it no others."""
+    for call in calls:
+        if subject.kernel is None or not reasons_against(
+            subject.kernel, signature(**wanted.roles), call.traits, current_platform()
+        ):
+            yield call
+
+
+def _nothing_fits(subject: Subject) -> str:
+    stated = "; ".join(
+        f"{trait} {'any' if values is ANY else sorted(values, key=str)}"
+        for trait, values in subject.kernel.traits.items()
+    )
+    missing = ", ".join(not_made(subject.kernel, subject.check))
+    return f"no call fits what it takes: {stated or 'no traits'}" + (f"; not made here: {missing}" if missing else "")
+
+
+def _judged(
+    subject: Subject,
+    check: Check,
+    call: Call,
+    wanted: Wanted,
+    want: Outputs,
+    sizes: Outputs | None,
+    device: torch.device,
+    ledger: Sequence[KnownFailure],
+) -> tuple[CallResult, Outputs]:
+    try:
+        got = mapped(check.run(on(call.inputs, device), subject.name), lambda t: t.cpu())
+        verdict = check.judge(got, want, wanted.precision, sizes)
+        ok, error, lines = verdict.ok, verdict.error, verdict.lines()
+    except Exception as failure:  # a kernel's own error is what is reported here
+        where = traceback.extract_tb(failure.__traceback__)[-1]
+        text = (str(failure).splitlines() or [""])[0]
+        lines = [f"{type(failure).__name__}: {text} ({where.name}, line {where.lineno} of {where.filename})"]
+        got, ok, error = {}, False, inf
+    known = next((entry for entry in ledger if entry.covers(subject.name, call.name, device.type)), None)
+    if known is not None:
+        state = UNEXPECTED if ok else KNOWN
+        lines = [
+            f"known: {known.reason}" if not ok else f"passes, but is in the ledger of known failures: {known.reason}"
+        ]
+    else:
+        state = PASSED if ok else FAILED
+    return CallResult(call.name, str(wanted), state, error, () if state == PASSED else tuple(lines)), got
+
+
+def _mistakes(
+    check: Check, kept: list[tuple[Call, Outputs, Outputs | None, Outputs]], wanted: Wanted
+) -> Iterator[MistakeResult]:
+    """Each in the calls that the kernel passed, until one shows it: what it would answer, rounded as the kernel's."""
+    for mistake in check.mistakes:
+        shown, largest, caught = False, 0.0, ""
+        for call, want, sizes, got in kept:
+            wrong = mistake.answer(call.inputs, check.definition)
+            if wrong is None:
+                continue
+            shown = True
+            rounded = {name: tensor.to(got[name].dtype) for name, tensor in wrong.items()}
+            verdict = check.judge(rounded, want, wanted.precision, sizes)
+            largest = max(largest, verdict.error)
+            if not verdict.ok:
+                caught = call.name
+                break
+        yield MistakeResult(mistake.name, str(wanted), caught, shown, largest)

@@ -1,0 +1,99 @@
+"""How far a result may be from the fp32 definition, with the reason for each number.
+
+`|got - want| <= scale * (atol + rtol * |want|) + of_largest * max |want| + of_size * size`, compared in fp32; NaN and
+Inf always fail. `size` is the sum of the sizes of a result's products, where a check knows it: the rounding of a factor
+is a share of that, however much the products cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# torch.testing's own: reordering of fp32 sums; two bf16 ulps, and an atol for values that cancel near zero
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float32: (1e-5, 1.3e-6),
+    torch.bfloat16: (1e-3, 1.6e-2),
+}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """See the module. `exact`: not a bit may differ, for integers and for values that are only moved."""
+
+    atol: float
+    rtol: float
+    scale: float = 1.0
+    of_largest: float = 0.0
+    of_size: float = 0.0
+    exact: bool = False
+
+
+EXACT = Tolerance(0.0, 0.0, exact=True)
+FLOAT32 = Tolerance(*TOLERANCES[torch.float32])
+BFLOAT16 = Tolerance(*TOLERANCES[torch.bfloat16])
+
+
+@dataclass(frozen=True)
+class Wider:
+    """More than the standard, for a reason."""
+
+    reason: str
+    scale: float = 1.0
+    of_largest: float = 0.0
+    of_size: float = 0.0
+
+
+# (operation, output, precision): the widest of them that any kernel needs.
+WIDER: dict[tuple[str, str, str], Wider] = {
+    ("attention.paged", "out", "bfloat16"): Wider(
+        "matrix units take the softmax's weights rounded to bf16, 2^-9 of each product; a result is rounded once more",
+        of_size=2**-8,
+    ),
+    ("attention.paged", "out", "float32"): Wider(
+        "up to 900 products are summed in another order, online softmax rescales them", scale=4
+    ),
+    ("moe.experts", "out", "float32"): Wider(
+        "two sums of up to 96 products of size ten, then four experts that cancel", scale=4
+    ),
+    ("moe.experts", "out", "bfloat16"): Wider(
+        "the activation, both products and (for many tokens) each share are rounded before they cancel in the sum",
+        of_largest=1 / 128,
+    ),
+    ("dense.qkv", "query", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.qkv", "key_cache", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.qkv", "value_cache", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.qkv", "query", "bfloat16"): Wider(
+        "the normed row is rounded before the product, the product before RoPE turns it", of_largest=1 / 64
+    ),
+    ("dense.qkv", "key_cache", "bfloat16"): Wider("as the queries", of_largest=1 / 64),
+    ("dense.qkv", "value_cache", "bfloat16"): Wider("the normed row is rounded before the product", of_largest=1 / 64),
+    ("dense.output", "out", "float32"): Wider("sums of 64 products in another order", scale=4),
+    ("dense.output", "out", "bfloat16"): Wider("the product is rounded before it cancels", of_largest=1 / 128),
+    ("dense.router", "normed", "float32"): Wider("a mean of 112 squares in another order", scale=4),
+    ("dense.router", "weights", "float32"): Wider("logits that are sums of 112 products", scale=4),
+    ("dense.router", "weights", "bfloat16"): Wider(
+        "logits of up to 8 are rounded to bf16, 2^-9 of each, and the softmax's weights move by that", of_largest=1 / 32
+    ),
+    ("dense.add_norm", "normed", "float32"): Wider("a mean of 112 squares in another order", scale=4),
+    ("dense.logits", "out", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.logits", "out", "bfloat16"): Wider("weights in eight bits are opened to bf16", of_largest=1 / 128),
+    ("rope.rotate", "x", "bfloat16"): Wider(
+        "both products are rounded before they cancel, as transformers rounds", of_largest=1 / 128
+    ),
+    ("rope.tables", "cos_sin", "float32"): Wider(
+        "angles of up to 131071 radians are products in fp32, which is off by half an ulp of them", of_largest=2**-7
+    ),
+}
+
+
+def tolerance(check: str, output: str, precision: str) -> Tolerance:
+    """precision: float32, bfloat16, or exact."""
+    if precision == "exact":
+        return EXACT
+    atol, rtol = TOLERANCES[getattr(torch, precision)]
+    wider = WIDER.get((check, output, precision))
+    if wider is None:
+        return Tolerance(atol, rtol)
+    return Tolerance(atol, rtol, wider.scale, wider.of_largest, wider.of_size)
