@@ -84,7 +84,7 @@ def output(
     ROUTER.family,
     ROUTER.mode,
     solution="small_ops",
-    signatures=(accepts(hidden=FLOATS, weight=FLOATS),),
+    signatures=tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS),
     traits={"rows": ANY},
     priority=Priority.PORTABLE,
 )
