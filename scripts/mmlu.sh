@@ -25,11 +25,12 @@ then prints the report. Interrupted, the same command goes on where it stopped.
   --dry-run              print the command, run nothing
   --help                 this text
 
-Needs evalscope: make setup-evalscope. The report again, or against another run: scripts/mmlu_report.py --help.
+Needs evalscope: make setup-evalscope. The report again, or against another run:
+python3 scripts/mmlu_report.py --help.
 END
 }
 
-# int(size of the subject * PART), summed over the 57 subjects of MMLU, is exactly 1000
+# int(size of the subject * PART), which is what evalscope takes, summed over MMLU's 57 subjects, is exactly 1000
 PART=0.0732
 
 url=http://127.0.0.1:8085 model='' gate='' limit='' effort=medium batch=16 shots=5 tokens='' data='' out='' dry=''

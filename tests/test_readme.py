@@ -1,6 +1,7 @@
 """The README and CONTRIBUTING promise nothing that is not there, and their examples run.
 
-The request and the client of the README run against a real server in tests/serving/test_openai_api.py.
+The README's request and the client of docs/serving-on-cpu.md run against a real server in
+tests/serving/test_openai_api.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from tests.markdown import PAGES, ROOT, code_blocks, links
 
 README = ROOT / "README.md"
 SHELL_LINES = [line for block in code_blocks(README, "sh") for line in block.splitlines()]
-COMMAND_LINES = [line for line in SHELL_LINES if line.startswith("npu-gptoss ")]
+COMMAND_LINES = [
+    line
+    for block in code_blocks(ROOT / "CONTRIBUTING.md", "sh")
+    for line in block.splitlines()
+    if line.startswith("npu-gptoss ")
+]
 # they need the trained checkpoint: tests/serving runs the same things on it
 NEEDS_CHECKPOINT = ".checkpoints/"
 
@@ -32,7 +38,7 @@ def test_no_link_leads_nowhere(page: Path) -> None:
 
 
 def test_every_place_of_the_tree_exists() -> None:
-    tree = next(block for block in code_blocks(README, "") if block.startswith("npu_gptoss/"))
+    tree = next(block for block in code_blocks(ROOT / "CONTRIBUTING.md", "") if block.startswith("npu_gptoss/"))
     missing, inside = [], ROOT
     for line in tree.splitlines():
         names = [word for word in re.split(r"\s{2,}", line.strip()) if word]
@@ -72,7 +78,7 @@ def test_the_readmes_request_is_the_one_that_make_serve_prints() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in COMMAND_LINES if NEEDS_CHECKPOINT not in line])
-def test_the_readmes_commands_run(line: str, tmp_path: Path) -> None:
+def test_the_commands_of_contributing_run(line: str, tmp_path: Path) -> None:
     words = [str(tmp_path / Path(word).name) if word.startswith("/tmp/") else word for word in shlex.split(line)]
     run = subprocess.run([sys.executable, "-m", "npu_gptoss.cli", *words[1:]], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -16,11 +17,16 @@ SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/mmlu.sh")
 LAYERS = {"20b": 24, "120b": 36, "tiny": 4}
 
 
-def commands(page: Path) -> list[str]:
-    """Lines of code blocks and code within sentences that start with one of the scripts, comments left out."""
+def shown(page: Path) -> list[str]:
+    """Lines of code blocks and code of several words within sentences, comments left out."""
     lines = [line for block in code_blocks(page, "sh") for line in block.splitlines()]
-    inline = re.findall(r"`(scripts/\w+\.sh [^`]+)`", page.read_text())
-    return [line.partition(" #")[0] for line in (*lines, *inline) if line.startswith(SCRIPTS)]
+    inline = re.findall(r"`([\w./]+ [^`\n]+)`", page.read_text())
+    return [line.partition(" #")[0] for line in (*lines, *inline)]
+
+
+def commands(page: Path) -> list[str]:
+    """Those that start with one of the scripts."""
+    return [line for line in shown(page) if line.startswith(SCRIPTS)]
 
 
 SHOWN = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)})
@@ -30,6 +36,17 @@ def test_the_pages_show_commands() -> None:
     shown = {line.split()[0] for _, line in SHOWN}
     assert shown == set(SCRIPTS), "the pattern is wrong, or a script is documented nowhere"
     assert {page for page, _ in SHOWN} >= {"README.md", "docs/running-on-910b.md", "docs/accuracy.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_program_that_a_page_runs_by_its_path_can_be_run(page: Path) -> None:
+    for line in shown(page):
+        program, _, rest = line.partition(" ")
+        if program.startswith(("scripts/", "docker/")):
+            assert os.access(ROOT / program, os.X_OK), f"{line}: permission denied"
+        elif program.rpartition("/")[2] in ("python", "python3") and ".py" in rest:
+            script = next(word for word in rest.split() if word.endswith(".py"))
+            assert (ROOT / script).is_file(), line
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN)

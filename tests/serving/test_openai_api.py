@@ -297,7 +297,7 @@ def test_a_required_tool_call_keeps_the_server_alive(client: OpenAI, server: Ser
     assert server.is_alive()
 
 
-def test_the_readmes_request_and_client_work(server: Server) -> None:
+def test_the_request_and_the_client_of_the_pages_work(server: Server) -> None:
     def ported(text: str) -> str:
         assert "http://127.0.0.1:8000" in text
         return text.replace("http://127.0.0.1:8000", server.url)
@@ -311,7 +311,7 @@ def test_the_readmes_request_and_client_work(server: Server) -> None:
     assert choice["finish_reason"] == promised["finish_reason"]
     assert {key: choice["message"][key] for key in promised["message"]} == promised["message"]
 
-    (program,) = code_blocks(ROOT / "README.md", "python")
+    (program,) = code_blocks(ROOT / "docs/serving-on-cpu.md", "python")
     run = subprocess.run([sys.executable, "-c", ported(program)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "8 + 9 = 17."
