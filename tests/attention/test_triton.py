@@ -94,6 +94,14 @@ def test_a_length_beyond_the_table_is_cut_there():
     assert_close(run_triton(step, None), want)
 
 
+def test_many_rows_of_a_window_layer_run_in_smaller_programs(monkeypatch):
+    from npu_gptoss.attention.triton import launch_decode
+
+    monkeypatch.setattr(launch_decode, "MANY_ROWS", 4)
+    assert launch_decode.decode_config(torch.bfloat16, True, 3) is launch_decode.WINDOW_MANY
+    check(run_triton, make_step(DECODE, torch.bfloat16), 128, rounded_weights=True)
+
+
 def test_a_step_of_decode_makes_one_plan_for_all_layers():
     step = make_step([(1, 20), (1, 30)])
     run_triton(step, None)

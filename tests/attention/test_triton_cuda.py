@@ -59,9 +59,9 @@ def test_decode_at_every_edge(sliding_window, dtype):
 
 @DTYPES
 @WINDOWS
-@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("batch", [1, 3, 40, 130])
 def test_decode_of_one_length_in_any_batch(batch, sliding_window, dtype):
-    check(run_triton, on_gpu([(1, 2050)] * batch, dtype), sliding_window, rounded_weights=True)
+    check(run_triton, on_gpu([(1, 1050)] * batch, dtype), sliding_window, rounded_weights=True)
 
 
 @DTYPES

@@ -32,13 +32,17 @@ class DecodeConfig:
 # Best of a grid on an H200 with gpt-oss's heads.
 FULL = DecodeConfig(keys=128, warps=4, stages=3, programs=512)
 WINDOW = DecodeConfig(keys=128, warps=4, stages=1, programs=1)
+WINDOW_MANY = DecodeConfig(keys=64, warps=2, stages=2, programs=1)  # smaller programs: more of them at a time
+MANY_ROWS = 128
 WIDE = DecodeConfig(keys=32, warps=4, stages=1, programs=512)
 
 
-def decode_config(dtype: torch.dtype, window: bool) -> DecodeConfig:
+def decode_config(dtype: torch.dtype, window: bool, rows: int) -> DecodeConfig:
     if dtype == torch.float32:
         return WIDE
-    return WINDOW if window else FULL
+    if not window:
+        return FULL
+    return WINDOW_MANY if triton.next_power_of_2(rows) >= MANY_ROWS else WINDOW
 
 
 def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> int:
@@ -69,7 +73,7 @@ def decode(
     page, kv_heads, dim = key_cache.shape[1:]
     heads = query.shape[1] // kv_heads
     before = keys_before(sliding_window)
-    config = config or decode_config(query.dtype, before is not None)
+    config = config or decode_config(query.dtype, before is not None, rows.count)
     longest = rows.longest if before is None else min(rows.longest, before + 1)
     if splits is None:
         splits = splits_for(rows.count, kv_heads, longest, config)
