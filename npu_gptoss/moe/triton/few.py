@@ -75,13 +75,12 @@ def gate_up(
     UNROLL: tl.constexpr,
     HALVES: tl.constexpr,
     STAGES: tl.constexpr,
-    EAGER: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """The first projection and the activation. ONE: a single token, whose experts are all different."""
     wait_for_inputs(PDL)
-    let_next_start(PDL and EAGER)
+    let_next_start(PDL)
     first_row = tl.program_id(0) * BM
     column = tl.arange(0, BN)
     row = tl.program_id(0) * (BM // 2) + tl.arange(0, BM // 2)
@@ -110,7 +109,6 @@ def gate_up(
             out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
             mask = valid[None, :] & (row < R // 2)[:, None]
             tl.store(inner + slot[None, :] * (R // 2) + row[:, None], out, mask=mask)
-    let_next_start(PDL and not EAGER)
 
 
 @triton.jit
@@ -139,7 +137,6 @@ def down(
     HALVES: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    EAGER: tl.constexpr,
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -156,7 +153,7 @@ def down(
         slot = tl.program_id(1)
         expert = local_expert(topk_ids, expert_map, slot, True, HAS_MAP)
         wait_for_inputs(PDL)
-        let_next_start(PDL and EAGER)
+        let_next_start(PDL)
         if expert >= 0:
             sums = product(
                 inner, slot + column * 0, column < 1, words, scales, expert, first_row, split,
@@ -168,7 +165,7 @@ def down(
     else:
         expert, count = _mine(counts, EXPERTS, BE)
         wait_for_inputs(PDL)
-        let_next_start(PDL and EAGER)
+        let_next_start(PDL)
         for done in range(0, count, BN):
             valid = done + column < count
             slot = tl.load(lists + expert * slots + done + column, mask=valid, other=0)
@@ -180,4 +177,3 @@ def down(
             out = finish(sums, scales, bias, expert, first_row, split, FORMAT, R, BM) * weight[None, :]
             mask = valid[None, :] & (row < R)[:, None]
             tl.store(shares + (slot * SPLITS + split)[None, :] * R + row[:, None], out, mask=mask)
-    let_next_start(PDL and not EAGER)

@@ -17,8 +17,6 @@ from npu_gptoss.moe.triton.tuned import Tiles, tiles, unroll
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
 _COMBINE_ROWS = 1024
-# Whether the next kernel may start (and wait) as soon as all programs have begun, or only where they end
-EAGER = True
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
@@ -100,7 +98,6 @@ def expert_mlp_few(
         "ONE": one,
         "EXPERTS": experts.num_experts,
         "BE": triton.next_power_of_2(experts.num_experts),
-        "EAGER": EAGER,
     }
     lists = counts = topk_ids
     if not one:
@@ -119,19 +116,7 @@ def expert_mlp_few(
     _launch(
         few.gate_up,
         (triton.cdiv(gate_up.rows, up_shape.rows), programs),
-        (
-            hidden,
-            topk_ids,
-            expert_map,
-            lists,
-            counts,
-            gate_up.words,
-            _scales(gate_up),
-            gate_up.bias,
-            inner,
-            slots,
-            swiglu_limit,
-        ),
+        (hidden, *routing, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, swiglu_limit),
         warps=up_shape.warps,
         TOP_K=top_k,
         **common,
