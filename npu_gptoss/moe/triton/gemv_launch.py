@@ -33,6 +33,9 @@ def expert_mlp_gemv(
         raise InputError(
             f"the matrix-vector kernel takes one token in mxfp4, got {hidden.shape[0]} in {experts.format}"
         )
+    if hidden.dtype != torch.bfloat16:
+        raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden.dtype}")
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     top_k = topk_ids.shape[1]
     has_map = experts.expert_map is not None
     expert_map = experts.expert_map if has_map else topk_ids
