@@ -13,15 +13,6 @@ def halves(size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def prefetch(start, SIZE: tl.constexpr, LINES: tl.constexpr):
-    """Asks for `SIZE` bytes at `start` to be brought into the L2 cache, and waits for nothing. LINES >= SIZE / 128."""
-    line = start.to(tl.pointer_type(tl.int8)) + tl.minimum(tl.arange(0, LINES) * 128, SIZE - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def load_sum(residual, delta, offsets, mask, HAS_DELTA: tl.constexpr):
     """residual + delta, rounded to the residual stream's dtype, as fp32."""
     hidden = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.dense.triton.device import load_sum, normed, prefetch, turned
+from npu_gptoss.dense.triton.device import load_sum, normed, turned
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -55,7 +55,6 @@ def qkv_kernel(
     PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    LINES: tl.constexpr,  # cache lines of PAIRS rows, rounded up to a power of two; 0: nothing is asked for ahead
     HAS_DELTA: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,12 +78,6 @@ def qkv_kernel(
     # Positions and slots are the step's, not the chain's: whoever wrote them had ended before the chain began.
     table = cos_sin + tl.load(positions + token) * DIM
     slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
-    if PDL and LINES:
-        BYTES: tl.constexpr = PAIRS * HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
-        for later in range(tl.program_id(0) + tl.num_programs(0), GROUPS, tl.num_programs(0)):
-            start = weight + (later // PARTS * DIM + later % PARTS * PAIRS).to(tl.int64) * HIDDEN
-            prefetch(start, BYTES, LINES)
-            prefetch(start + HALF * HIDDEN, BYTES, LINES)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = token * HIDDEN
@@ -151,7 +144,6 @@ def linear_kernel(
     ROWS: tl.constexpr,  # that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    LINES: tl.constexpr,  # as above, of ROWS rows
     AGAIN: tl.constexpr,  # whether a program computes more than ROWS rows
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -166,10 +158,6 @@ def linear_kernel(
     offsets = tl.arange(0, ROWS)
     row = tl.program_id(0) * ROWS + offsets
     tile_a, tile_b = load_rows(weight, row, at_a, at_b, in_b, row < rows, IN)
-    if PDL and AGAIN and LINES:
-        BYTES: tl.constexpr = ROWS * IN * weight.dtype.element_ty.primitive_bitwidth // 8
-        for later in range(tl.program_id(0) + tl.num_programs(0), rows // ROWS, tl.num_programs(0)):
-            prefetch(weight + (later * ROWS).to(tl.int64) * IN, BYTES, LINES)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x_a = tl.load(x + token * IN + at_a).to(tl.float32)

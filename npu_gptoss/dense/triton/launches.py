@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 # The matrix-vector products: rows of the weight at a time (qkv: pairs of rows), warps, programs on each multiprocessor.
 QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 3
 LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
-QKV_AHEAD, LINEAR_AHEAD = False, False  # whether all of a program's rows are asked for while the kernel before runs
 WIDE = 65536  # outputs from which on there is a program for every few rows: lm_head streams at full speed so
-# Fewer than 64 rows of the weight: from 64 on Triton 3.6 takes wgmma with the widened weights in registers, and the
-# next tile may overwrite them while the product still reads them.
-FEW_WEIGHT_ROWS, FEW_BLOCK_K, FEW_STAGES = 32, 128, 6
+FEW_WEIGHT_ROWS, FEW_BLOCK_K, FEW_STAGES = 64, 128, 3
 ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
 GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
@@ -52,11 +49,6 @@ def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
 def processors(device: torch.device) -> int:
     """Multiprocessors of the GPU; what the interpreter has instead is enough programs to go round more than once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _lines(rows: int, matrix: torch.Tensor) -> int:
-    """Cache lines of 128 bytes that hold some rows of the matrix, rounded up to a power of two."""
-    return triton.next_power_of_2(triton.cdiv(rows * matrix.shape[1] * matrix.element_size(), 128))
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
@@ -119,7 +111,6 @@ def qkv_gemv(
         PAIRS=pairs,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
-        LINES=_lines(pairs, matrix) if QKV_AHEAD else 0,
         HAS_DELTA=delta is not None,
         SCALED=scaled,
         enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
@@ -161,7 +152,6 @@ def linear_gemv(
         ROWS=rows,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
-        LINES=_lines(rows, matrix) if LINEAR_AHEAD else 0,
         AGAIN=at_once < groups,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
