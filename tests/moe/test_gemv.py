@@ -31,9 +31,8 @@ def run(call: Call, **settings: object) -> torch.Tensor:
 
 # Inputs that are no whole tiles of 64, rows that are no multiple of a program's.
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (192, 160), (96, 64)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_products_equal_the_definition(hidden: int, inner: int, seed: int) -> None:
-    call = make_call(make_experts("mxfp4", hidden=hidden, inner=inner), 1, seed=seed)
+def test_products_equal_the_definition(hidden: int, inner: int) -> None:
+    call = make_call(make_experts("mxfp4", hidden=hidden, inner=inner), 1)
     check(call, run(call))
 
 
