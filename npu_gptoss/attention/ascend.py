@@ -64,7 +64,8 @@ class Part:
 def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list[Part]:
     """The step's requests in as few calls as the operator allows: one, unless a shared prefix is counted too often."""
     key = ("attention.ascend", num_blocks, block_size)
-    if key not in metadata.plans:
+    plans = metadata.plans  # a DecodeMetadata gives an empty one each time
+    if key not in plans:
         needed = [-(-length // block_size) for length in metadata.seq_lens]
         cuts, blocks = [0], 0
         for request, more in enumerate(needed):
@@ -74,7 +75,7 @@ def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list
             blocks += more
         cuts.append(len(needed))
         start = metadata.query_start_loc
-        metadata.plans[key] = [
+        plans[key] = [
             Part(
                 slice(first, last),
                 slice(start[first], start[last]),
@@ -84,7 +85,7 @@ def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list
             for first, last in pairwise(cuts)
             if start[last] > start[first]
         ]
-    return metadata.plans[key]
+    return plans[key]
 
 
 def call_arguments(
