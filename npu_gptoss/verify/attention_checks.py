@@ -63,7 +63,7 @@ def paged_calls(wanted: Wanted) -> Iterator[Call]:
             for name, requests in STEPS.items():
                 yield _call(f"{name}, {label}", wanted, requests, window, usual, 0)
             requests = STEPS["decode at the window's edge"]
-            yield _call(f"decode with lengths on the device, {label}", wanted, requests, window, usual, 1, decode=True)
+            yield _call(f"lengths on the device with padding, {label}", wanted, requests, window, usual, 1, decode=True)
         mixed = STEPS["mixed, one without rows"]
         for shape in (
             *(dataclasses.replace(usual, head_dim=dim) for dim in dims[1:]),
@@ -86,16 +86,13 @@ def paged_calls(wanted: Wanted) -> Iterator[Call]:
             keys = draw.choice((draw.randint(1, 20), draw.randint(100, 160), draw.randint(1, 600)))
             requests.append((min(keys, draw.choice((1, 1, 2, draw.randint(1, 150), keys))), keys))
         window = draw.choice([w if w in (None, WINDOW) else draw.randint(1, 200) for w in windows])
-        yield _call(
-            f"fuzz {number} of seed {wanted.seed}",
-            wanted,
-            requests,
-            window,
-            shape,
-            draw.getrandbits(32),
-            padding=draw.choice((0, 0, 7)),
-            decode=draw.random() < 0.2 and all(rows == 1 for rows, _ in requests),
-        )
+        padding = draw.choice((0, 0, 7))
+        decode = draw.random() < 0.2 and all(rows == 1 for rows, _ in requests)
+        name = f"fuzz {number} of seed {wanted.seed}"
+        if decode:
+            name += f", lengths on the device{' with padding' if padding else ''}"
+        name += ", all keys" if window is None else f", window {window}"
+        yield _call(name, wanted, requests, window, shape, draw.getrandbits(32), padding, decode)
 
 
 def run_paged(inputs: Inputs, kernel: str) -> Outputs:

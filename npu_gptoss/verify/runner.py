@@ -18,6 +18,7 @@ from npu_gptoss.verify.calls import Call, Check, Outputs, Wanted, mapped, not_ma
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
 
+ERROR_LINES = 6  # of a kernel's own error, behind its first
 PASSED, FAILED, KNOWN, UNEXPECTED = "passed", "failed", "known failure", "unexpected pass"
 
 
@@ -180,15 +181,15 @@ def _judged(
         ok, error, lines = verdict.ok, verdict.error, verdict.lines()
     except Exception as failure:  # a kernel's own error is what is reported here
         where = traceback.extract_tb(failure.__traceback__)[-1]
-        text = (str(failure).splitlines() or [""])[0]
-        lines = [f"{type(failure).__name__}: {text} ({where.name}, line {where.lineno} of {where.filename})"]
+        first, *more = str(failure).splitlines() or [""]
+        place = f"{where.name}, line {where.lineno} of {where.filename}"
+        lines = [f"{type(failure).__name__}: {first} ({place})", *more[:ERROR_LINES]]
         got, ok, error = {}, False, inf
-    known = next((entry for entry in ledger if entry.covers(subject.name, call.name, device.type)), None)
+    platform = current_platform().kind
+    known = next((entry for entry in ledger if entry.covers(subject.name, call.name, platform)), None)
     if known is not None:
         state = UNEXPECTED if ok else KNOWN
-        lines = [
-            f"known: {known.reason}" if not ok else f"passes, but is in the ledger of known failures: {known.reason}"
-        ]
+        lines = [f"{'it passes now; take it out of the ledger' if ok else 'known'}: {known.reason}"]
     else:
         state = PASSED if ok else FAILED
     return CallResult(call.name, str(wanted), state, error, () if state == PASSED else tuple(lines)), got
