@@ -164,9 +164,10 @@ def tail(log: Path, lines: int = 0) -> list[str]:
 
 def likely_reason(log: Path) -> str:
     """The first error in the log, preferably one of this package; the last one is mostly 'see above'."""
-    errors = [found[1] for line in tail(log) if (found := re.search(r"(?:\w*Error: |Value error, )(.+)", line))]
-    own = [error for error in errors if "npu-gptoss" in error]
-    return (own or errors or [""])[0]
+    told = [line for line in tail(log) if not re.search(r"(?:^|\) )(?:INFO|WARNING) ", line)]
+    errors = [found for line in told if (found := re.search(r"([\w.]*)(?:Error: |Value error, )(.+)", line))]
+    own = [error for error in errors if "npu-gptoss" in error[2] or error[1].startswith("npu_gptoss.")]
+    return next((error[2] for error in (*own, *errors)), "")
 
 
 def wait_until_ready(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
+from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint, expand_stream
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import check_layout, check_names, check_tensor, expected_tensors
 
@@ -69,7 +71,7 @@ def _accounted(
     """Passes the tensors on, each checked against what config.json promises; at the end, all must have come."""
     expected = expected_tensors(config)
     seen: set[str] = set()
-    for name, tensor in weights:
+    for name, tensor in _readable(weights, config, where):
         if name in seen:
             raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.")
         seen.add(name)
@@ -80,6 +82,18 @@ def _accounted(
         yield name, tensor
         del tensor  # or it would stay in memory while the next one is read
     check_names(seen, expected, where)
+
+
+def _readable(
+    weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes on what vLLM's loader reads. Which file it cannot read, and why, it does not say; the checkpoint does."""
+    try:
+        yield from weights
+    except SafetensorError as error:
+        if Path(where).is_dir():
+            check_checkpoint(where, config)
+        raise CheckpointError(f"{where}: a file cannot be read ({error}). Download it again.") from error
 
 
 def _placements(model: GptOssForCausalLM) -> dict[str, Placement]:

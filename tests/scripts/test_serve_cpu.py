@@ -71,11 +71,22 @@ def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    errors = ["INFO npu-gptoss loads", "\x1b[1;36m(Core)\x1b[0;0m ValueError: first", "RuntimeError: see above"]
+    warning = (
+        "\x1b[1;36m(APIServer pid=1)\x1b[0;0m WARNING 11-21 this can cause errors like `OSError: [Errno 24] Too many`"
+    )
+    errors = [
+        "INFO npu-gptoss loads",
+        warning,
+        "\x1b[1;36m(Core)\x1b[0;0m ValueError: first",
+        "RuntimeError: see above",
+    ]
     log.write_text("\n".join(errors))
     assert serve_cpu.likely_reason(log) == "first"
     log.write_text("\n".join([*errors, "  Value error, npu-gptoss cannot serve this: float16."]))
     assert serve_cpu.likely_reason(log) == "npu-gptoss cannot serve this: float16."
+    own = "ERROR 11-21 [core.py:708] npu_gptoss.model.checkpoint_files.CheckpointError: m: the file is truncated"
+    log.write_text("\n".join([*errors, own]))
+    assert serve_cpu.likely_reason(log) == "m: the file is truncated"
     log.write_text("all is well")
     assert serve_cpu.likely_reason(log) == ""
 

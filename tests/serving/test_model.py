@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
     set_default_torch_dtype,
 )
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.utils import get_distributed_init_method, get_open_port
 
 from npu_gptoss.errors import InputError
@@ -205,6 +207,17 @@ def test_a_tensor_of_another_shape_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{name} should have shape"):
         model.load_weights({**tensors, name: tensors[name][:-1]}.items())
+
+
+def test_a_file_that_is_cut_off_is_named(
+    model: GptOssForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_checkpoint(tmp_path, layers=LAYERS, vocab_size=VOCABULARY)
+    (file,) = tmp_path.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1000)
+    monkeypatch.setattr(model, "checkpoint", str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"{file.name}: the file is truncated"):
+        model.load_weights(safetensors_weights_iterator([str(file)], use_tqdm_on_load=False))
 
 
 def test_a_tensor_that_nobody_uses_is_named(model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]) -> None:
