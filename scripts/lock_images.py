@@ -104,7 +104,8 @@ def resolve(image: Image, machine: str) -> dict[str, tuple[str, str]]:
     """name -> (version, SHA-256) of the wheels that pip would install on this machine. Raises LockError."""
     external = f"{image.torch}+cpu" if image.cpu_build and machine == "x86_64" else ""
     wanted = [f"{name}=={version}" for name, version in image.pins.items()]
-    wanted += [] if external else [f"torch=={image.torch}"]
+    # `==` would also take torch's +cpu build, where pip is configured to find one
+    wanted += [] if external else [f"torch==={image.torch}"]
     with tempfile.TemporaryDirectory() as folder:
         report, bounds = Path(folder) / "report.json", Path(folder) / "bounds.txt"
         others = read_pins(REQUIREMENTS / "cpu.txt") | read_pins(REQUIREMENTS / "dev.txt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,22 @@ def test_a_version_that_the_index_lacks_is_an_error_with_pips_words(monkeypatch:
     image = Image("x", "x", {"numpy": "0.0.1"}, "2.7.1")
     with pytest.raises(LockError, match=r"x on aarch64 cannot be resolved\. pip says:\n.*numpy==0\.0\.1"):
         lock_images.resolve(image, "aarch64")
+
+
+def wheel(folder: Path, version: str) -> None:
+    name = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        archive.writestr(f"{name}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}/RECORD", "")
+
+
+def test_a_cpu_build_that_pip_finds_here_does_not_get_into_the_cuda_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for version in ("9.0", "9.0+cpu"):
+        wheel(tmp_path, version)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    image = Image("x", "x", {}, "9.0", machines=("x86_64",), cpu_build=False, closed=False)
+    assert lock_images.resolve(image, "x86_64")["torch"][0] == "9.0"
