@@ -39,7 +39,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         "moe.experts.ascend*",
         "padding rows of NaN",
         "ascend",
-        "where all experts are local, ids of -1 reach npu_moe_token_unpermute as addresses (R61): three more launches a "
-        "layer would mend it, and under vLLM no row has such ids",
+        "where all experts are local, ids of -1 reach npu_moe_token_unpermute as addresses (R61): three more launches "
+        "a layer would mend it, and under vLLM no row has such ids",
     ),
 )

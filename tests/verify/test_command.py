@@ -1,0 +1,65 @@
+"""`npu-gptoss verify` from the command line: exit codes, what is printed, what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.cli import main
+from npu_gptoss.verify import function_checks
+
+QUICK = ["--device", "cpu", "--cases", "1"]
+
+
+def test_all_right_is_zero_and_says_what_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    assert main(["verify", "rope", *QUICK, "--seed", "7", "--mutate", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "2 kernels on cpu (cpu), seed 7" in out
+    assert "ok   rope.tables: " in out
+    assert "ramp truncated to whole pairs" in out
+    assert out.endswith("all right\n")
+    record = json.loads(file.read_text())
+    assert (record["seed"], record["cases"], record["device"]) == (7, 1, "cpu")
+    assert [entry["kernel"] for entry in record["kernels"]] == ["rope.rotate", "rope.tables"]
+    assert all(entry["ok"] and entry["calls"] and entry["mistakes"] for entry in record["kernels"])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_something_wrong_is_one_and_shows_the_worst_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = function_checks.mxfp4.expand
+    monkeypatch.setattr(
+        function_checks.mxfp4,
+        "expand",
+        lambda blocks, scales, dtype: right((blocks << 4) | (blocks >> 4), scales, dtype),
+    )
+    file = tmp_path / "results.json"
+    assert main(["verify", "mxfp4.expand", *QUICK, "--json", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL mxfp4.expand" in out
+    assert "failed: every byte under every scale (values bfloat16)" in out
+    assert "not allowed at all" in out
+    assert "again: npu-gptoss verify mxfp4.expand --seed 0 --cases 1" in out
+    assert out.endswith("wrong: mxfp4.expand\n")
+    (entry,) = json.loads(file.read_text())["kernels"]
+    assert not entry["ok"]
+    assert {call["error"] for call in entry["calls"]} == {None}, "JSON has no infinity"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["attenton"], "'attenton' names no kernel"),
+        (["rope", "--cases", "-1"], "--cases must be 0 or more, got -1"),
+        (["rope", "--json", "no/such/folder/x.json"], "there is no folder"),
+        (["rope", "--device", "tpu"], "there is no device 'tpu'"),
+        (["attention.paged.ascend"], "runs on ascend; this is cpu"),
+    ],
+)
+def test_what_cannot_be_used_is_two(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *arguments]) == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""What fails a kernel: each kind of defect, put into a kernel registered here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.attention import small_ops
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import ANY, Capability, Priority, accepts, define_operation, load_kernels
+from npu_gptoss.kernels import register_kernel as register
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.moe import small_ops as moe_small_ops
+from npu_gptoss.verify.calls import Mistake
+from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
+from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, Subject, subjects, verify
+
+CPU = torch.device("cpu")
+TRAITS = {"head_dim": ANY, "block_size": ANY, "sliding_window": ANY}
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    load_kernels()
+    monkeypatch.setattr(registry, "operations", dict(registry.operations))
+    monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
+    registry.generation += 1
+    yield
+    registry.generation += 1
+
+
+def attention(function: Callable[..., Any], dtype: str = "float32", **traits: Any) -> None:
+    register(
+        "attention",
+        "paged",
+        solution="mine",
+        signatures=(accepts(query=dtype, kv=dtype, sinks=dtype),),
+        traits={**TRAITS, **traits},
+        priority=Priority.PORTABLE,
+    )(function)
+
+
+def verified(name: str = "attention.paged.mine", cases: int = 1, **options: Any) -> Report:
+    (subject,), _ = subjects(CPU, name)
+    return verify(subject, CPU, seed=0, cases=cases, **options)
+
+
+def failed(report: Report) -> list[str]:
+    return [call.call for call in report.calls if call.state == FAILED]
+
+
+def without_sinks(*, sinks: torch.Tensor, **rest: Any) -> None:
+    small_ops.paged_attention(sinks=torch.full_like(sinks, -1e4), **rest)
+
+
+def last_row_not_written(*, out: torch.Tensor, **rest: Any) -> None:
+    own = torch.empty_like(out)
+    small_ops.paged_attention(out=own, **rest)
+    out[:-1] = own[:-1]
+
+
+def spoils_its_inputs(*, query: torch.Tensor, **rest: Any) -> None:
+    small_ops.paged_attention(query=query, **rest)
+    query.zero_()
+
+
+def raises(**arguments: Any) -> None:
+    raise RuntimeError("no such device\nsecond line")
+
+
+def test_a_right_kernel_passes_in_every_call() -> None:
+    attention(small_ops.paged_attention)
+    report = verified()
+    assert report.ok
+    assert {call.state for call in report.calls} == {PASSED}
+    assert len(report.calls) > 25
+
+
+def test_a_kernel_without_sinks_fails_in_every_step_and_the_elements_are_shown() -> None:
+    attention(without_sinks)
+    report = verified()
+    assert not report.ok
+    assert len(failed(report)) > 25
+    line = next(call for call in report.calls if call.state == FAILED).lines[1]
+    assert "got " in line
+    assert "expected " in line
+
+
+def test_a_row_that_a_kernel_does_not_write_is_seen() -> None:
+    """The buffer that it is given holds NaN."""
+    attention(last_row_not_written)
+    assert not verified().ok
+
+
+def test_a_kernel_that_spoils_its_inputs_cannot_spoil_the_definition() -> None:
+    """Of the next call, and of the mistakes."""
+    attention(spoils_its_inputs)
+    assert verified(mutate=True).ok
+
+
+def test_an_error_of_a_kernel_is_a_failure_with_its_text() -> None:
+    attention(raises)
+    report = verified()
+    assert len(failed(report)) == len(report.calls)
+    assert report.calls[0].lines[0].startswith("RuntimeError: no such device (raises, line ")
+    assert report.calls[0].lines[1] == "second line"
+
+
+def test_a_kernel_gets_the_calls_that_it_states_and_no_others() -> None:
+    seen = set()
+
+    def watched(**arguments: Any) -> None:
+        cache = arguments["key_cache"]
+        seen.add((cache.dtype, cache.shape[3], cache.shape[1], arguments["sliding_window"] is None))
+        small_ops.paged_attention(**arguments)
+
+    attention(
+        watched, "bfloat16", head_dim=frozenset({80}), block_size=frozenset({48}), sliding_window=frozenset({True})
+    )
+    report = verified(cases=5)
+    assert report.ok
+    assert seen == {(torch.bfloat16, 80, 48, False)}
+
+
+def test_a_kernel_for_which_no_call_can_be_made_is_not_called_right() -> None:
+    attention(small_ops.paged_attention, "float16")
+    report = verified()
+    assert not report.ok
+    assert "no call fits what it takes" in report.objections[0]
+    assert "query float16" in report.objections[0]
+
+
+def test_an_operation_without_a_check_is_not_called_right() -> None:
+    define_operation("toy", "add", roles=("x",), traits=(), summary="adds one")
+    register("toy", "add", solution="mine", signatures=(accepts(x="float32"),), traits={}, priority=4)(len)
+    report = verified("toy.add.mine")
+    assert not report.ok
+    assert report.objections == ["there is no check of the operation toy.add"]
+
+
+def test_a_known_failure_does_not_fail_and_an_unexpected_pass_does() -> None:
+    attention(without_sinks)
+    ledger = (KnownFailure("attention.*.mine", "*", "cpu", "made without sinks, for this test"),)
+    report = verified(ledger=ledger)
+    assert report.ok
+    assert {call.state for call in report.calls} == {KNOWN}
+    registry.kernels.pop("attention.paged.mine")
+    attention(small_ops.paged_attention)
+    report = verified(ledger=ledger)
+    assert not report.ok
+    assert {call.state for call in report.calls} == {UNEXPECTED}
+    assert report.calls[0].lines == ("it passes now; take it out of the ledger: made without sinks, for this test",)
+
+
+def test_the_ledger_is_of_one_platform_and_names_kernels_that_exist() -> None:
+    assert not KnownFailure("a*", "b*", "ascend", "why").covers("ab", "bc", "cpu")
+    assert KnownFailure("a*", "b*", "ascend", "why").covers("ab", "bc", "ascend")
+    with pytest.raises(ValueError, match="needs a reason"):
+        KnownFailure("a", "b", "cpu", " ")
+    for entry in KNOWN_FAILURES:
+        assert [name for name in registry.kernels if fnmatchcase(name, entry.kernel)], entry
+
+
+def test_a_filter_that_matches_nothing_names_what_there_is() -> None:
+    with pytest.raises(InputError, match=r"'attenton' names no kernel: .*attention.paged.small_ops.*mxfp4.expand"):
+        subjects(CPU, "attenton")
+    register(
+        "moe",
+        "route",
+        solution="elsewhere",
+        capability=Capability.of("ascend"),
+        signatures=(accepts(logits="float32"),),
+        traits={},
+        priority=4,
+    )(len)
+    with pytest.raises(InputError, match=r"moe\.route\.elsewhere runs on ascend; this is cpu"):
+        subjects(CPU, "moe.route.elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("attention.paged", ["attention.paged.small_ops"]),
+        ("rope", ["rope.rotate", "rope.tables"]),
+        ("*.rou*.small_ops", ["dense.router.small_ops", "moe.route.small_ops"]),
+    ],
+)
+def test_a_filter_is_a_part_of_a_name_or_a_pattern(text: str, found: list[str]) -> None:
+    assert [subject.name for subject in subjects(CPU, text)[0] if subject.origin == "npu_gptoss"] == found
+
+
+def routing(function: Callable[..., Any]) -> Subject:
+    """Registers a routing kernel, whose calls cost nothing."""
+    options = {"solution": "mine", "signatures": (accepts(logits="float32"),), "traits": {}, "priority": 4}
+    register("moe", "route", **options)(function)
+    return subjects(CPU, "moe.route.mine")[0][0]
+
+
+def test_the_same_seed_makes_the_same_calls_and_another_seed_others() -> None:
+    def drawn(seed: int) -> list[float]:
+        seen: list[float] = []
+
+        def watched(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(logits.sum().item())
+            return moe_small_ops.route(logits, top_k)
+
+        assert verify(routing(watched), CPU, seed=seed, cases=3).ok
+        registry.kernels.pop("moe.route.mine")
+        return seen
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1)[-3:] != drawn(2)[-3:]
+
+
+def test_a_mistake_that_no_call_shows_is_a_failure() -> None:
+    """Proof that a mutation that is not caught does not pass in silence: a mistake without effect."""
+    subject = routing(moe_small_ops.route)
+    nothing = Mistake("no mistake at all", lambda inputs, definition: definition(inputs))
+    blind = dataclasses.replace(subject, check=dataclasses.replace(subject.check, mistakes=(nothing,)))
+    report = verify(blind, CPU, seed=0, cases=0, mutate=True)
+    assert not report.ok
+    assert [(m.name, m.shown, m.caught_by) for m in report.mistakes] == [("no mistake at all", True, "")]
