@@ -1,16 +1,13 @@
 """How far a result may be from the fp32 reference. `|got - want| <= atol + rtol * |want|`; NaN and Inf always fail.
 
-One place, one line of reason each; a test that needs more says why where it asks for it.
+The numbers and their reasons are `npu_gptoss/verify/tolerances.py`'s; a test that needs more says why where it asks.
 """
 
 from __future__ import annotations
 
 import torch
 
-TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
-    torch.float32: (1e-5, 1.3e-6),  # torch.testing's own: reordering of fp32 sums
-    torch.bfloat16: (1e-3, 1.6e-2),  # torch.testing's rtol (two bf16 ulps); atol for values that cancel near zero
-}
+from npu_gptoss.verify.tolerances import TOLERANCES
 
 
 def assert_close(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.verify.moe_checks import local_share, random_experts
 from tests.tolerances import assert_close
+
+__all__ = ["EXPERTS", "HIDDEN", "INTERMEDIATE", "TOP_K", "Layer", "check", "local_share", "make_layer"]
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
 
@@ -27,30 +30,17 @@ class Layer:
 
 
 def make_layer(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0, one_expert: bool = False) -> Layer:
-    """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
+    """Experts as `npu-gptoss verify` has them: gate and up beyond the clamp, biases as large as the products."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * std).to(dtype)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
 
     logits = normal(tokens, EXPERTS)
     if one_expert:  # every token wants the same four experts, the other four get nothing
         logits[:, :TOP_K] += 50
-    weights = ExpertWeights(
-        normal(EXPERTS, HIDDEN, 2 * INTERMEDIATE, std=4 * HIDDEN**-0.5),
-        normal(EXPERTS, 2 * INTERMEDIATE, std=4),
-        normal(EXPERTS, INTERMEDIATE, HIDDEN, std=INTERMEDIATE**-0.5),
-        normal(EXPERTS, HIDDEN),
-    )
+    weights = random_experts(dtype_name(dtype), dtype, generator, EXPERTS, HIDDEN, INTERMEDIATE)
     return Layer(normal(tokens, HIDDEN), logits, weights)
-
-
-def local_share(weights: ExpertWeights, first: int, last: int) -> ExpertWeights:
-    """The experts [first, last) as one rank of an expert-parallel group holds them."""
-    expert_map = torch.full((EXPERTS,), -1)
-    expert_map[first:last] = torch.arange(last - first)
-    tensors = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights) if f.name != "expert_map"}
-    return ExpertWeights(**{name: tensor[first:last] for name, tensor in tensors.items()}, expert_map=expert_map)
 
 
 def check(run: Callable[[Layer], torch.Tensor], layer: Layer, weights: ExpertWeights | None = None) -> None:
