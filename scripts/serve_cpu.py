@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +68,7 @@ def tiny_checkpoint(directory: Path = TINY) -> Path:
 
 
 def own_checkpoint(name: str) -> Path:
-    """The user's checkpoint directory; raises ServeError when there is nothing that vLLM could load."""
+    """The user's checkpoint directory; raises InputError when there is nothing of gpt-oss that vLLM could load."""
     directory = Path(name).expanduser().resolve()
     if not directory.is_dir():
         raise ServeError(
@@ -77,6 +78,7 @@ def own_checkpoint(name: str) -> Path:
     missing = [pattern for pattern in ("config.json", "*.safetensors") if not list(directory.glob(pattern))]
     if missing:
         raise ServeError(f"MODEL={name} holds no {' and no '.join(missing)}: it is not a complete gpt-oss checkpoint.")
+    GptOssConfig.from_directory(directory)  # vLLM's words for a broken config.json do not name the file
     return directory
 
 

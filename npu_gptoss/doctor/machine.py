@@ -75,7 +75,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Device:
-    """What the probe saw. kind: npu, cuda or cpu. total, free: bytes of one device's memory; of RAM on a CPU."""
+    """What the probe saw. kind: npu, cuda or cpu. total, free: bytes of one device's memory; of RAM on a CPU.
+    mxfp4: whether kernels compute with a checkpoint's MXFP4 experts here, so that they are not expanded."""
 
     kind: str
     name: str
@@ -83,3 +84,4 @@ class Device:
     total: int
     free: int
     emulated: bool = False
+    mxfp4: bool = False

@@ -1,6 +1,7 @@
 """Device memory against the weights and the KV cache.
 
-    weights = (all parameters, experts expanded to BF16) * 2 bytes, shared out by tensor parallelism
+    weights = (all parameters, experts expanded to BF16) * 2 bytes, shared out by tensor parallelism; where the offline
+              engine has kernels for MXFP4 (on CUDA), a checkpoint's MXFP4 experts stay at 4.25 bits
     KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
 
 vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights and activations leave of it is KV cache. All
@@ -21,7 +22,7 @@ from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling
 UTILISATION = 0.9  # vLLM's default
 MOST = 0.95  # what the Ascend article serves with
 RESERVE = 2 * GIB  # activations of a prefill step, workspaces, graphs: a rule of thumb, not a measurement
-BF16 = 2  # bytes
+BF16, MXFP4 = 2, 17 / 32  # bytes; four bits, and a byte of scale for 32
 CARD = 64 * GIB  # of a 910B1 to B3
 
 PUBLISHED_20B = GptOssConfig(
@@ -49,18 +50,20 @@ PRESETS = (
 )
 
 
-def weight_bytes(config: GptOssConfig, ranks: int = 1) -> int:
-    """Of one rank, in BF16. Norms, router and the biases that every rank holds whole are not divided."""
+def weight_bytes(config: GptOssConfig, ranks: int = 1, packed: bool = False) -> int:
+    """Of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole (norms, router, some
+    biases) is not divided."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     own_key = key // min(ranks, config.num_key_value_heads)
     attention = (query // ranks + 2 * own_key) * (hidden + 1) + hidden * (query // ranks) + hidden
     attention += config.num_attention_heads // ranks
     router = experts * (hidden + 1)
-    expert = hidden * 2 * inner // ranks + 2 * inner // ranks + inner * hidden // ranks + hidden
-    layer = attention + router + experts * expert + 2 * hidden
+    matrices = hidden * 2 * inner // ranks + inner * hidden // ranks
+    layer = attention + router + experts * (2 * inner // ranks + hidden) + 2 * hidden
     ends = 2 * config.vocab_size * hidden // ranks + hidden
-    return BF16 * (config.num_hidden_layers * layer + ends)
+    others = BF16 * (config.num_hidden_layers * layer + ends)
+    return others + int(config.num_hidden_layers * experts * matrices * (MXFP4 if packed else BF16))
 
 
 def kv_bytes_per_token(config: GptOssConfig, ranks: int = 1) -> int:
@@ -86,8 +89,10 @@ class Fit:
         return self.needed + reserve <= self.total * utilisation
 
 
-def fit(config: GptOssConfig, ranks: int, length: int, total: int, utilisation: float = UTILISATION) -> Fit:
-    weights, token = weight_bytes(config, ranks), kv_bytes_per_token(config, ranks)
+def fit(
+    config: GptOssConfig, ranks: int, length: int, total: int, utilisation: float = UTILISATION, packed: bool = False
+) -> Fit:
+    weights, token = weight_bytes(config, ranks, packed), kv_bytes_per_token(config, ranks)
     room = int(total * utilisation) - weights - RESERVE
     return Fit(weights, length * token, total, max(0, room // token))
 
@@ -122,7 +127,10 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
 def memory(model: Path | None, length: int, ranks: int, device: Device | None) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing."""
     on_cpu = device is None or device.kind == "cpu"
-    presets = preset_lines(length, CARD if on_cpu or device.emulated else device.total)
+    # the presets are of servers on a 910B
+    presets = preset_lines(
+        length, device.total if not on_cpu and device.kind == "npu" and not device.emulated else CARD
+    )
     if model is None:
         yield not_applicable("memory", "No --model DIR is given; for the published models:", details=presets)
         return
@@ -165,11 +173,12 @@ def _compared(
             "container).",
         )
     total = device.free * ranks if on_cpu else device.total
-    found = fit(config, ranks, length, total)
+    packed = device.mxfp4 and config.quantization is not None
+    what = "weights, experts in MXFP4," if packed else "BF16 weights"
+    found = fit(config, ranks, length, total, packed=packed)
     where = f"of available memory for {ranks} process{'es' if ranks > 1 else ''}" if on_cpu else f"of {device.name}"
     sentence = (
-        f"{gib(found.weights)} of BF16 weights and {gib(found.kv)} of KV cache for {length} tokens "
-        f"on {gib(total)} {where}"
+        f"{gib(found.weights)} of {what} and {gib(found.kv)} of KV cache for {length} tokens on {gib(total)} {where}"
     )
     reserve = 0 if on_cpu else RESERVE
     usual, most = (1.0, 1.0) if on_cpu else (UTILISATION, MOST)

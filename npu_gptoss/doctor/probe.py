@@ -20,7 +20,7 @@ from typing import Any
 from npu_gptoss.doctor.checkpoint import checkpoint
 from npu_gptoss.doctor.findings import Finding, failed, from_json, guarded, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.kernels import kernels
-from npu_gptoss.doctor.machine import ASCEND, CPU, Device, Machine
+from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
 LIMIT = 300  # seconds for everything; it takes ten
 SELF_TESTS = ("self-test-sink", "self-test-window", "self-test-bias", "self-test-activation")
@@ -157,6 +157,7 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Iterator[Findin
 
     from npu_gptoss.engine.device import resolve_device
     from npu_gptoss.kernels.platform import DEVICE_TYPES
+    from npu_gptoss.moe import keeps_format
 
     kind = DEVICE_TYPES[platform]
     if platform == CPU:
@@ -167,7 +168,10 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Iterator[Findin
             backend = torch.get_device_module(kind)
             backend.set_device(0)  # an NPU tells its memory to a process with a context only
             free, total = backend.mem_get_info()
-            seen.append(Device(kind, backend.get_device_name(0), backend.device_count(), total, free, emulated))
+            name, count = backend.get_device_name(0), backend.device_count()
+            # for the offline engine only: a server on an NPU expands them
+            mxfp4 = platform == CUDA and keeps_format("mxfp4", torch.bfloat16)
+            seen.append(Device(kind, name, count, total, free, emulated, mxfp4))
         except Exception as error:  # the driver's, torch_npu's, or ours in words
             yield failed(
                 "device",

@@ -13,6 +13,7 @@ from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B, kv_bytes_per_token, weight_bytes
 from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import BYTES
 from tests.checkpoints import random_config
 from tests.doctor.machines import only, write
 from tests.model.published import published_config
@@ -80,6 +81,20 @@ def model(tmp_path: Path) -> Path:
 
 def test_what_fits_says_how_much_context_does(model):
     only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "363 thousand tokens")
+
+
+def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(tmp_path):
+    import json
+
+    config = GptOssConfig.from_dict(published_config(36, 128))
+    assert weight_bytes(config, packed=True) == pytest.approx(65.2e9, rel=0.005)  # the published checkpoint's files
+    assert weight_bytes(config, packed=True) == sum(
+        (1 if spec.dtypes == BYTES else 2) * math.prod(spec.shape) for spec in expected_tensors(config).values()
+    )
+    write(tmp_path / "config.json", json.dumps(published_config(36, 128)))
+    gpu = Device("cuda", "NVIDIA H200", 1, 139 * GIB, 139 * GIB, mxfp4=True)
+    only(memory.memory(tmp_path, 16384, 1, gpu), "ok", "60.8 GiB of weights, experts in MXFP4, and")
+    only(memory.memory(tmp_path, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
 
 
 def test_what_does_not_fit_is_a_failure(model):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from npu_gptoss.errors import InputError
 from npu_gptoss.serving import platform
 from scripts import serve_cpu
 from scripts.serve_cpu import ServeError
@@ -40,6 +41,7 @@ def test_an_address_that_cannot_be_gives_a_sentence(host: str, port: int, capsys
         (None, "is not a directory"),
         ((), r"no config\.json and no \*\.safetensors"),
         (("config.json",), "not a complete"),
+        (("config.json", "model.safetensors"), r"config\.json: model_type"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
@@ -50,7 +52,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
         model.mkdir()
         for name in files:
             (model / name).write_text("{}")
-    with pytest.raises(ServeError, match=words):
+    with pytest.raises(InputError, match=words):
         serve_cpu.own_checkpoint(str(model))
 
 
