@@ -68,30 +68,6 @@ def expert_mlp_one(
     EXPERTS.family,
     EXPERTS.mode,
     solution="triton",
-    name="moe.experts.triton_gemv",
-    capability=CUDA,
-    signatures=(accepts(hidden="bfloat16", weight="mxfp4"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": frozenset({ONE})},
-    priority=Priority.PORTABLE,
-    prepare=prepare,
-)
-def expert_mlp_gemv(
-    hidden_states: torch.Tensor,
-    weights: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> torch.Tensor:
-    """Two launches: matrix-vector products, the second over all of the token's experts."""
-    from npu_gptoss.moe.triton import gemv_launch
-
-    return gemv_launch.expert_mlp_gemv(hidden_states, weights, topk_weights, topk_ids, swiglu_limit)
-
-
-@register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
-    solution="triton",
     name="moe.experts.triton_few",
     capability=CUDA,
     signatures=TAKES,
