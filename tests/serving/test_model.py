@@ -404,7 +404,10 @@ def test_ranks_that_divide_the_model_are_taken(
 
 
 def test_the_layers_are_one_graph_for_every_number_of_tokens(
-    model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
+    model: GptOssForCausalLM,
+    vllm_config: VllmConfig,
+    tensors: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dynamo must trace the unit of compilation without a break, once for all sizes: piecewise graphs rest on it."""
     model.load_weights(tensors.items())
@@ -415,6 +418,8 @@ def test_the_layers_are_one_graph_for_every_number_of_tokens(
         graphs.append(graph)
         return graph.forward
 
+    # on a CPU our configuration has turned dynamo off for the whole process (serving/compat/cpu.py)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     compiled = torch.compile(model.model.forward, backend=collect, fullgraph=True)
     with torch.inference_mode(), set_forward_context(None, vllm_config):
         for tokens in (5, 9, 17):
