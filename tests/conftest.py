@@ -7,6 +7,7 @@ cores.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,21 @@ from npu_gptoss.emulator.launch import VENV_VARIABLE, EmulationError, find_venv
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"  # CUDA's kernels on a CPU; before they are imported, which reads it once
+
+AT_THE_START = dict(os.environ)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_run_s_environment() -> Iterator[None]:
+    """What the tests of a file leave in os.environ reaches no process that another file starts.
+
+    vLLM's configuration sets variables for its workers, TORCHDYNAMO_DISABLE among them, with which a server of the next
+    file would capture no graphs.
+    """
+    yield
+    for name in set(os.environ) - set(AT_THE_START) - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(AT_THE_START)
 
 
 def pytest_configure(config: pytest.Config) -> None:
