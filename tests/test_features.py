@@ -22,7 +22,7 @@ def test_each_capability_has_its_row_once() -> None:
     assert len(lines) == len(ROWS), "a row that is not written as the others"
 
 
-@pytest.mark.parametrize(("number", "state", "shown"), [(row[0], row[2], row[3]) for row in ROWS])
+@pytest.mark.parametrize(("number", "state", "shown"), [pytest.param(n, s, t, id=n) for n, _, s, t in ROWS])
 def test_what_a_row_names_exists(number: str, state: str, shown: str) -> None:
     assert objections(shown) == {}
     words = re.sub(r"`[^`]+`|\[[^]]*\]\([^)]*\)|\W", "", shown)
