@@ -86,11 +86,11 @@ def test_no_binary_and_no_large_file_is_in_the_tree() -> None:
 
 
 def test_the_patterns_bite() -> None:
-    paths = pattern_of_paths({"/place/of/work"})
-    assert paths.search('open("/place/of/work/file")')
-    assert paths.search("cd /place/of/work")
-    assert not paths.search("https://example.com/place/of/work/file"), "a URL is not a path of this machine"
-    assert not paths.search("/place/of/workshop")
+    paths = pattern_of_paths({"/place/of/build"})
+    assert paths.search('open("/place/of/build/file")')
+    assert paths.search("cd /place/of/build")
+    assert not paths.search("https://example.com/place/of/build/file"), "a URL is not a path of this machine"
+    assert not paths.search("/place/of/buildings")
     registries = pattern_of_registries()
     assert registries.search("https://files.python" + "hosted.org/packages")
     assert not registries.search("https://download.pytorch.org/whl/cpu")

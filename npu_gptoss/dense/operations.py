@@ -11,6 +11,7 @@ from npu_gptoss.kernels import define_operation
 
 FLOATS = ("float32", "bfloat16")
 FP8 = "float8_e4m3fn"
+WEIGHTS = (*FLOATS, FP8)
 
 # Trait `rows`: how many rows a call has, in the classes that decide which kernel is best.
 ONE, FEW, MANY = "one", "few", "many"

@@ -15,11 +15,9 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, WEIGHTS
 from npu_gptoss.dense.weights import Weight, expanded
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
-
-WEIGHTS = (*FLOATS, FP8)
 
 
 def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss.attention import StepMetadata, write_kv_cache
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, WEIGHTS
 from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.dense.weights import Weight, expanded
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
-
-WEIGHTS = (*FLOATS, FP8)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -25,6 +23,17 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     wide = hidden.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(hidden.dtype)
+
+
+def route_live(
+    normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, live: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits and the MoE family's own routing; rows that are not `live` get weights 0 and ids -1."""
+    weights, ids = route(F.linear(normed, weight, bias), top_k)
+    if live is not None:
+        padding = (live <= 0)[:, None]
+        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+    return weights, ids
 
 
 def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
@@ -101,11 +110,7 @@ def router(
     """Plain torch ops, and the MoE family's own routing."""
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps)
-    weights, ids = route(F.linear(normed, weight, bias), top_k)
-    if live is not None:
-        padding = (live <= 0)[:, None]
-        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
-    return hidden, normed, weights, ids
+    return hidden, normed, *route_live(normed, weight, bias, top_k, live)
 
 
 @register_kernel(

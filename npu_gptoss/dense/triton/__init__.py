@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss.dense.operations import ADD_NORM, FEW, FEW_ROWS, FP8, GREEDY, LOGITS, MANY, ONE, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 
@@ -169,14 +170,9 @@ def router_after_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add and norm fused, then cuBLAS and the MoE family's routing."""
     from npu_gptoss.dense.triton import launches
-    from npu_gptoss.moe import route
 
     hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
-    weights, ids = route(F.linear(normed, weight, bias), top_k)
-    if live is not None:
-        padding = (live <= 0)[:, None]
-        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
-    return hidden, normed, weights, ids
+    return hidden, normed, *route_live(normed, weight, bias, top_k, live)
 
 
 @register_kernel(
