@@ -13,8 +13,9 @@ from npu_gptoss.bench.kernels import Case
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD
 from npu_gptoss.bench.roofline import BF16_BYTES, Work, kv_bytes_per_token, linear_work
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, row_class
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Operation, Signature, signature
+from npu_gptoss.kernels.rows import row_class
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import cos_sin_cache
 

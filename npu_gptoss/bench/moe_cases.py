@@ -12,6 +12,7 @@ from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import BF16_BYTES, Work, expected_distinct, expert_bytes, experts_work
 from npu_gptoss.kernels import signature
+from npu_gptoss.kernels.rows import row_class
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import (
     AnyExperts,
@@ -24,7 +25,7 @@ from npu_gptoss.moe import (
     route,
 )
 from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, ROUTE, row_class
+from npu_gptoss.moe.operations import EXPERTS, ROUTE
 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose weights a rotation walks over on a GPU, where a step is small

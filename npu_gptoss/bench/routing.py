@@ -14,7 +14,7 @@ from npu_gptoss.engine.batch import pack
 from npu_gptoss.engine.device import kernels_for
 from npu_gptoss.engine.scheduler import Chunk
 from npu_gptoss.kernels.profiling import observing
-from npu_gptoss.moe.operations import MANY
+from npu_gptoss.kernels.rows import MANY
 
 ROUTED = "topk_ids"  # the argument of every kernel of moe.experts that names the experts, [tokens, k]
 

@@ -11,10 +11,11 @@ import torch
 
 from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense import reference, small_ops, triton  # noqa: F401  (registers their kernels)
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, row_class
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.weights import RowScaled, Weight, quantize_rows
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import select_kernel, signature
+from npu_gptoss.kernels.rows import row_class
 
 __all__ = ["RowScaled", "Weight", "add_norm", "greedy", "logits", "output", "qkv", "quantize_rows", "router"]
 

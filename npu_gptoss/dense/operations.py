@@ -13,16 +13,6 @@ FLOATS = ("float32", "bfloat16")
 FP8 = "float8_e4m3fn"
 WEIGHTS = (*FLOATS, FP8)
 
-# Trait `rows`: how many rows a call has, in the classes that decide which kernel is best.
-ONE, FEW, MANY = "one", "few", "many"
-FEW_ROWS = 256
-
-
-def row_class(rows: int) -> str:
-    """The trait `rows` of a call: a single decode row, a decode batch, or a prefill."""
-    return ONE if rows == 1 else FEW if rows <= FEW_ROWS else MANY
-
-
 QKV = define_operation(
     "dense",
     "qkv",

@@ -14,10 +14,11 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Priority, SelectedKernel, explain, kernel_override, select_kernel, signature
+from npu_gptoss.kernels.rows import MANY, ROW_CLASSES, row_class
 from npu_gptoss.kernels.selection import override_for
 from npu_gptoss.moe import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
-from npu_gptoss.moe.operations import EXPERTS, MANY, ROUTE, ROW_CLASSES, row_class
+from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, quantize_fp8
 
 __all__ = [

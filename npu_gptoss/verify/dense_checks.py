@@ -11,19 +11,9 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.dense import Weight, add_norm, greedy, logits, output, qkv, quantize_rows, router
-from npu_gptoss.dense.operations import (
-    ADD_NORM,
-    FEW_ROWS,
-    FLOATS,
-    FP8,
-    GREEDY,
-    LOGITS,
-    OUTPUT,
-    QKV,
-    ROUTER,
-    row_class,
-)
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Operation
+from npu_gptoss.kernels.rows import FEW_ROWS, row_class
 from npu_gptoss.verify.calls import Call, Check, Inputs, Mistake, Outputs, Wanted, widened, with_inputs
 
 EPS = 1e-5

@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 
+from npu_gptoss.kernels.rows import FEW_ROWS, row_class
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, expert_mlp, mxfp4, prepare_experts, quantize_fp8
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES, row_class
+from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, Check, Definition, Inputs, Mistake, Outputs, Wanted, widened, with_inputs
 
 TOP_K = 4

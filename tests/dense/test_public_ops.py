@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from npu_gptoss import dense
-from npu_gptoss.dense.operations import FEW, FEW_ROWS, LOGITS, MANY, ONE, QKV, row_class
+from npu_gptoss.dense.operations import LOGITS, QKV
 from npu_gptoss.dense.weights import RowScaled
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import explain, platform_override, signature
+from npu_gptoss.kernels.rows import FEW, FEW_ROWS, MANY, ONE, row_class
 from tests.dense.cases import Case, make_case
 
 

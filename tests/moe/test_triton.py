@@ -13,6 +13,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels.rows import FEW_ROWS
 from npu_gptoss.moe import (
     AnyExperts,
     ExpertWeights,
@@ -24,7 +25,6 @@ from npu_gptoss.moe import (
     quantize_fp8,
     route,
 )
-from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.moe.triton import layout, tuned
 from npu_gptoss.moe.weights import on_device
 from tests.tolerances import assert_close

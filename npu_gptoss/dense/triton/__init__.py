@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.dense.operations import ADD_NORM, FEW, FEW_ROWS, FP8, GREEDY, LOGITS, MANY, ONE, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+from npu_gptoss.kernels.rows import FEW, FEW_ROWS, MANY, ONE
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from npu_gptoss.dense.operations import FEW_ROWS
 from npu_gptoss.dense.triton.argmax import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
@@ -21,6 +20,7 @@ from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.skinny import skinny_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.rows import FEW_ROWS
 from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+from npu_gptoss.kernels.rows import FEW, MANY, ONE
 from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, FEW, MANY, ONE, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
+from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.moe.triton.layout import prepare
 
 if TYPE_CHECKING:
