@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from npu_gptoss.bench import command, records
+from npu_gptoss.bench import records
+from npu_gptoss.bench.actions import shared
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -94,7 +95,7 @@ def test_the_reference_is_measured_when_it_is_named(directory, tmp_path):
 @pytest.mark.parametrize("weights", ["auto", "bf16", "fp8"])
 def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
     """The published shape is swapped for a tiny one of the same layout."""
-    monkeypatch.setattr(command, "full_config", lambda size, mxfp4=True: random_config(layers=2, mxfp4=mxfp4))
+    monkeypatch.setattr(shared, "full_config", lambda size, mxfp4=True: random_config(layers=2, mxfp4=mxfp4))
     file = tmp_path / "decode.json"
     options = ("--device", "cpu", "--batch", 1, "--context", 20, "--steps", 2, "--num-blocks", 10)
     assert bench("decode", "--size", "20b", "--weights", weights, *options, "--json", file) == 0

@@ -1,0 +1,33 @@
+"""`bench graphs`: decode with graphs against without, times and tokens."""
+
+from __future__ import annotations
+
+import argparse
+
+from npu_gptoss.bench import agreement
+from npu_gptoss.bench.actions import shared
+from npu_gptoss.bench.routing import expert_format
+from npu_gptoss.engine.device import resolve_device
+
+SUMMARY = "decode with graphs against without: times and tokens"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.engine_arguments(parser, peer=False)
+    parser.add_argument("--batch", default=[1], help="requests (default: 1)", **shared.COUNTS)
+    parser.add_argument("--context", default=[1024], help="tokens of each prompt (default: 1024)", **shared.COUNTS)
+    parser.add_argument("--steps", type=int, default=64, metavar="N", help="steady steps measured (default: 64)")
+
+
+def run(args: argparse.Namespace) -> int:
+    shared.check_price(args.gpu_price)
+    device = resolve_device(args.device)
+    engine = shared.make_engine(args, device, args.batch)
+    shared.say_what(agreement.GRAPHS_DEFINITIONS, None, None, device, args.gpu_price)
+    rows = []
+    for context in args.context:
+        for batch in args.batch:
+            rows.append(agreement.compare_graphs(engine, batch, context, args.steps, expert_format(engine)))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    shared.write(args, "graphs", device, rows, agreement.GRAPHS_DEFINITIONS, None, None)
+    return 0

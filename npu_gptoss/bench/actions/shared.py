@@ -1,0 +1,163 @@
+"""What several actions share: options of an engine and of what is written, the engine, ceilings, the printed head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss.bench import profile, records
+from npu_gptoss.bench.measure import measure_ceilings
+from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, random_tensors
+from npu_gptoss.bench.roofline import NOMINAL, Ceilings
+from npu_gptoss.bench.routing import expert_format
+from npu_gptoss.engine import Engine
+from npu_gptoss.engine.decode import AUTO, MODES
+from npu_gptoss.engine.device import resolve_device
+from npu_gptoss.errors import InputError
+from npu_gptoss.model import assembly
+from npu_gptoss.model.config import CONFIG_NAME
+
+PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
+COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
+
+
+def engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
+    source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
+    parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
+    parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument(
+        "--weights", choices=assembly.WEIGHTS, default=assembly.AUTO, help="the experts' format on the device"
+    )
+    parser.add_argument(
+        "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits"
+    )
+    parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
+    if peer:
+        parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
+    output_arguments(parser)
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu-price", type=float, default=PRICE, metavar="USD", help="of one hour (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+
+
+def with_engine(
+    args: argparse.Namespace,
+    what: str,
+    definitions: dict[str, str],
+    head: str,
+    line: Callable[[dict[str, Any]], str],
+    measured: Callable[[Engine, str, Ceilings, Ceilings | None], list[dict[str, Any]]],
+    batches: Sequence[int],
+) -> int:
+    """Makes an engine for these batch sizes, prints the table that `measured` fills line by line, and writes it."""
+    peer = None if args.peer is None else records.read_peer(args.peer, what)
+    check_price(args.gpu_price)
+    device = resolve_device(args.device)
+    nominal, own = ceilings_of(device)
+    engine = make_engine(args, device, batches)
+    form = expert_format(engine)
+    say_what(definitions, nominal, own, device, args.gpu_price)
+    print(head)
+    rows = measured(engine, form, nominal, own)
+    if not rows:
+        raise InputError("none of these points fits this engine; standard error says why for each")
+    if peer is not None:
+        rows = records.beside(rows, peer, what)
+        print(f"beside {peer['engine']}:")
+        print("\n".join(line(row) for row in rows))
+    write(args, what, device, rows, definitions, nominal, own)
+    return 0
+
+
+def make_engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> Engine:
+    """With graphs of exactly the batch sizes that are measured."""
+    options = {
+        "device": device,
+        "dtype": args.dtype,
+        "max_batch_tokens": args.max_batch_tokens,
+        "max_batch_size": max(sizes),
+        "block_size": args.block_size,
+        "num_blocks": args.num_blocks,
+        "graphs": args.graphs,
+        "graph_sizes": sorted(set(sizes)),
+        "weights": args.weights,
+        "fp8_projections": args.fp8_projections,
+        "progress": True,
+    }
+    if args.size is None:
+        return Engine(args.model, **options)
+    config = full_config(args.size, mxfp4=args.weights != assembly.FLOATS)
+    with tempfile.TemporaryDirectory() as folder:  # an engine takes its numbers from a file
+        (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_dict()))
+        return Engine(folder, tensors=random_tensors(config, 0, device), **options)
+
+
+def ceilings_of(device: torch.device) -> tuple[Ceilings, Ceilings | None]:
+    """At which the floors are: nominal ones of a known GPU, with those measured here beside; else only the latter."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    own = Ceilings("measured here", *measure_ceilings(device))
+    return (NOMINAL[name], own) if name in NOMINAL else (own, None)
+
+
+def say_what(
+    definitions: dict[str, str], nominal: Ceilings | None, own: Ceilings | None, device: torch.device, price: float
+) -> None:
+    found = records.machine(device)
+    print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in records.versions().items())}")
+    for ceilings in filter(None, (nominal, own)):
+        rates = f"{ceilings.bytes_per_s / 1e12:.3f} TB/s, {ceilings.flops_per_s / 1e12:.1f} TFLOP/s"
+        print(f"ceilings, {ceilings.name}: {rates}")
+    if nominal is not None and own is None:
+        print("no nominal ceilings are known of it, so the floors are at those measured: compare within this run only")
+    for name, meaning in definitions.items():
+        print(f"  {name}: {meaning}")
+    print(f"  one GPU hour: {price:.2f} dollars")
+
+
+def check_price(price: float) -> None:
+    if price < 0:
+        raise InputError(f"--gpu-price must be from 0, got {price}")
+
+
+def show_profile(found: list[profile.DeviceKernel]) -> list[dict[str, Any]]:
+    print("\n".join(profile.table(found)), flush=True)
+    return profile.as_records(found)
+
+
+def write(
+    args: argparse.Namespace,
+    what: str,
+    device: torch.device,
+    rows: Sequence[dict[str, Any]],
+    definitions: dict[str, str],
+    nominal: Ceilings | None,
+    own: Ceilings | None,
+) -> None:
+    if args.json is None:
+        return
+    left_out = {"action", "json", "model", "peer"}  # paths belong to one machine
+    settings = {name: value for name, value in vars(args).items() if name not in left_out}
+    content = records.document(
+        what,
+        device,
+        rows,
+        definitions=definitions,
+        ceilings=[c for c in (nominal, own) if c is not None],
+        price_per_hour=args.gpu_price,
+        settings=settings,
+    )
+    records.write(args.json, content)
+    print(f"{args.json}: {len(rows)} records")
