@@ -22,33 +22,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside a step of each point")
 
 
-def run(args: argparse.Namespace) -> int:
-    def measured(engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None) -> list[dict[str, Any]]:
-        rows = []
-        for context in args.context:
-            for batch in args.batch:
-                try:
-                    found = decode.run_decode(engine, batch, context, args.steps)
-                except decode.DoesNotFit as error:
-                    print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
-                    continue
-                rows.append(
-                    decode.decode_record(
-                        engine,
-                        found,
-                        batch=batch,
-                        context=context,
-                        weights=form,
-                        nominal=nominal,
-                        measured=own,
-                        price_per_hour=args.gpu_price,
-                        fp8_projections=args.fp8_projections,
-                    )
+def points(
+    args: argparse.Namespace, engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None
+) -> list[dict[str, Any]]:
+    """A record for each batch and context, printed as it is measured; what does not fit is said and left out."""
+    rows = []
+    for context in args.context:
+        for batch in args.batch:
+            try:
+                found = decode.run_decode(engine, batch, context, args.steps)
+            except decode.DoesNotFit as error:
+                print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
+                continue
+            rows.append(
+                decode.decode_record(
+                    engine,
+                    found,
+                    batch=batch,
+                    context=context,
+                    weights=form,
+                    nominal=nominal,
+                    measured=own,
+                    price_per_hour=args.gpu_price,
+                    fp8_projections=args.fp8_projections,
                 )
-                print(decode.decode_line(rows[-1]), flush=True)
-                if args.profile:
-                    rows[-1]["inside"] = shared.show_profile(decode.profile_decode(engine, batch, context))
-        return rows
+            )
+            print(decode.decode_line(rows[-1]), flush=True)
+            if args.profile:
+                rows[-1]["inside"] = shared.show_profile(decode.profile_decode(engine, batch, context))
+    return rows
 
+
+def run(args: argparse.Namespace) -> int:
     head, line = decode.DECODE_HEAD, decode.decode_line
-    return shared.with_engine(args, "decode", decode.DEFINITIONS, head, line, measured, args.batch)
+    return shared.with_engine(args, "decode", decode.DEFINITIONS, head, line, points, args.batch)

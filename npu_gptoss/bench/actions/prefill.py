@@ -22,30 +22,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside each prefill")
 
 
-def run(args: argparse.Namespace) -> int:
-    def measured(engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None) -> list[dict[str, Any]]:
-        rows = []
-        for tokens in args.tokens:
-            try:
-                times = prefill.run_prefill(engine, tokens, args.repeats)
-            except DoesNotFit as error:
-                print(f"{tokens} tokens: not measured: {error}", file=sys.stderr)
-                continue
-            rows.append(
-                prefill.prefill_record(
-                    engine,
-                    times,
-                    tokens=tokens,
-                    weights=form,
-                    nominal=nominal,
-                    measured=own,
-                    price_per_hour=args.gpu_price,
-                )
+def points(
+    args: argparse.Namespace, engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None
+) -> list[dict[str, Any]]:
+    """A record for each length, printed as it is measured; what does not fit is said and left out."""
+    rows = []
+    for tokens in args.tokens:
+        try:
+            times = prefill.run_prefill(engine, tokens, args.repeats)
+        except DoesNotFit as error:
+            print(f"{tokens} tokens: not measured: {error}", file=sys.stderr)
+            continue
+        rows.append(
+            prefill.prefill_record(
+                engine,
+                times,
+                tokens=tokens,
+                weights=form,
+                nominal=nominal,
+                measured=own,
+                price_per_hour=args.gpu_price,
             )
-            print(prefill.prefill_line(rows[-1]), flush=True)
-            if args.profile:
-                rows[-1]["inside"] = shared.show_profile(prefill.profile_prefill(engine, tokens))
-        return rows
+        )
+        print(prefill.prefill_line(rows[-1]), flush=True)
+        if args.profile:
+            rows[-1]["inside"] = shared.show_profile(prefill.profile_prefill(engine, tokens))
+    return rows
 
+
+def run(args: argparse.Namespace) -> int:
     head, line = prefill.PREFILL_HEAD, prefill.prefill_line
-    return shared.with_engine(args, "prefill", prefill.DEFINITIONS, head, line, measured, [1])
+    return shared.with_engine(args, "prefill", prefill.DEFINITIONS, head, line, points, [1])

@@ -59,10 +59,10 @@ def with_engine(
     definitions: dict[str, str],
     head: str,
     line: Callable[[dict[str, Any]], str],
-    measured: Callable[[Engine, str, Ceilings, Ceilings | None], list[dict[str, Any]]],
+    points: Callable[[argparse.Namespace, Engine, str, Ceilings, Ceilings | None], list[dict[str, Any]]],
     batches: Sequence[int],
 ) -> int:
-    """Makes an engine for these batch sizes, prints the table that `measured` fills line by line, and writes it."""
+    """Makes an engine for these batch sizes, prints the table that `points` fills line by line, and writes it."""
     peer = None if args.peer is None else records.read_peer(args.peer, what)
     check_price(args.gpu_price)
     device = resolve_device(args.device)
@@ -71,7 +71,7 @@ def with_engine(
     form = expert_format(engine)
     say_what(definitions, nominal, own, device, args.gpu_price)
     print(head)
-    rows = measured(engine, form, nominal, own)
+    rows = points(args, engine, form, nominal, own)
     if not rows:
         raise InputError("none of these points fits this engine; standard error says why for each")
     if peer is not None:
