@@ -1,7 +1,8 @@
 """`python greedy.py JOB.json`: greedy answers from vLLM's `LLM`. Tests run it in the emulated environment.
 
-The job holds `checkpoint`, `prompts` (token ids), `tokens` (at most so many), `stop` (token ids) and `out`, where for
-each prompt goes {"tokens": [...], "first": {token: log-probability}} with the 20 likeliest first tokens.
+The job holds `checkpoint`, `prompts` (token ids), `tokens` (at most so many), `stop` (token ids), `graphs` (whether
+they are captured, PIECEWISE) and `out`, where for each prompt goes {"tokens": [...], "first": {token: log-probability}}
+with the 20 likeliest first tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 def main(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
+    mode = {"compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 2, 1]}}
     engine = LLM(
         job["checkpoint"],
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        **(mode if job["graphs"] else {"enforce_eager": True}),
         max_model_len=2048,
         max_num_seqs=16,
         gpu_memory_utilization=0.5,

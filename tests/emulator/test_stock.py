@@ -1,7 +1,8 @@
 """Stock vllm-ascend 0.11.0 without our plugin does to gpt-oss what users report, also on the emulated 910B.
 
 So the emulator can see those defects: the BF16 checkpoint loads without a word and answers garbage (sinks, windows,
-biases and activation are each lost on the way), the MXFP4 one dies while the model is built.
+biases and activation are each lost on the way), with graphs vLLM's check of buffers ends it, and the MXFP4 one dies
+while the model is built.
 """
 
 from __future__ import annotations
@@ -51,11 +52,17 @@ def encode(harmony: Any) -> Callable[[str], list[int]]:
 
 
 def run(
-    folder: Path, checkpoint: Path, prompts: list[list[int]], plugins: str, tokens: int = 80
+    folder: Path, checkpoint: Path, prompts: list[list[int]], plugins: str, tokens: int = 80, graphs: bool = False
 ) -> tuple[list[dict[str, Any]] | None, subprocess.CompletedProcess[str]]:
     """The answers, None when there are none; and the process with all that it printed."""
     job, out = folder / "job.json", folder / "out.json"
-    settings = {"checkpoint": str(checkpoint), "prompts": prompts, "tokens": tokens, "stop": [RETURN, CALL]}
+    settings = {
+        "checkpoint": str(checkpoint),
+        "prompts": prompts,
+        "tokens": tokens,
+        "stop": [RETURN, CALL],
+        "graphs": graphs,
+    }
     job.write_text(json.dumps({**settings, "out": str(out)}))
     done = emulate(str(SCRIPT), str(job), timeout=600, VLLM_PLUGINS=plugins)
     return json.loads(out.read_text()) if out.exists() else None, done
@@ -104,6 +111,18 @@ def test_with_the_plugin_the_same_prompts_are_near_transformers(
     said, _ = answer(tmp_path, checkpoint, prompts, f"{STOCK},npu_gptoss", tokens=1)
     far = worst_of_first(said, prompts, checkpoint)
     assert float(far.median()) < 0.5
+
+
+def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(checkpoint: Path, tmp_path: Path) -> None:
+    """The buffer is rope's table, which vllm-ascend's forward replaces by one in another dtype."""
+    said, done = run(tmp_path, checkpoint, [[1, 2, 3]], STOCK, tokens=1, graphs=True)
+    assert said is None
+    assert done.returncode != 0
+    assert "RuntimeError: Assigning / modifying buffers of nn.Module during forward pass is not allowed" in done.stderr
+    assert "_buffers.update({'cos_sin_cache'" in done.stderr
+    said, printed = answer(tmp_path, checkpoint, [[1, 2, 3]], f"{STOCK},npu_gptoss", tokens=1, graphs=True)
+    assert len(said) == 1
+    assert "mixed prefill-decode, PIECEWISE" in printed
 
 
 def test_stock_dies_on_the_mxfp4_checkpoint(tmp_path: Path) -> None:
