@@ -26,6 +26,8 @@ AGREEMENT_DEFINITIONS = {
     "the same place before the two first differ",
 }
 GRAPHS_DEFINITIONS = {
+    "graphs": "full: one graph a step; piecewise: one for what lies between two attentions, and attention launched "
+    "between them",
     "tpot_ms": "as of `bench decode`, decode steps replayed as graphs; eager_tpot_ms: the same engine without graphs",
     "ratio": "eager_tpot_ms / tpot_ms",
     "tokens_identical": "greedy tokens that are the same with and without graphs, of tokens_compared, before each "
@@ -81,6 +83,7 @@ def compare_graphs(engine: Engine, batch: int, context: int, steps: int, weights
     record = {
         "model": model_name(engine.config),
         "weights": weights,
+        "graphs": graphs.mode,
         "batch": batch,
         "context": context,
         "steps": steps,

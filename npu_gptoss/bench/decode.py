@@ -34,13 +34,15 @@ DEFINITIONS = {
     "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`, from the "
     "keys seen and the distinct experts of the run's own routing (distinct_experts; expected under uniform routing "
     "where distinct_source says so); floor_measured_ms: at the ceilings measured in the same run; floor_uniform_ms: "
-    "from `context` and uniform routing",
+    "from `context` and uniform routing; of several GPUs at the sum of their ceilings",
+    "layout": "tp1: one GPU; tpN: N GPUs, attention cut by heads, lm_head by rows, each expert through its middle; "
+    "epN: the experts dealt out whole instead",
     "bytes": "weights of projections, routers, head and distinct experts once, visible keys and values once, and six "
     "reads and six writes of the residual stream a layer",
     "TBps": "bytes / tpot",
     "TFLOPs": "operations (two a multiply-add, four a visible key and channel) / tpot",
     "percent_of_floor": "100 * floor / tpot",
-    "dollars_per_million_tokens": "of generated tokens, at dollars_per_gpu_hour",
+    "dollars_per_million_tokens": "of generated tokens, at dollars_per_gpu_hour for each of `gpus`",
 }
 
 
@@ -187,14 +189,20 @@ def decode_record(
     price_per_hour: float,
     fp8_projections: bool = False,
 ) -> dict[str, Any]:
-    """The run beside its floors, as `records` wants it."""
+    """The run beside its floors, as `records` wants it.
+
+    nominal, measured: of all the ranks' devices together. price_per_hour: of one.
+    """
     config, seconds = engine.config, run.mean_s
+    layout, gpus = layout_of(engine)
     work = decode_work(config, run.contexts, weights, run.distinct, fp8_projections=fp8_projections)
     uniform = decode_work(config, [context] * batch, weights, fp8_projections=fp8_projections)
     layers = config.num_hidden_layers
     record = {
         "model": model_name(config),
         "weights": weights,
+        "layout": layout,
+        "gpus": gpus,
         "batch": batch,
         "context": context,
         "tpot_ms": round(seconds * 1e3, 4),
@@ -213,11 +221,17 @@ def decode_record(
         "TFLOPs": work.flops / seconds / 1e12,
         "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
         "tokens_per_s": batch / seconds,
-        "dollars_per_million_tokens": dollars_per_million(batch, seconds, price_per_hour),
+        "dollars_per_million_tokens": dollars_per_million(batch, seconds, price_per_hour * gpus),
     }
     if measured is not None:
         record["floor_measured_ms"] = work.floor_s(measured) * 1e3
     return {name: significant(value) for name, value in record.items()}
+
+
+def layout_of(engine: Engine) -> tuple[str, int]:
+    """How the ranks share the model, as `Shard.layout`, and how many there are."""
+    ranks = engine.model.ranks
+    return ("tp1", 1) if ranks is None else (ranks.shard.layout, ranks.shard.size)
 
 
 def significant(value: Any, digits: int = 5) -> Any:
@@ -229,7 +243,8 @@ def decode_line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
     peer = record.get("peer")
     text = (
-        f"{record['model']:>6} {record['weights']:>6} {record['batch']:>6} {record['context']:>8} "
+        f"{record['model']:>6} {record['weights']:>6} {record['layout']:>6} {record['batch']:>6} "
+        f"{record['context']:>8} "
         f"{record['tpot_ms']:>9.3f} {record['floor_ms']:>9.3f} {record['percent_of_floor']:>6.1f}% "
         f"{record['bytes'] / 1e9:>8.2f} {record['TBps']:>6.3f} {record['TFLOPs']:>7.2f} "
         f"{record['distinct_experts'] if record['distinct_experts'] is not None else '-':>8} "
@@ -239,6 +254,6 @@ def decode_line(record: dict[str, Any]) -> str:
 
 
 DECODE_HEAD = (
-    f"{'model':>6} {'expert':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} {'floor':>7} "
+    f"{'model':>6} {'expert':>6} {'layout':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} {'floor':>7} "
     f"{'GB':>8} {'TB/s':>6} {'TFLOP/s':>7} {'distinct':>8} {'tok/s':>9} {'$/Mtok':>8}"
 )

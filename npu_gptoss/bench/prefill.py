@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from npu_gptoss.bench.cost import dollars_per_million
-from npu_gptoss.bench.decode import check_fits, random_prompts, significant
+from npu_gptoss.bench.decode import check_fits, layout_of, random_prompts, significant
 from npu_gptoss.bench.profile import DeviceKernel, device_kernels
 from npu_gptoss.bench.random_checkpoint import model_name
 from npu_gptoss.bench.roofline import Ceilings, prefill_work
@@ -18,13 +18,15 @@ DEFINITIONS = {
     "prefill_s": "median seconds from handing one random prompt to the idle engine to its first token, over `repeats` "
     "different prompts after one that does not count; host work and sampling included",
     "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`; "
-    "floor_measured_ms: at those measured in the same run",
+    "floor_measured_ms: at those measured in the same run; of several GPUs at the sum of their ceilings",
+    "layout": "tp1: one GPU; tpN: N GPUs, attention cut by heads, each expert through its middle; epN: the experts "
+    "dealt out whole instead",
     "flops": "two a multiply-add of every product, four experts a token, the head once; four a visible (query, key, "
     "channel), of which a causal full layer has n * n / 2 keys and a window layer n * 128",
     "TBps": "bytes / prefill_s; each weight once",
     "TFLOPs": "flops / prefill_s",
     "percent_of_floor": "100 * floor / prefill_s",
-    "dollars_per_million_tokens": "of prompt tokens, at dollars_per_gpu_hour",
+    "dollars_per_million_tokens": "of prompt tokens, at dollars_per_gpu_hour for each of `gpus`",
 }
 
 
@@ -60,12 +62,18 @@ def prefill_record(
     measured: Ceilings | None,
     price_per_hour: float,
 ) -> dict[str, Any]:
-    """The run beside its floors, as `records` wants it."""
+    """The run beside its floors, as `records` wants it.
+
+    nominal, measured: of all the ranks' devices together. price_per_hour: of one.
+    """
     seconds = statistics.median(times)
+    layout, gpus = layout_of(engine)
     work = prefill_work(engine.config, tokens, weights)
     record = {
         "model": model_name(engine.config),
         "weights": weights,
+        "layout": layout,
+        "gpus": gpus,
         "prompt_tokens": tokens,
         "prefill_s": seconds,
         "prefill_min_s": min(times),
@@ -79,7 +87,7 @@ def prefill_record(
         "TFLOPs": work.flops / seconds / 1e12,
         "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
         "tokens_per_s": tokens / seconds,
-        "dollars_per_million_tokens": dollars_per_million(tokens, seconds, price_per_hour),
+        "dollars_per_million_tokens": dollars_per_million(tokens, seconds, price_per_hour * gpus),
     }
     if measured is not None:
         record["floor_measured_ms"] = work.floor_s(measured) * 1e3
@@ -90,7 +98,8 @@ def prefill_line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
     peer = record.get("peer")
     text = (
-        f"{record['model']:>6} {record['weights']:>6} {record['prompt_tokens']:>8} {record['prefill_s']:>10.4f} "
+        f"{record['model']:>6} {record['weights']:>6} {record['layout']:>6} {record['prompt_tokens']:>8} "
+        f"{record['prefill_s']:>10.4f} "
         f"{record['floor_ms'] / 1e3:>9.4f} {record['percent_of_floor']:>6.1f}% {record['TFLOPs']:>8.2f} "
         f"{record['TBps']:>6.3f} {record['tokens_per_s']:>10.1f} {record['dollars_per_million_tokens']:>8.4f}"
     )
@@ -98,6 +107,6 @@ def prefill_line(record: dict[str, Any]) -> str:
 
 
 PREFILL_HEAD = (
-    f"{'model':>6} {'expert':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} {'TFLOP/s':>8} "
+    f"{'model':>6} {'expert':>6} {'layout':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} {'TFLOP/s':>8} "
     f"{'TB/s':>6} {'tok/s':>10} {'$/Mtok':>8}"
 )

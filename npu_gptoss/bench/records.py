@@ -29,12 +29,14 @@ OURS = "npu_gptoss"
 
 # the fields that tell records of one kind apart, and the measured one that a peer's record adds
 KEYS = {
-    "decode": ("model", "weights", "projections", "batch", "context"),
-    "prefill": ("model", "weights", "prompt_tokens"),
+    "decode": ("model", "weights", "projections", "layout", "batch", "context"),
+    "prefill": ("model", "weights", "layout", "prompt_tokens"),
     "kernel": ("operation", "kernel", "case"),
     "agreement": ("model", "weights"),
-    "graphs": ("model", "weights", "batch", "context"),
+    "graphs": ("model", "weights", "graphs", "batch", "context"),
 }
+# what a record that lacks the field means: another engine's, or one of an earlier date
+ABSENT = {"projections": "bf16", "layout": "tp1"}
 MEASURED = {
     "decode": "tpot_ms",
     "prefill": "prefill_s",
@@ -101,6 +103,7 @@ _FIELDS: dict[str, dict[str, str]] = {
     "graphs": {
         "model": _TEXT,
         "weights": _TEXT,
+        "graphs": _TEXT,
         "batch": _COUNT,
         "context": _COUNT,
         "tpot_ms": _NUMBER,
@@ -211,7 +214,7 @@ def read_peer(path: Path, what: str, needed: Sequence[str] | None = None) -> dic
 
     needed: the fields of each record, for files that hold no measurement.
     """
-    needed = needed or [f for f in (*KEYS[what], MEASURED[what]) if f != "projections"]
+    needed = needed or [f for f in (*KEYS[what], MEASURED[what]) if f not in ABSENT]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -245,11 +248,13 @@ def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: 
 
 def _case(what: str, record: Any) -> tuple[Any, ...]:
     """What a peer's record has in common with ours: all of the key but a kernel's own name."""
-    return tuple(record.get(name) for name in KEYS[what] if name not in ("kernel", "projections"))
+    return tuple(record.get(name, ABSENT.get(name)) for name in KEYS[what] if name not in ("kernel", "projections"))
 
 
 def _key(what: str, record: Any) -> tuple[Any, ...]:
-    return tuple(record.get(name) for name in KEYS[what]) if isinstance(record, dict) else (repr(record),)
+    if not isinstance(record, dict):
+        return (repr(record),)
+    return tuple(record.get(name, ABSENT.get(name)) for name in KEYS[what])
 
 
 def _record_problems(what: str, record: Any) -> list[str]:

@@ -33,6 +33,12 @@ class Ceilings:
     bytes_per_s: float
     flops_per_s: float
 
+    def of(self, count: int) -> Ceilings:
+        """Of so many such machines together."""
+        if count == 1:
+            return self
+        return Ceilings(f"{count} x {self.name}", count * self.bytes_per_s, count * self.flops_per_s)
+
 
 # 790 TFLOP/s: an 8192 x 8192 x 8192 product of random bfloat16 through the library.
 _H200 = "NVIDIA H200"

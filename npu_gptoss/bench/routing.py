@@ -72,7 +72,9 @@ def expert_format(engine: Engine) -> str:
     config = engine.config
     _, held = engine.model.layers[0].moe.experts.paths[MANY]
     matrix, _ = expert_parameters(config)
-    each = sum(_storages(held).values()) / (config.num_local_experts * matrix)
+    ranks = engine.model.ranks  # each holds its share of them
+    each = sum(_storages(held).values()) * (1 if ranks is None else ranks.shard.size)
+    each /= config.num_local_experts * matrix
     return min(WEIGHT_BYTES, key=lambda name: abs(WEIGHT_BYTES[name] - each))
 
 

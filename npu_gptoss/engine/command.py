@@ -16,7 +16,7 @@ from typing import Any
 from npu_gptoss.engine.chat import REASONING_EFFORTS, Chat
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
-from npu_gptoss.engine.launched import device_and_ranks
+from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.errors import InputError
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
     with _standard_output_kept_clean(), device_and_ranks(args.device, args.share_experts) as (device, ranks):
-        speaks = ranks is None or ranks.shard.rank == 0  # the others compute the same
+        speaks = is_rank_0()  # the others compute the same
         chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None
         start = time.perf_counter()
         engine = Engine(
@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             stops = chat.stop_token_ids if chat and entry.form == "messages" and not args.ignore_eos else ()
             each.append(replace(params, stop_token_ids=stops))
         results = engine.generate(prompts, each, on_step=_Progress() if speaks else None)
+        engine.close()
     if not speaks:
         return 0
     if args.json:

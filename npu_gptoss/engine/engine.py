@@ -6,6 +6,7 @@ results = engine.generate(["Hello", [9906, 11]], SamplingParams(max_tokens=64))
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import operator
@@ -128,6 +129,14 @@ class Engine:
                 max_blocks=math.ceil(self.max_length / self.block_size),
                 recorder=Recorder(self.device),
             )
+
+    def close(self) -> None:
+        """Gives the graphs back; steps run without them from here on.
+
+        For ranks on GPUs: NCCL ends only when no graph holds one of its collectives any more.
+        """
+        self._ahead = self.graphs = None
+        gc.collect()  # the steps of graphs refer to each other
 
     @property
     def max_length(self) -> int:

@@ -5,9 +5,10 @@ torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model gpt-oss-120b --pr
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 def device_and_ranks(device: str, experts: str) -> Iterator[tuple[str, Ranks | None]]:
     """The device as asked for and None; under torchrun this process's own of that type, and its place.
 
-    experts: as in `Shard`.
+    experts: as in `Shard`. An engine with graphs must be closed inside: at the end NCCL waits for every graph that
+    holds a collective. After an error nothing is waited for, since the other ranks may be stuck; torchrun ends them.
     """
     if not dist.is_torchelastic_launched():
         yield device, None
@@ -36,7 +38,20 @@ def device_and_ranks(device: str, experts: str) -> Iterator[tuple[str, Ranks | N
     if kind != "cpu":
         torch.get_device_module(kind).set_device(resolved)
     dist.init_process_group(BACKENDS[kind])
-    try:
-        yield own, Ranks.of_this_process(experts)
-    finally:
-        dist.destroy_process_group()
+    yield own, Ranks.of_this_process(experts)
+    dist.destroy_process_group()
+
+
+def is_rank_0() -> bool:
+    """Whether this process is the one that speaks; it is where there are no ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextmanager
+def only_rank_0_speaks() -> Iterator[None]:
+    """What the other ranks' Python prints inside is thrown away: they compute the same. Errors are raised as ever."""
+    if is_rank_0():
+        yield
+        return
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield

@@ -51,6 +51,11 @@ class Shard:
         if not 0 <= self.rank < self.size:
             raise InputError(f"a rank must be 0 to {self.size - 1}, got {self.rank}")
 
+    @property
+    def layout(self) -> str:
+        """What records call it: tp1, tp2, ep2 …; attention is cut by heads in either."""
+        return f"{'ep' if self.experts == EXPERT and self.size > 1 else 'tp'}{self.size}"
+
     def check(self, config: GptOssConfig) -> None:
         """Refuses a model that this many ranks cannot share evenly."""
         sizes = {

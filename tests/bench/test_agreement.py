@@ -63,6 +63,8 @@ def test_no_tokens_to_compare_is_an_error(engine):
 class NoGraphs:
     """Stands where graphs would be, and leaves every step to the eager path."""
 
+    mode = "full"
+
     def takes(self, chunks: object) -> bool:
         return False
 
@@ -72,6 +74,7 @@ def test_graphs_are_compared_with_eager_steps_and_put_back(engine, monkeypatch):
     monkeypatch.setattr(engine, "graphs", graphs)
     record = compare_graphs(engine, 2, 20, 3, "bf16")
     assert engine.graphs is graphs
+    assert record["graphs"] == "full"
     assert record["tokens_compared"] == record["tokens_identical"] == 6
     assert record["ratio"] == pytest.approx(record["eager_tpot_ms"] / record["tpot_ms"], rel=1e-3)
 

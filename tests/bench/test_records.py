@@ -71,7 +71,7 @@ MISTAKES = {
     "seconds for milliseconds": (lambda c: c["records"][0].update(floor_ms=0.00078), "its numbers give 0.1"),
     "twice the same": (
         lambda c: c["records"].append(decode_row()),
-        r"record 1 repeats \('20b', 'mxfp4', 'bf16', 1, 1024\)",
+        r"record 1 repeats \('20b', 'mxfp4', 'bf16', 'tp1', 1, 1024\)",
     ),
 }
 
@@ -101,6 +101,14 @@ def test_a_peers_number_stands_beside_the_same_point_and_no_other():
     assert beside[1]["peer"] is None
     assert beside[2]["peer"] is None
     assert "peer" not in ours[0]
+
+
+def test_a_peer_on_one_gpu_stands_beside_no_record_of_two():
+    """Another engine's file may not say how many GPUs it used: it is one."""
+    ours = [decode_row(layout="tp1"), decode_row(layout="tp2"), decode_row(layout="ep2")]
+    peer = {"engine": "vLLM 0.25.1", "records": [decode_row(tpot_ms=3.0)]}
+    assert [row["peer"] is None for row in records.beside(ours, peer, "decode")] == [False, True, True]
+    assert records.problems(document(*ours)) == []
 
 
 def test_a_peers_kernel_stands_beside_all_of_ours_of_the_same_case():

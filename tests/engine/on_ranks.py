@@ -54,6 +54,7 @@ def main(device: str, directory: str, rank: str, size: str, port: str, experts: 
     engine = Engine(directory, device=device, dtype=dtype, graphs=graphs, graph_sizes=(1, 2, 4), ranks=ranks)
     assert engine.scheduler.allocator.num_blocks == 100
     print(json.dumps(answers(engine)))
+    engine.close()
     dist.destroy_process_group()
 
 

@@ -7,19 +7,23 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from npu_gptoss.engine import Engine
+from npu_gptoss.bench import records
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.engine import engine as engine_module
 from npu_gptoss.engine.launched import device_and_ranks
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.on_ranks import answers
+from tests.engine.recording import RerunRecorder
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -91,19 +95,40 @@ def test_gpus_over_nccl_compute_what_one_does(size: int, experts: str, tmp_path:
     assert (got - want).norm() / want.norm() < 0.05
 
 
+def under_torchrun(command: list[str]) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    return [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", *command]
+
+
+def run_python(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+
+
 def test_generate_under_torchrun_answers_once(directory: Path) -> None:
     generate = ["-m", "npu_gptoss.cli", "generate", "--model", str(directory), "--prompt-ids", "1,2,3", "--json"]
     generate += ["--device", "cpu", "--dtype", "float32", "--max-tokens", "5", "--num-blocks", "10"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    torchrun += ["--rdzv-endpoint", "127.0.0.1:0", *generate, "--share-experts", "expert"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    answers = [
-        subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
-        for command in (generate, torchrun)
-    ]
-    assert [answer.returncode for answer in answers] == [0, 0], answers[1].stderr
-    alone, together = (json.loads(answer.stdout) for answer in answers)
-    assert together == alone
+    alone, together = map(run_python, (generate, under_torchrun([*generate, "--share-experts", "expert"])))
+    assert [alone.returncode, together.returncode] == [0, 0], together.stderr
+    assert json.loads(together.stdout) == json.loads(alone.stdout)
+
+
+def test_bench_under_torchrun_prints_and_writes_one_table_that_names_its_layout(
+    directory: Path, tmp_path: Path
+) -> None:
+    bench = ["-m", "npu_gptoss.cli", "bench", "decode", "--model", str(directory), "--device", "cpu"]
+    bench += ["--num-blocks", "20", "--batch", "2", "--context", "20", "300", "--steps", "2", "--gpu-price", "1"]
+    run = run_python(under_torchrun([*bench, "--share-experts", "expert", "--json", str(tmp_path / "decode.json")]))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("one GPU hour") == 1
+    assert run.stderr.count("batch 2, context 300: not measured") == 1
+    content = json.loads((tmp_path / "decode.json").read_text())
+    assert records.problems(content) == []
+    (record,) = content["records"]
+    assert (record["layout"], record["gpus"], record["weights"]) == ("ep2", 2, "bf16")
+    assert list(content["ceilings"]) == ["2 x measured here"]
+    seconds = record["tpot_ms"] / 1e3
+    assert record["dollars_per_million_tokens"] == pytest.approx(2 / 3600 * seconds / 2 * 1e6, rel=1e-3)
 
 
 def test_a_device_by_number_is_refused_where_each_rank_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +138,18 @@ def test_a_device_by_number_is_refused_where_each_rank_takes_its_own(monkeypatch
         device_and_ranks("cuda:1", TENSOR),
     ):
         pass
+
+
+def test_a_closed_engine_holds_no_graph_and_still_answers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for ever for a graph that holds one of its collectives."""
+    monkeypatch.setattr(engine_module, "Recorder", RerunRecorder)
+    engine = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(1,))
+    params = SamplingParams(max_tokens=5)
+    want = [result.token_ids for result in engine.generate([[1, 2, 3]], params)]
+    graphs = weakref.ref(engine.graphs)
+    engine.close()
+    assert graphs() is None
+    assert [result.token_ids for result in engine.generate([[1, 2, 3]], params)] == want
 
 
 def test_without_torchrun_there_is_one_process_and_the_device_asked_for() -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from npu_gptoss.bench import agreement, records
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.routing import expert_format
-from npu_gptoss.engine.device import resolve_device
 
 SUMMARY = "greedy tokens against another engine's on the same checkpoint"
 
@@ -22,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     peer = records.read_peer(args.peer, "greedy", ("prompt_token_ids", "token_ids"))
-    shared.check_price(args.gpu_price)
-    device = resolve_device(args.device)
-    engine = shared.make_engine(args, device, [len(peer["records"])])
-    shared.say_what(agreement.AGREEMENT_DEFINITIONS, None, None, device, args.gpu_price)
-    record = agreement.compare(engine, peer["records"], expert_format(engine))
-    record["peer"] = {"engine": peer["engine"]}
-    print(", ".join(f"{name} {value}" for name, value in record.items()))
-    shared.write(args, "agreement", device, [record], agreement.AGREEMENT_DEFINITIONS, None, None)
+    definitions = agreement.AGREEMENT_DEFINITIONS
+    with shared.running_engine(args, [len(peer["records"])]) as running:
+        nominal, own, device = running.nominal, running.own, running.device
+        shared.say_what(definitions, nominal, own, device, args.gpu_price)
+        record = agreement.compare(running.engine, peer["records"], running.form)
+        record["peer"] = {"engine": peer["engine"]}
+        print(", ".join(f"{name} {value}" for name, value in record.items()))
+        shared.write(args, "agreement", device, [record], definitions, nominal, own)
     return 0

@@ -6,8 +6,6 @@ import argparse
 
 from npu_gptoss.bench import agreement
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.routing import expert_format
-from npu_gptoss.engine.device import resolve_device
 
 SUMMARY = "decode with graphs against without: times and tokens"
 
@@ -20,14 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shared.check_price(args.gpu_price)
-    device = resolve_device(args.device)
-    engine = shared.make_engine(args, device, args.batch)
-    shared.say_what(agreement.GRAPHS_DEFINITIONS, None, None, device, args.gpu_price)
-    rows = []
-    for context in args.context:
-        for batch in args.batch:
-            rows.append(agreement.compare_graphs(engine, batch, context, args.steps, expert_format(engine)))
-            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    shared.write(args, "graphs", device, rows, agreement.GRAPHS_DEFINITIONS, None, None)
+    definitions = agreement.GRAPHS_DEFINITIONS
+    with shared.running_engine(args, args.batch) as running:
+        nominal, own, device = running.nominal, running.own, running.device
+        shared.say_what(definitions, nominal, own, device, args.gpu_price)
+        rows = []
+        for context in args.context:
+            for batch in args.batch:
+                rows.append(agreement.compare_graphs(running.engine, batch, context, args.steps, running.form))
+                print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        shared.write(args, "graphs", device, rows, definitions, nominal, own)
     return 0

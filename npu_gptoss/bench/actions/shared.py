@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from npu_gptoss.bench.routing import expert_format
 from npu_gptoss.engine import Engine
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.device import resolve_device
+from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_speaks
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
+from npu_gptoss.model.ranks import Ranks
+from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
 COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
@@ -43,6 +48,12 @@ def engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> N
         "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits"
     )
     parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
+    parser.add_argument(
+        "--share-experts",
+        choices=(TENSOR, EXPERT),
+        default=TENSOR,
+        help="under torchrun: cut each expert, or deal them out whole (default: tensor)",
+    )
     if peer:
         parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
     output_arguments(parser)
@@ -51,6 +62,32 @@ def engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> N
 def output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-price", type=float, default=PRICE, metavar="USD", help="of one hour (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine to measure. form: of its experts; nominal, own: ceilings of all the ranks' devices together."""
+
+    engine: Engine
+    device: torch.device
+    form: str
+    nominal: Ceilings
+    own: Ceilings | None
+
+
+@contextmanager
+def running_engine(args: argparse.Namespace, batches: Sequence[int]) -> Iterator[Running]:
+    """An engine with graphs of exactly these batch sizes; under torchrun this rank's of one that all of them share.
+
+    Every rank must do the same inside; what they print is rank 0's only.
+    """
+    check_price(args.gpu_price)
+    with device_and_ranks(args.device, args.share_experts) as (name, ranks), only_rank_0_speaks():
+        device = resolve_device(name)
+        nominal, own = ceilings_of(device, 1 if ranks is None else ranks.shard.size)
+        engine = make_engine(args, device, batches, ranks)
+        yield Running(engine, device, expert_format(engine), nominal, own)
+        engine.close()
 
 
 def with_engine(
@@ -64,25 +101,24 @@ def with_engine(
 ) -> int:
     """Makes an engine for these batch sizes, prints the table that `points` fills line by line, and writes it."""
     peer = None if args.peer is None else records.read_peer(args.peer, what)
-    check_price(args.gpu_price)
-    device = resolve_device(args.device)
-    nominal, own = ceilings_of(device)
-    engine = make_engine(args, device, batches)
-    form = expert_format(engine)
-    say_what(definitions, nominal, own, device, args.gpu_price)
-    print(head)
-    rows = points(args, engine, form, nominal, own)
-    if not rows:
-        raise InputError("none of these points fits this engine; standard error says why for each")
-    if peer is not None:
-        rows = records.beside(rows, peer, what)
-        print(f"beside {peer['engine']}:")
-        print("\n".join(line(row) for row in rows))
-    write(args, what, device, rows, definitions, nominal, own)
+    with running_engine(args, batches) as running:
+        nominal, own, device = running.nominal, running.own, running.device
+        say_what(definitions, nominal, own, device, args.gpu_price)
+        print(head)
+        rows = points(args, running.engine, running.form, nominal, own)
+        if not rows:
+            raise InputError("none of these points fits this engine; standard error says why for each")
+        if peer is not None:
+            rows = records.beside(rows, peer, what)
+            print(f"beside {peer['engine']}:")
+            print("\n".join(line(row) for row in rows))
+        write(args, what, device, rows, definitions, nominal, own)
     return 0
 
 
-def make_engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> Engine:
+def make_engine(
+    args: argparse.Namespace, device: torch.device, sizes: Sequence[int], ranks: Ranks | None = None
+) -> Engine:
     """With graphs of exactly the batch sizes that are measured."""
     options = {
         "device": device,
@@ -95,7 +131,8 @@ def make_engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[
         "graph_sizes": sorted(set(sizes)),
         "weights": args.weights,
         "fp8_projections": args.fp8_projections,
-        "progress": True,
+        "ranks": ranks,
+        "progress": is_rank_0(),
     }
     if args.size is None:
         return Engine(args.model, **options)
@@ -105,11 +142,14 @@ def make_engine(args: argparse.Namespace, device: torch.device, sizes: Sequence[
         return Engine(folder, tensors=random_tensors(config, 0, device), **options)
 
 
-def ceilings_of(device: torch.device) -> tuple[Ceilings, Ceilings | None]:
-    """At which the floors are: nominal ones of a known GPU, with those measured here beside; else only the latter."""
+def ceilings_of(device: torch.device, count: int = 1) -> tuple[Ceilings, Ceilings | None]:
+    """At which the floors are: nominal ones of a known GPU, with those measured here beside; else only the latter.
+
+    count: of devices like this one that share the work; the ceilings are those of all.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    own = Ceilings("measured here", *measure_ceilings(device))
-    return (NOMINAL[name], own) if name in NOMINAL else (own, None)
+    own = Ceilings("measured here", *measure_ceilings(device)).of(count)
+    return (NOMINAL[name].of(count), own) if name in NOMINAL else (own, None)
 
 
 def say_what(
@@ -146,7 +186,8 @@ def write(
     nominal: Ceilings | None,
     own: Ceilings | None,
 ) -> None:
-    if args.json is None:
+    """The records into --json, by rank 0."""
+    if args.json is None or not is_rank_0():
         return
     left_out = {"action", "json", "model", "peer"}  # paths belong to one machine
     settings = {name: value for name, value in vars(args).items() if name not in left_out}
