@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench.actions import agreement, checkpoint, decode, graphs, kernel, prefill
+from npu_gptoss.bench.actions import agreement, checkpoint, decode, engine, graphs, kernel, prefill, sweep
 
 ACTIONS: dict[str, ModuleType] = {
     "decode": decode,
     "prefill": prefill,
     "kernel": kernel,
+    "engine": engine,
+    "sweep": sweep,
     "graphs": graphs,
     "agreement": agreement,
     "checkpoint": checkpoint,

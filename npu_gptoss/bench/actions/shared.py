@@ -32,7 +32,10 @@ PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-o
 COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
 
 
-def engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> None:
+def engine_arguments(
+    parser: argparse.ArgumentParser, *, peer: bool = True, share: bool = True, json: bool = True
+) -> None:
+    """peer, share, json: whether the option of that name (share: --share-experts) is offered."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
     source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
@@ -48,20 +51,26 @@ def engine_arguments(parser: argparse.ArgumentParser, *, peer: bool = True) -> N
         "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits"
     )
     parser.add_argument("--graphs", choices=(AUTO, *MODES), default=AUTO, help="decode steps as graphs (default: auto)")
+    if share:
+        share_argument(parser)
+    if peer:
+        parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
+    output_arguments(parser, json=json)
+
+
+def share_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-experts",
         choices=(TENSOR, EXPERT),
         default=TENSOR,
         help="under torchrun: cut each expert, or deal them out whole (default: tensor)",
     )
-    if peer:
-        parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's records, to lie beside ours")
-    output_arguments(parser)
 
 
-def output_arguments(parser: argparse.ArgumentParser) -> None:
+def output_arguments(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     parser.add_argument("--gpu-price", type=float, default=PRICE, metavar="USD", help="of one hour (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    if json:
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
 
 
 @dataclass(frozen=True)
@@ -189,7 +198,7 @@ def write(
     """The records into --json, by rank 0."""
     if args.json is None or not is_rank_0():
         return
-    left_out = {"action", "json", "model", "peer"}  # paths belong to one machine
+    left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
     settings = {name: value for name, value in vars(args).items() if name not in left_out}
     content = records.document(
         what,

@@ -1,0 +1,48 @@
+"""`bench engine`: decode and prefill on one engine; what `bench sweep` runs for each layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from npu_gptoss.bench import decode as of_decode
+from npu_gptoss.bench import prefill as of_prefill
+from npu_gptoss.bench.actions import decode, prefill, shared
+from npu_gptoss.errors import InputError
+
+SUMMARY = "decode and prefill on one engine, as sweep runs it for each layout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_points(parser)
+    shared.share_argument(parser)
+
+
+def add_points(parser: argparse.ArgumentParser) -> None:
+    """All that is measured and with what; without how the ranks share the model."""
+    shared.engine_arguments(parser, peer=False, share=False, json=False)
+    parser.add_argument("--batch", default=[1, 8, 32, 128], help="of decode (default: 1 8 32 128)", **shared.COUNTS)
+    parser.add_argument("--context", default=[1024, 8192], help="of decode (default: 1024 8192)", **shared.COUNTS)
+    parser.add_argument("--steps", type=int, default=64, metavar="N", help="steady steps measured (default: 64)")
+    parser.add_argument("--tokens", default=[8192, 32768], help="of prefill (default: 8192 32768)", **shared.COUNTS)
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="prompts measured (default: 3)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where decode.json and prefill.json go")
+
+
+def run(args: argparse.Namespace) -> int:
+    args.profile = False
+    with shared.running_engine(args, args.batch) as running:
+        nominal, own, device = running.nominal, running.own, running.device
+        shared.say_what({}, nominal, own, device, args.gpu_price)
+        print("  what each number means stands in the files' `definitions`")
+        found = 0
+        for what, of, action in (("decode", of_decode, decode), ("prefill", of_prefill, prefill)):
+            print(of_decode.DECODE_HEAD if what == "decode" else of_prefill.PREFILL_HEAD)
+            rows = action.points(args, running.engine, running.form, nominal, own)
+            found += len(rows)
+            if rows:
+                args.json = args.out / f"{what}.json"
+                shared.write(args, what, device, rows, of.DEFINITIONS, nominal, own)
+        if not found:
+            raise InputError("none of these points fits this engine; standard error says why for each")
+    return 0

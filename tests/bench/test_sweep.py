@@ -1,0 +1,220 @@
+"""Which layouts run where, what is started for each, and the two tables; once for real, two ranks over gloo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.bench import records, sweep, tables
+from npu_gptoss.bench.actions import sweep as action
+from npu_gptoss.cli import main
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.sharding import EXPERT, TENSOR
+
+CUDA = torch.device("cuda")
+
+
+def layouts(*names: str) -> list[sweep.Layout]:
+    return [sweep.layout(name) for name in names]
+
+
+def test_a_layout_is_named_by_how_and_how_many():
+    assert layouts("tp1", "tp2", "ep4") == [sweep.Layout(1, TENSOR), sweep.Layout(2, TENSOR), sweep.Layout(4, EXPERT)]
+    assert [each.name for each in layouts("tp1", "tp16", "ep8")] == ["tp1", "tp16", "ep8"]
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp", "tp0", "2", "ep1", "tp2x", "tp-2"])
+def test_what_is_no_layout_is_refused_in_words(name):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"tpN or epN|name it tp1"):
+        sweep.layout(name)
+
+
+def test_layouts_without_their_gpus_are_named_and_not_measured():
+    can, skipped = sweep.split_by_devices(layouts("tp1", "tp2", "ep2", "tp2", "ep4"), CUDA, 2)
+    assert [each.name for each in can] == ["tp1", "tp2", "ep2"]
+    assert skipped == {"ep4": "needs 4 GPUs, this machine has 2 cuda devices: not measured"}
+    assert sweep.split_by_devices(layouts("tp2"), CUDA, 1)[1] == {
+        "tp2": "needs 2 GPUs, this machine has 1 cuda device: not measured"
+    }
+
+
+def test_ranks_on_a_cpu_are_processes_of_which_any_number_starts():
+    can, skipped = sweep.split_by_devices(layouts("tp8"), torch.device("cpu"), None)
+    assert [each.name for each in can] == ["tp8"]
+    assert not skipped
+
+
+def test_each_layout_is_told_how_to_share_and_everything_that_the_sweep_was():
+    options = {
+        "model": Path("m"),
+        "size": None,
+        "batch": [1, 8],
+        "fp8_projections": True,
+        "num_blocks": None,
+        "x": False,
+    }
+    alone = sweep.command(sweep.layout("tp1"), options, Path("o"))
+    start = [sys.executable, "-m", "npu_gptoss.cli", "bench", "engine", "--model", "m", "--batch", "1", "8"]
+    assert alone == [*start, "--fp8-projections", "--share-experts", "tensor", "--out", "o"]
+    shared = sweep.command(sweep.layout("ep4"), options, Path("o"))
+    assert shared[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert shared[shared.index("--nproc-per-node") + 1] == "4"
+    assert shared[shared.index("--share-experts") + 1] == "expert"
+
+
+def content(what: str, *rows: dict[str, object]) -> dict[str, object]:
+    return {
+        "what": what,
+        "machine": {"device": "NVIDIA H200"},
+        "versions": {"torch": "2.11.0"},
+        "date": "2026-11-22T01:02:03+00:00",
+        "dollars_per_gpu_hour": 3.0,
+        "ceilings": {rows[0].get("layout", "tp1"): 1},
+        "settings": {"share_experts": "tensor"},
+        "records": list(rows),
+    }
+
+
+def decode_row(layout: str | None, batch: int, tpot_ms: float, dollars: float, **changes: object) -> dict[str, object]:
+    named = {} if layout is None else {"layout": layout}
+    row = {"model": "20b", "weights": "mxfp4", "projections": "bf16", "batch": batch, "context": 8192}
+    return {**row, **named, "tpot_ms": tpot_ms, "dollars_per_million_tokens": dollars, **changes}
+
+
+def prefill_row(layout: str, tokens: int, seconds: float, dollars: float) -> dict[str, object]:
+    row = {"model": "20b", "weights": "mxfp4", "layout": layout, "prompt_tokens": tokens, "prefill_s": seconds}
+    return {**row, "dollars_per_million_tokens": dollars}
+
+
+def test_the_prefill_table_has_layouts_by_lengths():
+    rows = [prefill_row("tp2", 32768, 0.4, 0.02), prefill_row("tp2", 8192, 0.06, 0.0122)]
+    rows += [prefill_row("tp1", 8192, 0.1141, 0.0116), prefill_row("ep2", 8192, 0.07, 0.0142)]
+    assert tables.prefill_tables(rows)[2:] == [
+        "| layout | 8192 tokens | 32768 tokens |",
+        "|---|---|---|",
+        "| tp1 | 0.114 s, $0.012 | – |",
+        "| tp2 | 0.060 s, $0.012 | 0.400 s, $0.020 |",
+        "| ep2 | 0.070 s, $0.014 | – |",
+        "",
+    ]
+
+
+def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
+    rows = [decode_row("tp4", 8, 2.0, 0.83), decode_row(None, 8, 4.0, 0.417), decode_row("tp4", 1, 1.25, 4.1667)]
+    assert tables.decode_tables(rows)[2:] == [
+        "| batch | tp1 | tp4 |",
+        "|---|---|---|",
+        "| 1 | – | 800 tok/s, $4.167 |",
+        "| 8 | 250 tok/s, $0.417 | 500 tok/s, $0.830 |",
+        "",
+    ]
+
+
+def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own():
+    other = [{"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}, {"context": 1024}]
+    rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
+    titles = [line for line in tables.decode_tables(rows) if line.startswith("Decode")]
+    assert len(titles) == len(set(titles)) == 5
+
+
+def test_merging_keeps_every_record_and_the_ceilings_of_all():
+    first, second = (
+        content("decode", decode_row("tp1", 1, 1.0, 1.0)),
+        content("decode", decode_row("tp2", 1, 1.0, 1.0)),
+    )
+    found = sweep.merged([first, second], {"layouts": ["tp1", "tp2"]})
+    assert [record["layout"] for record in found["records"]] == ["tp1", "tp2"]
+    assert found["ceilings"] == {"tp1": 1, "tp2": 1}
+    assert found["settings"] == {"layouts": ["tp1", "tp2"]}
+    with pytest.raises(InputError, match="only files of one kind make one, got decode, prefill"):
+        sweep.merged([first, content("prefill", prefill_row("tp1", 8, 1.0, 1.0))], {})
+
+
+def run(directory: Path, out: Path, *names: str) -> int:
+    options = ["--device", "cpu", "--dtype", "float32", "--batch", "1", "2", "--context", "20", "--tokens", "30"]
+    options += ["--steps", "3", "--repeats", "1", "--num-blocks", "40", "--gpu-price", "6", "--out", str(out)]
+    return main(["bench", "sweep", "--model", str(directory), *options, "--layouts", *names])
+
+
+def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert run(directory, tmp_path, "tp1", "ep2") == 0
+    found = {kind: json.loads((tmp_path / f"{kind}.json").read_text()) for kind in ("decode", "prefill")}
+    for written in found.values():
+        assert records.problems(written) == []
+        assert written["not_measured"] == {}
+        assert written["settings"]["layouts"] == ["tp1", "ep2"]
+        assert str(tmp_path) not in json.dumps(written), "a path of this machine is in the record"
+        assert str(directory) not in json.dumps(written), "a path of this machine is in the record"
+    points = [(record["layout"], record["gpus"], record["batch"]) for record in found["decode"]["records"]]
+    assert points == [("tp1", 1, 1), ("tp1", 1, 2), ("ep2", 2, 1), ("ep2", 2, 2)]
+    for record in found["decode"]["records"]:
+        tokens_an_hour = 3.6e6 / record["tpot_ms"] * record["batch"]
+        assert record["dollars_per_million_tokens"] == pytest.approx(6e6 * record["gpus"] / tokens_an_hour, rel=1e-3)
+    assert [(record["layout"], record["prompt_tokens"]) for record in found["prefill"]["records"]] == [
+        ("tp1", 30),
+        ("ep2", 30),
+    ]
+    page = (tmp_path / "tables.md").read_text()
+    assert "| layout | 30 tokens |" in page
+    assert "| batch | tp1 | ep2 |" in page
+    assert page in capfd.readouterr().out
+
+
+def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeypatch, capsys):
+    """Three ranks cannot share eight heads; and what the first one measured is written before the second starts."""
+    seen = []
+
+    def started(each, options, out):
+        seen.append((each.name, (tmp_path / "decode.json").is_file()))
+        if each.name == "tp3":
+            return "failed with exit status 1"
+        out.mkdir(parents=True)
+        for kind, row in (
+            ("decode", full_decode_row(each.name)),
+            ("prefill", full_prefill_row(each.name)),
+        ):
+            document = records.document(
+                kind, torch.device("cpu"), [row], definitions={}, ceilings=[], price_per_hour=3.0, settings={}
+            )
+            records.write(out / f"{kind}.json", document)
+        return None
+
+    monkeypatch.setattr(action.sweep, "run_layout", started)
+    assert run(directory, tmp_path, "tp1", "tp3", "tp2") == 1
+    assert seen == [("tp1", False), ("tp3", True), ("tp2", True)]
+    written = json.loads((tmp_path / "prefill.json").read_text())
+    assert [record["layout"] for record in written["records"]] == ["tp1", "tp2"]
+    assert written["not_measured"] == {"tp3": "failed with exit status 1"}
+    assert "tp3: failed with exit status 1." in (tmp_path / "tables.md").read_text()
+    assert "tp3: failed with exit status 1; what it said stands above" in capsys.readouterr().err
+
+
+def full_decode_row(layout: str) -> dict[str, object]:
+    row = decode_row(layout, 1, 2.0, 1.0, steps=3, floor_ms=1.0, bytes=1, flops=1, TBps=1.0, TFLOPs=1.0)
+    return {**row, "gpus": 1, "percent_of_floor": 50.0, "tokens_per_s": 500.0}
+
+
+def full_prefill_row(layout: str) -> dict[str, object]:
+    row = prefill_row(layout, 30, 0.1, 1.0) | {"gpus": 1, "floor_ms": 50.0, "bytes": 1, "flops": 1}
+    return {**row, "TBps": 1.0, "TFLOPs": 1.0, "percent_of_floor": 50.0, "tokens_per_s": 300.0}
+
+
+def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(action.sweep, "run_layout", lambda *_: "failed with exit status 1")
+    assert run(directory, tmp_path, "tp2") == 2
+    assert "no layout could be measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
+    assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) == "failed with exit status 7"
+    monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", ""])
+    assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) is None
