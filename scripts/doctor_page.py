@@ -5,8 +5,6 @@ python scripts/doctor_page.py --write
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from npu_gptoss import supported
 from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.memory import preset_lines
-
-PAGE = Path(__file__).resolve().parents[1] / "docs/doctor.md"
+from scripts.page_tables import Tables
 
 
 def checks() -> str:
@@ -47,38 +44,15 @@ def presets() -> str:
     return "\n".join(f"* {line}." for line in preset_lines(16384))
 
 
-TABLES = {"checks": checks, "window": window, "presets": presets}
-
-
-def written(text: str) -> str:
-    """The page with every table anew. Raises ValueError when a table's place is missing."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name}, by scripts/doctor_page.py: begin -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.S)
-        parts = pattern.split(text)
-        count = len(parts) // 3
-        if count != 1:
-            raise ValueError(
-                f"docs/doctor.md should have one place for {name}, between {begin} and {end}; it has {count}"
-            )
-        before, begin, end, after = parts
-        text = f"{before}{begin}\n{table()}\n\n{end}{after}"
-    return text
+TABLES = Tables(
+    script="scripts/doctor_page.py",
+    page="docs/doctor.md",
+    tables={"checks": checks, "window": window, "presets": presets},
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the page")
-    args = parser.parse_args(arguments)
-    before = PAGE.read_text(encoding="utf-8")
-    after = written(before)
-    if args.write:
-        temporary = PAGE.with_suffix(".new")
-        temporary.write_text(after, encoding="utf-8")
-        temporary.replace(PAGE)
-        return 0
-    print("up to date" if before == after else "out of date: python scripts/doctor_page.py --write")
-    return int(before != after)
+    return TABLES.main(__doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -89,13 +89,13 @@ def images() -> tuple[Image, ...]:
     )
 
 
-def platform_flags(machine: str) -> list[str]:
+def platform_flags(machine: str, python: str = "3.11") -> list[str]:
     tags = [f"manylinux_2_{minor}_{machine}" for minor in range(NEWEST_GLIBC, 4, -1)]
     tags += [f"{old}_{machine}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
-    flags = ["--python-version", "3.11", "--implementation", "cp"]
+    flags = ["--python-version", python, "--implementation", "cp"]
     for tag in tags:
         flags += ["--platform", tag]
-    for abi in ("cp311", "abi3", "none"):
+    for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
         flags += ["--abi", abi]
     return flags
 

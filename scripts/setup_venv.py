@@ -163,9 +163,9 @@ class Runner:
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """name -> version of a requirements file that holds only `name==version` lines and comments."""
-    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
-    pairs = (line.split("==") for line in lines if line)
+    """name -> version of a requirements file that holds `name==version` lines, with hashes or without, and comments."""
+    lines = (line.split("#")[0].strip(" \\") for line in path.read_text().splitlines())
+    pairs = (line.split("==") for line in lines if line and not line.startswith("--hash="))
     return {re.sub(r"[-_.]+", "-", name.strip()).lower(): version.strip() for name, version in pairs}
 
 

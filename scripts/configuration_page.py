@@ -1,0 +1,57 @@
+"""Write the tables of docs/configuration.md from the code; without --write, say whether they are up to date.
+
+python scripts/configuration_page.py --write
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from npu_gptoss import envs
+from npu_gptoss.kernels.loading import load_kernels
+from npu_gptoss.kernels.registry import registry
+from scripts.page_tables import Tables
+
+VALUES = {bool: "`1` or `0`", tuple: "names, separated by commas", str: "text"}
+
+
+def variables() -> str:
+    lines = ["| variable | value | default | meaning |", "|---|---|---|---|"]
+    for variable in envs.VARIABLES.values():
+        default = (
+            f"`{int(variable.default)}`" if isinstance(variable.default, bool) else str(variable.default or "unset")
+        )
+        if isinstance(variable.default, tuple):
+            default = ", ".join(variable.default) or "none"
+        lines.append(f"| `{variable.name}` | {VALUES[type(variable.default)]} | {default} | {variable.meaning} |")
+    return "\n".join(lines)
+
+
+def operations() -> str:
+    """Those of this package alone: what is installed beside it is nobody else's page."""
+    load_kernels()
+    lines = ["| variable | operation | solutions |", "|---|---|---|"]
+    for operation in sorted(registry.operations.values(), key=lambda operation: operation.name):
+        name = f"{envs.KERNEL_OVERRIDE_PREFIX}{operation.family}_{operation.mode}".upper()
+        own = [kernel.solution for kernel in registry.kernels_of(operation) if kernel.origin == "npu_gptoss"]
+        lines.append(f"| `{name}` | {operation.summary} | {', '.join(f'`{each}`' for each in dict.fromkeys(own))} |")
+    return "\n".join(lines)
+
+
+TABLES = Tables(
+    script="scripts/configuration_page.py",
+    page="docs/configuration.md",
+    tables={"variables": variables, "operations": operations},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return TABLES.main(__doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

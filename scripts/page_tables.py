@@ -1,0 +1,49 @@
+"""Tables that a script writes into a page, between two comments; and the command line of such a script."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Tables:
+    """`script` and `page`: paths in the repository. `tables`: name of a place in the page -> what stands there."""
+
+    script: str
+    page: str
+    tables: Mapping[str, Callable[[], str]]
+
+    def written(self, text: str) -> str:
+        """The page with every table anew. Raises ValueError when a table's place is missing."""
+        for name, table in self.tables.items():
+            begin, end = f"<!-- {name}, by {self.script}: begin -->", f"<!-- {name}: end -->"
+            parts = re.split(f"({re.escape(begin)}\n).*?({re.escape(end)})", text, flags=re.S)
+            count = len(parts) // 3
+            if count != 1:
+                raise ValueError(
+                    f"{self.page} should have one place for {name}, between {begin} and {end}; it has {count}"
+                )
+            before, begin, end, after = parts
+            text = f"{before}{begin}\n{table()}\n\n{end}{after}"
+        return text
+
+    def main(self, description: str, arguments: Sequence[str] | None = None) -> int:
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--write", action="store_true", help="write the page")
+        args = parser.parse_args(arguments)
+        page = ROOT / self.page
+        before = page.read_text(encoding="utf-8")
+        after = self.written(before)
+        if args.write:
+            temporary = page.with_suffix(".new")
+            temporary.write_text(after, encoding="utf-8")
+            temporary.replace(page)
+            return 0
+        print("up to date" if before == after else f"out of date: python {self.script} --write")
+        return int(before != after)
