@@ -73,11 +73,12 @@ def compare_graphs(engine: Engine, batch: int, context: int, steps: int, weights
     prompts = random_prompts(batch, context, engine.config.vocab_size, seed + 1)
     params = SamplingParams(max_tokens=min(steps, 64), ignore_eos=True)
     try:
-        with_graphs = run_decode(engine, batch, context, steps, seed)
         tokens = [result.token_ids for result in engine.generate(prompts, params)]
+        with_graphs = run_decode(engine, batch, context, steps, seed)
         engine.graphs = None
-        eager = run_decode(engine, batch, context, steps, seed)
+        # first, since it compiles what eager steps need
         eager_tokens = [result.token_ids for result in engine.generate(prompts, params)]
+        eager = run_decode(engine, batch, context, steps, seed)
     finally:
         engine.graphs = graphs
     record = {

@@ -5,6 +5,7 @@ On a CPU in fp32 over gloo, graphs by running again; on GPUs in bf16 over NCCL, 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ def answers(engine: Engine) -> dict[str, list]:
 
 def main(device: str, directory: str, rank: str, size: str, port: str, experts: str, graphs: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(80, exit=True)  # a rank that hangs says where
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
     dtype = "bfloat16"
     if device == "cpu":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import weakref
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -42,31 +46,33 @@ def alone(directory: Path) -> dict[str, list]:
 
 
 def on_ranks(directory: Path, size: int, experts: str, graphs: str, device: str = "cpu") -> list[dict[str, list]]:
+    """What each rank answers. They write to files: a rank that waits for a reader keeps the others from ending."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = ROOT / "tests" / "engine" / "on_ranks.py"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, device, directory, str(rank), str(size), str(port), experts, graphs],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, err
-            results.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-    return results
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        out, err = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)] for _ in range(2))
+        processes = []
+        for rank in range(size):
+            command = [sys.executable, script, device, directory, str(rank), str(size), str(port), experts, graphs]
+            process = subprocess.Popen(command, stdout=out[rank], stderr=err[rank], cwd=ROOT, env=environment)
+            processes.append(process)
+            stack.callback(process.kill)
+        end = time.monotonic() + 100
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            if any(process.poll() for process in processes):
+                break  # the others may wait for this one for ever
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+        assert codes == [0] * size, "\n".join(f"rank {rank}: {read(file)[-3000:]}" for rank, file in enumerate(err))
+        return [json.loads(read(file).splitlines()[-1]) for file in out]
+
+
+def read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 @pytest.mark.parametrize(("experts", "graphs"), [(TENSOR, "none"), (EXPERT, "full")])
