@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench.actions import agreement, checkpoint, decode, engine, graphs, kernel, prefill, sweep
+from npu_gptoss.bench.actions import agreement, checkpoint, decode, engine, graphs, kernel, prefill, serve, sweep
 
 ACTIONS: dict[str, ModuleType] = {
     "decode": decode,
@@ -18,6 +18,7 @@ ACTIONS: dict[str, ModuleType] = {
     "kernel": kernel,
     "engine": engine,
     "sweep": sweep,
+    "serve": serve,
     "graphs": graphs,
     "agreement": agreement,
     "checkpoint": checkpoint,

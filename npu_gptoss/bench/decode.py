@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.bench.cost import dollars_per_million
-from npu_gptoss.bench.measure import synchronize
+from npu_gptoss.bench.measure import percentile, synchronize
 from npu_gptoss.bench.profile import DeviceKernel, kernels_of, recording
 from npu_gptoss.bench.random_checkpoint import model_name
 from npu_gptoss.bench.roofline import Ceilings, decode_work
@@ -29,7 +29,8 @@ from npu_gptoss.errors import InputError
 WARM_UP_STEPS = 4  # steady steps before the first that counts: graphs captured, kernels compiled and tuned
 DEFINITIONS = {
     "tpot_ms": "mean milliseconds between the ends of consecutive steps in which every request of the batch generates "
-    "exactly one token, host work and greedy sampling included; tpot_median_ms is their median",
+    "exactly one token, host work and greedy sampling included; tpot_median_ms is their median, "
+    "tpot_p10_ms and tpot_p90_ms what a tenth and nine tenths of them stay below",
     "context": "tokens of each random prompt; a step sees those and the tokens generated so far (mean_keys a request)",
     "floor_ms": "the larger of bytes / bandwidth and operations / arithmetic rate at the first of `ceilings`, from the "
     "keys seen and the distinct experts of the run's own routing (distinct_experts; expected under uniform routing "
@@ -208,6 +209,8 @@ def decode_record(
         "tpot_ms": round(seconds * 1e3, 4),
         "tpot_median_ms": round(run.median_s * 1e3, 4),
         "tpot_min_ms": round(min(run.step_s) * 1e3, 4),
+        "tpot_p10_ms": round(percentile(run.step_s, 10) * 1e3, 4),
+        "tpot_p90_ms": round(percentile(run.step_s, 90) * 1e3, 4),
         "steps": len(run.step_s),
         "projections": "fp8" if fp8_projections else "bf16",
         "mean_keys": round(sum(run.contexts) / batch, 1),

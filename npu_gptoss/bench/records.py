@@ -34,6 +34,7 @@ KEYS = {
     "kernel": ("operation", "kernel", "case"),
     "agreement": ("model", "weights"),
     "graphs": ("model", "weights", "graphs", "batch", "context"),
+    "serve": ("model", "api", "prompt", "input_tokens", "output_tokens", "concurrency", "rate"),
 }
 # what a record that lacks the field means: another engine's, or one of an earlier date
 ABSENT = {"projections": "bf16", "layout": "tp1"}
@@ -43,6 +44,7 @@ MEASURED = {
     "kernel": "us",
     "agreement": "top1_agreement",
     "graphs": "tpot_ms",
+    "serve": "e2e_mean_ms",
 }
 _FLOOR = {"decode": ("floor_ms", 1.0), "prefill": ("floor_ms", 1e-3), "kernel": ("floor_us", 1.0)}
 
@@ -99,6 +101,21 @@ _FIELDS: dict[str, dict[str, str]] = {
         "top1_agreement": _AMOUNT,
         "largest_gap": _AMOUNT,
         "decode_agreement": _AMOUNT,
+    },
+    "serve": {
+        "model": _TEXT,
+        "api": _TEXT,
+        "prompt": _TEXT,
+        "input_tokens": _COUNT,
+        "output_tokens": _COUNT,
+        "requests": _COUNT,
+        "succeeded": _COUNT,
+        "failed": _AMOUNT,
+        "duration_s": _NUMBER,
+        "output_tokens_per_s": _NUMBER,
+        "requests_per_s": _NUMBER,
+        "ttft_mean_ms": _NUMBER,
+        "e2e_mean_ms": _NUMBER,
     },
     "graphs": {
         "model": _TEXT,
