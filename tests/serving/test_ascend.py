@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("vllm")
 
 from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving import rotary
 from npu_gptoss.serving.ascend import full_graph, limits, sizes
 
 pytestmark = pytest.mark.serving
@@ -149,3 +151,28 @@ def test_three_requests_in_a_graph_of_four_get_lists_of_four():
 def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
     with pytest.raises(RuntimeError, match=f"a graph of {graph} decode rows was chosen"):
         full_graph.padded_lengths(metadata(rows, [200] * len(rows)), graph)
+
+
+def test_full_graphs_without_their_patch_are_refused(monkeypatch):
+    """Replayed without it, attention would keep the lengths of its capture."""
+    modules = {
+        "vllm_ascend": {},
+        "vllm_ascend.compilation": {},
+        "vllm_ascend.compilation.acl_graph": {"get_graph_params": None},
+        "vllm_ascend.utils": {"weak_ref_tensors": None},
+        "vllm_ascend.worker": {"model_runner_v1": SimpleNamespace(update_attn_params=lambda *_: None)},
+    }
+    for name, contents in modules.items():
+        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(__path__=[], **contents))
+    with pytest.raises(RuntimeError, match="FULL_DECODE_ONLY needs the patch ascend-full-graph"):
+        full_graph.capture(None, "layer", *[None] * 5)
+
+
+def test_a_second_rotary_table_in_a_process_is_refused(monkeypatch):
+    """torch_npu's operator would go on turning by the first one."""
+    monkeypatch.setattr(rotary, "_first_table", [])
+    config = SimpleNamespace(rope_theta=150_000.0, rope_scaling=None)
+    rotary._check_first_table(config, torch.zeros(4096, 64))
+    rotary._check_first_table(config, torch.zeros(4096, 64))
+    with pytest.raises(InputError, match=r"keeps the table of the first model.*\(8192, 64\).*in a process of its own"):
+        rotary._check_first_table(config, torch.zeros(8192, 64))
