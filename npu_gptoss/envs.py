@@ -39,6 +39,9 @@ VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
         Variable(
+            "NPU_GPTOSS_COMMIT", str, "", "the commit that `bench` writes into its records, where git cannot tell it"
+        ),
+        Variable(
             "NPU_GPTOSS_DISABLE_PLUGINS",
             _switch,
             False,

@@ -11,16 +11,14 @@ import datetime
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from npu_gptoss import __version__
+from npu_gptoss.bench.provenance import machine, versions
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.errors import InputError
 
@@ -131,30 +129,6 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
 }
 _HEADER = ("schema", "what", "engine", "date", "machine", "versions", "definitions", "ceilings", "records")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """The name of the device that computed, and of its host's processor."""
-    found: dict[str, Any] = {"device": "CPU", "processor": platform.processor() or platform.machine()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"device": properties.name, "memory_GB": round(properties.total_memory / 1e9, 1)}
-    elif device.type != "cpu":
-        found["device"] = torch.get_device_module(device).get_device_name(device)
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of everything that a number depends on."""
-    found = {"npu_gptoss": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    for name in ("triton", "torch-npu"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def document(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_file_says_what_ran_where_and_when(tmp_path):
     assert records.problems(content) == []
     assert content["engine"] == "npu_gptoss"
     assert content["versions"]["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", content["versions"]["commit"])
     assert content["machine"]["device"] == "CPU"
     assert content["ceilings"] == {"H200 nominal": {"TBps": 4.8, "TFLOPs": 790.0}}
     assert content["date"][:2] == "20"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import profile, records
+from npu_gptoss.bench import profile, provenance, records
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings
@@ -164,8 +164,8 @@ def ceilings_of(device: torch.device, count: int = 1) -> tuple[Ceilings, Ceiling
 def say_what(
     definitions: dict[str, str], nominal: Ceilings | None, own: Ceilings | None, device: torch.device, price: float
 ) -> None:
-    found = records.machine(device)
-    print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in records.versions().items())}")
+    found = provenance.machine(device)
+    print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in provenance.versions().items())}")
     for ceilings in filter(None, (nominal, own)):
         rates = f"{ceilings.bytes_per_s / 1e12:.3f} TB/s, {ceilings.flops_per_s / 1e12:.1f} TFLOP/s"
         print(f"ceilings, {ceilings.name}: {rates}")
