@@ -164,6 +164,24 @@ def test_more_tokens_of_one_expert_than_a_tile_holds(experts, path):
     check(call, call.run(PATHS[path]))
 
 
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_slots_stay_in_order_within_an_expert_over_programs_and_rounds(experts, programs, monkeypatch):
+    """A program sorts several blocks of 16 slots where there are more blocks than programs may be."""
+    from npu_gptoss.moe.triton import launches
+
+    monkeypatch.setattr(launches, "_SORT_CELLS", 16 * EXPERTS)
+    monkeypatch.setattr(launches, "_SORT_PROGRAMS", programs)
+    prepared = layout.prepare(slices(experts("mxfp4"), 2, 7), 7.0)
+    ids = make_call(experts("mxfp4"), 100).topk_ids.to(torch.int32)
+    ids[11:14] = -1
+    order, ends = launches.sorted_slots(ids, prepared.expert_map, prepared, EXPERTS)
+    local = torch.where(ids >= 0, prepared.expert_map[ids.clamp(min=0)], -1).flatten()
+    groups = [torch.nonzero(local == expert).flatten() for expert in range(EXPERTS)]
+    assert ends.tolist() == torch.tensor([len(group) for group in groups]).cumsum(0).tolist()
+    want = torch.cat(groups)
+    assert torch.equal(order[: len(want)].long(), want)
+
+
 def test_fewer_slots_than_experts_read_each_expert_once_for_all_its_tokens():
     weights = make_experts("mxfp4", experts=16, hidden=32, inner=32)
     call = make_call(weights, 3)

@@ -16,6 +16,7 @@ from npu_gptoss.moe.triton.tuned import Tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
+_SORT_PROGRAMS = 128  # at most: each reads what all others counted
 _COMBINE_ROWS = 1024
 
 
@@ -182,16 +183,17 @@ def sorted_slots(
     """Slots by local expert [slots] int32, and where each expert's end [padded experts] int32."""
     slots = topk_ids.numel()
     block = max(_SORT_CELLS // padded_experts, 16)
-    programs = triton.cdiv(slots, block)
+    rounds = triton.cdiv(slots, block * _SORT_PROGRAMS)
+    programs = triton.cdiv(slots, block * rounds)
     counts = torch.empty(programs, padded_experts, dtype=torch.int32, device=topk_ids.device)
     order = torch.empty(slots, dtype=torch.int32, device=topk_ids.device)
     ends = torch.empty(padded_experts, dtype=torch.int32, device=topk_ids.device)
     common = {"HAS_MAP": experts.expert_map is not None, "BE": padded_experts, "BS": block}
-    _launch(many.count, (programs,), (topk_ids, expert_map, counts, slots), warps=8, **common)
+    _launch(many.count, (programs,), (topk_ids, expert_map, counts, slots, rounds), warps=8, **common)
     _launch(
         many.place,
         (programs,),
-        (topk_ids, expert_map, counts, order, ends, slots, programs),
+        (topk_ids, expert_map, counts, order, ends, slots, rounds, programs),
         warps=8,
         BP=16,
         **common,

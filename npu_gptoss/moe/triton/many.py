@@ -15,16 +15,25 @@ from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoa
 
 @triton.jit
 def count(
-    topk_ids, expert_map, counts, slots, HAS_MAP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr
+    topk_ids,
+    expert_map,
+    counts,  # [programs, BE], out: how many of a program's rounds * BS slots each local expert has
+    slots,
+    rounds,
+    HAS_MAP: tl.constexpr,
+    BE: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """counts [programs, BE]: how many of a program's BS slots each local expert has."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    s = tl.program_id(0) * BS + tl.arange(0, BS)
-    expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
     e = tl.arange(0, BE)
-    hits = (expert[:, None] == e[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * BE + e, tl.sum(hits, 0))
+    hits = tl.zeros((BE,), tl.int32)
+    for each in range(rounds):
+        s = (tl.program_id(0) * rounds + each) * BS + tl.arange(0, BS)
+        expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
+        hits += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * BE + e, hits)
 
 
 @triton.jit
@@ -35,6 +44,7 @@ def place(
     order,  # [slots], out: slots by expert, within an expert in their order; what lies past the last group is undefined
     ends,  # [BE], out: where each expert's group ends
     slots,
+    rounds,
     programs,
     HAS_MAP: tl.constexpr,
     BE: tl.constexpr,
@@ -45,23 +55,26 @@ def place(
     wait_for_inputs(PDL)
     let_next_start(PDL)
     own = tl.program_id(0)
-    s = own * BS + tl.arange(0, BS)
     e = tl.arange(0, BE)
-    total = tl.zeros((BE,), tl.int32)
-    before = tl.zeros((BE,), tl.int32)
+    all_counts = tl.zeros((BP, BE), tl.int32)
+    earlier = tl.zeros((BP, BE), tl.int32)
     for first in range(0, programs, BP):
         p = first + tl.arange(0, BP)
         some = tl.load(counts + p[:, None] * BE + e[None, :], mask=(p < programs)[:, None], other=0)
-        total += tl.sum(some, 0)
-        before += tl.sum(tl.where((p < own)[:, None], some, 0), 0)
+        all_counts += some
+        earlier += tl.where((p < own)[:, None], some, 0)
+    total = tl.sum(all_counts, 0)
     end = tl.cumsum(total, 0)
     if own == 0:
         tl.store(ends + e, end)
-    expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
-    hits = (expert[:, None] == e[None, :]).to(tl.int32)
-    rank = tl.cumsum(hits, 0) - 1 + (end - total + before)[None, :]
-    at = tl.sum(tl.where(hits > 0, rank, 0), 1)
-    tl.store(order + at, s, mask=expert >= 0)
+    begin = end - total + tl.sum(earlier, 0)
+    for each in range(rounds):
+        s = (own * rounds + each) * BS + tl.arange(0, BS)
+        expert = local_expert(topk_ids, expert_map, s, s < slots, HAS_MAP)
+        hits = (expert[:, None] == e[None, :]).to(tl.int32)
+        rank = tl.cumsum(hits, 0) - 1 + begin[None, :]
+        tl.store(order + tl.sum(tl.where(hits > 0, rank, 0), 1), s, mask=expert >= 0)
+        begin += tl.sum(hits, 0)
 
 
 @triton.jit
