@@ -1,4 +1,4 @@
-"""Measure gpt-oss on this machine: decode and prefill of the offline engine, each kernel alone; beside the floor.
+"""Measure gpt-oss: decode and prefill of the offline engine, each kernel alone, beside the floor; a server under load.
 
 Without a checkpoint at hand, `bench checkpoint` writes one of full size with random weights first. On a machine
 whose nominal ceilings are not known here, a CPU for one, the floors are at the ceilings that the run itself measures,
@@ -10,7 +10,20 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench.actions import agreement, checkpoint, decode, engine, graphs, kernel, prefill, serve, sweep
+from npu_gptoss.bench.actions import (
+    agreement,
+    checkpoint,
+    compare,
+    decode,
+    engine,
+    graphs,
+    kernel,
+    plot,
+    prefill,
+    serve,
+    sweep,
+    table,
+)
 
 ACTIONS: dict[str, ModuleType] = {
     "decode": decode,
@@ -21,6 +34,9 @@ ACTIONS: dict[str, ModuleType] = {
     "serve": serve,
     "graphs": graphs,
     "agreement": agreement,
+    "compare": compare,
+    "table": table,
+    "plot": plot,
     "checkpoint": checkpoint,
 }
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def problems(content: Any) -> list[str]:
     seen: set[tuple[Any, ...]] = set()
     for number, record in enumerate(records):
         found += [f"record {number}: {problem}" for problem in _record_problems(what, record)]
-        key = _key(what, record)
+        key = key_of(what, record)
         if key in seen:
             found.append(f"record {number} repeats {key}")
         seen.add(key)
@@ -206,20 +206,46 @@ def read_peer(path: Path, what: str, needed: Sequence[str] | None = None) -> dic
     needed: the fields of each record, for files that hold no measurement.
     """
     needed = needed or [f for f in (*KEYS[what], MEASURED[what]) if f not in ABSENT]
+    content = _object(path)
+    if content.get("what") != what:
+        got = content.get("what")
+        raise InputError(f"{path}: expected records of {what}, got {got!r}; name the peer's file of the same kind")
+    _check_records(path, content, needed)
+    return content
+
+
+def read(path: Path, kinds: Iterable[str] = KEYS) -> dict[str, Any]:
+    """A file of measurements, ours or a peer's, of one of these kinds: its records have their keys and their number."""
+    content = _object(path)
+    what = content.get("what")
+    if what not in kinds:
+        raise InputError(f"{path}: expected records of {', '.join(kinds)}, got {what!r}")
+    missing = [name for name in ("machine", "versions", "date") if name not in content]
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} missing: nobody can say what was measured, so measure it again")
+    _check_records(path, content, [f for f in (*KEYS[what], MEASURED[what]) if f not in ABSENT])
+    return content
+
+
+def _object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as a record of a peer ({error})") from None
-    if not isinstance(content, dict) or content.get("what") != what:
-        got = content.get("what") if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path}: expected records of {what}, got {got!r}; name the peer's file of the same kind")
+        raise InputError(f"{path} cannot be read as a file of records ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{path}: expected an object with records, as our own files have, got {type(content).__name__}"
+        )
+    return content
+
+
+def _check_records(path: Path, content: Mapping[str, Any], needed: Sequence[str]) -> None:
     if not isinstance(content.get("engine"), str) or not isinstance(content.get("records"), list):
         raise InputError(f"{path}: expected `engine` and a list of `records`, as our own files have")
     for number, record in enumerate(content["records"]):
         missing = [f for f in needed if not isinstance(record, dict) or f not in record]
         if missing:
             raise InputError(f"{path}: record {number} lacks {', '.join(missing)}")
-    return content
 
 
 def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
@@ -242,7 +268,8 @@ def _case(what: str, record: Any) -> tuple[Any, ...]:
     return tuple(record.get(name, ABSENT.get(name)) for name in KEYS[what] if name not in ("kernel", "projections"))
 
 
-def _key(what: str, record: Any) -> tuple[Any, ...]:
+def key_of(what: str, record: Any) -> tuple[Any, ...]:
+    """What tells a record from the others of its kind, with the meaning of the fields that it lacks."""
     if not isinstance(record, dict):
         return (repr(record),)
     return tuple(record.get(name, ABSENT.get(name)) for name in KEYS[what])

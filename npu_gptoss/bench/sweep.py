@@ -22,6 +22,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "tp4", "ep4")
+TABLES = {"prefill": prefill_tables, "decode": decode_tables}
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,22 @@ def merged(documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
 
 def page(documents: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> list[str]:
     """The two tables, with what they were measured on and what is not in them; lines of Markdown."""
-    first = documents[0]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    price = f"{first['dollars_per_gpu_hour']:.2f}"
-    lines = [f"On {first['machine']['device']}, {first['date'][:10]}, {versions}; a GPU hour at ${price}.", ""]
+    lines: list[str] = []
     for document in documents:
-        make = {"prefill": prefill_tables, "decode": decode_tables}[document["what"]]
-        lines += make(document["records"])
+        head = _measured_on(document)
+        if head not in lines:
+            lines += [head, ""]
+        lines += TABLES[document["what"]](document["records"])
     for name, reason in skipped.items():
         lines += [f"{name}: {reason}.", ""]
     return lines[:-1]
+
+
+def _measured_on(document: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    price = document.get("dollars_per_gpu_hour")
+    said = "" if price is None else f"; a GPU hour at ${price:.2f}"
+    return f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}{said}."
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def prefill_tables(records: Iterable[Record]) -> list[str]:
     lines: list[str] = []
     for (model, weights), rows in groups(records, "model", "weights").items():
         lengths = sorted({row["prompt_tokens"] for row in rows})
-        cells = {(layout_of(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s, {_dollars(r)}" for r in rows}
+        cells = {(layout_of(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
         lines += _titled(f"Prefill, {model}, {weights} experts: time to the first token, $ a million input tokens")
         lines += _table("layout", _layouts(rows), lengths, cells, "{} tokens".format)
     return lines
@@ -55,7 +55,7 @@ def decode_tables(records: Iterable[Record]) -> list[str]:
     keys = ("model", "weights", "projections", "context")
     for (model, weights, projections, context), rows in groups(records, *keys).items():
         batches = sorted({row["batch"] for row in rows})
-        cells = {(r["batch"], layout_of(r)): f"{speed_per_user(r):.0f} tok/s, {_dollars(r)}" for r in rows}
+        cells = {(r["batch"], layout_of(r)): f"{speed_per_user(r):.0f} tok/s{_dollars(r)}" for r in rows}
         of = f"{model}, {weights} experts" + ("" if projections in (None, "bf16") else f", {projections} projections")
         lines += _titled(f"Decode, {of}, context {context}: tokens/s of each user, $ a million output tokens")
         lines += _table("batch", batches, _layouts(rows), cells, str)
@@ -67,7 +67,9 @@ def _layouts(rows: Iterable[Record]) -> list[str]:
 
 
 def _dollars(record: Record) -> str:
-    return f"${record['dollars_per_million_tokens']:.3f}"
+    """Another engine's records may have no price."""
+    dollars = record.get("dollars_per_million_tokens")
+    return "" if dollars is None else f", ${dollars:.3f}"
 
 
 def _titled(title: str) -> list[str]:

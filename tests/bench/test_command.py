@@ -114,7 +114,7 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
         (("kernel", "moe.route", "--device", "cpu", "--kernel", "fast"), "no kernel could run any of these cases"),
         (("kernel", "--gpu-price", "-1"), "--gpu-price must be from 0"),
         (("decode", "--model", "/nonexistent", "--device", "cpu"), "there is no such directory"),
-        (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a record of a peer"),
+        (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a file of records"),
     ],
 )
 def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):

@@ -135,7 +135,7 @@ def test_a_peers_file_needs_the_keys_and_the_number_only(tmp_path):
     with pytest.raises(InputError, match="record 1 lacks prefill_s"):
         records.read_peer(file, "prefill")
     file.write_text("{")
-    with pytest.raises(InputError, match="cannot be read as a record of a peer"):
+    with pytest.raises(InputError, match="cannot be read as a file of records"):
         records.read_peer(file, "prefill")
 
 

@@ -218,3 +218,22 @@ def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
     assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) == "failed with exit status 7"
     monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", ""])
     assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) is None
+
+
+def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys):
+    """Two machines in one command: the numbers of neither stand under the other's name."""
+    here = content("prefill", prefill_row("tp1", 8192, 0.1, 0.01)) | {"engine": "npu_gptoss"}
+    other = content("decode", decode_row("tp1", 1, 2.0, 1.0)) | {"engine": "vLLM", "machine": {"device": "A100"}}
+    del other["dollars_per_gpu_hour"], other["records"][0]["dollars_per_million_tokens"]
+    files = [tmp_path / "here.json", tmp_path / "other.json"]
+    for file, of in zip(files, (here | {"not_measured": {"tp4": "needs 4 GPUs"}}, other), strict=True):
+        file.write_text(json.dumps(of))
+    assert main(["bench", "table", *map(str, files)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    first = out.index("npu_gptoss on NVIDIA H200, 2026-11-22, torch 2.11.0; a GPU hour at $3.00.")
+    second = out.index("vLLM on A100, 2026-11-22, torch 2.11.0.")
+    assert first < out.index("| tp1 | 0.100 s, $0.010 |") < second < out.index("| 1 | 500 tok/s |")
+    assert out[-1] == "tp4: needs 4 GPUs."
+    files[0].write_text(json.dumps(here | {"what": "kernel"}))
+    assert main(["bench", "table", str(files[0])]) == 2
+    assert "expected records of prefill, decode, got 'kernel'" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Which rows belong together, what is noise, and what is never compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_gptoss.bench import compare, records
+from npu_gptoss.bench.compare import DEFAULT, FASTER, SLOWER, SMALLEST, WITHIN_NOISE
+from npu_gptoss.cli import main
+from npu_gptoss.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+
+
+def decode_row(tpot_ms: float, half: float | None = 0.02, **changes: object) -> dict[str, object]:
+    """half: of the band from a tenth to nine tenths, as a share of the mean; None: the record tells none."""
+    row = {"model": "20b", "weights": "mxfp4", "projections": "bf16", "layout": "tp1", "batch": 8, "context": 1024}
+    row["tpot_ms"] = tpot_ms
+    if half is not None:
+        row |= {"tpot_p10_ms": tpot_ms * (1 - half), "tpot_p90_ms": tpot_ms * (1 + half)}
+    return {**row, **changes}
+
+
+def content(*rows: dict[str, object], what: str = "decode", **changes: object) -> dict[str, Any]:
+    header = {"what": what, "engine": "npu_gptoss", "date": "2026-11-22", "definitions": {"tpot_ms": "mean"}}
+    header |= {"machine": {"device": "NVIDIA H200", "driver": "570"}, "versions": {"torch": "2.11.0"}}
+    return {**header, "records": list(rows), **changes}
+
+
+def only_row(old: dict[str, object], new: dict[str, object], what: str = "decode") -> compare.Row:
+    (row,) = compare.compare(content(old, what=what), content(new, what=what)).rows
+    return row
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [(2.0, WITHIN_NOISE), (2.05, WITHIN_NOISE), (2.07, SLOWER), (1.95, WITHIN_NOISE), (1.93, FASTER)],
+)
+def test_the_band_is_of_both_files_spreads(new, verdict):
+    """Two per cent in each add to 2.83, up and, as a ratio, down."""
+    row = only_row(decode_row(2.0), decode_row(new))
+    assert row.band == pytest.approx(math.hypot(0.02, 0.02))
+    assert row.ratio == pytest.approx(new / 2.0)
+    assert row.verdict == verdict
+    assert not row.assumed
+
+
+def test_a_band_is_never_below_the_smallest():
+    row = only_row(decode_row(2.0, 0.0001), decode_row(2.015, 0.0001))
+    assert row.band == SMALLEST
+    assert row.verdict == WITHIN_NOISE
+    assert only_row(decode_row(2.0, 0.0001), decode_row(2.021, 0.0001)).verdict == SLOWER
+
+
+@pytest.mark.parametrize("pair", [(None, 0.02), (0.02, None), (None, None)])
+def test_a_record_without_a_spread_gets_the_default_and_says_so(pair):
+    row = only_row(*(decode_row(2.0, half) for half in pair))
+    assert row.band == DEFAULT
+    assert row.assumed
+    lines = compare.table(compare.compare(content(decode_row(2.0, pair[0])), content(decode_row(2.0, pair[1]))))
+    assert "* a record tells no spread: 5% is assumed" in lines
+    assert any("±5.0%*" in line for line in lines)
+
+
+def prefill_row(seconds: float, half: float, repeats: int) -> dict[str, object]:
+    spread = {"prefill_min_s": seconds * (1 - half), "prefill_max_s": seconds * (1 + half), "repeats": repeats}
+    return {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": seconds, **spread}
+
+
+def test_one_repeat_of_a_prefill_is_no_spread():
+    assert only_row(prefill_row(1.0, 0.0, 1), prefill_row(1.0, 0.03, 3), "prefill").assumed
+    row = only_row(prefill_row(1.0, 0.04, 3), prefill_row(1.1, 0.03, 3), "prefill")
+    assert row.band == pytest.approx(0.05)
+    assert row.verdict == SLOWER
+
+
+def test_a_kernels_spread_is_from_the_fastest_to_the_slowest():
+    case = {"operation": "moe.experts", "kernel": "triton", "case": "8", "samples": 10}
+    row = only_row({**case, "us": 10.0, "spread": 0.06}, {**case, "us": 10.0, "spread": 0.08}, "kernel")
+    assert row.band == pytest.approx(0.05)
+
+
+def serve_row(scale: float, std: float, **changes: object) -> dict[str, object]:
+    row = {"model": "m", "api": "chat", "prompt": "words", "input_tokens": 8, "output_tokens": 8, "concurrency": 1}
+    row |= {"rate": None, "succeeded": 100, "output_tokens_per_s": 50.0 / scale}
+    for stem in ("ttft", "tpot", "e2e"):
+        row |= {f"{stem}_mean_ms": 10.0 * scale, f"{stem}_std_ms": std}
+    return {**row, **changes}
+
+
+def test_of_a_server_means_and_the_rate_are_compared_each_in_its_direction():
+    found = compare.compare(content(serve_row(1.0, 2.0), what="serve"), content(serve_row(1.2, 2.0), what="serve"))
+    assert [row.measure for row in found.rows] == [
+        "ttft_mean_ms",
+        "tpot_mean_ms",
+        "e2e_mean_ms",
+        "output_tokens_per_s",
+    ]
+    assert {row.verdict for row in found.rows} == {SLOWER}, "fewer tokens a second is slower"
+    first, *_, rate = found.rows
+    # two standard errors: 2 * 2 / sqrt(100) of 10 and of 12 ms
+    assert first.band == pytest.approx(math.hypot(0.04, 0.4 / 12))
+    assert rate.assumed
+
+
+def test_what_a_record_has_no_number_for_is_no_row():
+    one_token = {"tpot_mean_ms": None, "tpot_std_ms": None}
+    pair = (content(serve_row(1.0, 2.0, **one_token), what="serve") for _ in range(2))
+    assert "tpot_mean_ms" not in [row.measure for row in compare.compare(*pair).rows]
+
+
+def test_rows_belong_together_by_all_that_tells_them_apart():
+    changes = [{"batch": 1}, {"context": 8192}, {"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}]
+    changes.append({"layout": "tp2"})
+    old = content(decode_row(1.0), *(decode_row(2.0 + n, **change) for n, change in enumerate(changes)))
+    new = content(*(decode_row(2.0 + n, **change) for n, change in enumerate(changes)), decode_row(9.0, batch=64))
+    found = compare.compare(old, new)
+    assert [row.ratio for row in found.rows] == [1.0] * len(changes)
+    assert found.only_old == (("20b", "mxfp4", "bf16", "tp1", 8, 1024),)
+    assert found.only_new == (("20b", "mxfp4", "bf16", "tp1", 64, 1024),)
+    lines = compare.table(found)
+    assert "only in the old file: 20b mxfp4 bf16 tp1 8 1024" in lines
+    assert "only in the new file: 20b mxfp4 bf16 tp1 64 1024" in lines
+
+
+def test_a_file_from_before_layouts_is_of_one_gpu():
+    early = decode_row(2.0)
+    del early["layout"], early["projections"]
+    assert only_row(early, decode_row(2.0)).ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        ({"machine": {"device": "NVIDIA H100", "driver": "570"}}, "device: NVIDIA H200, then NVIDIA H100"),
+        ({"machine": {"device": "NVIDIA H200", "driver": "580"}}, "driver: 570, then 580"),
+        ({"versions": {"torch": "2.12.0"}}, "torch: 2.11.0, then 2.12.0"),
+        ({"engine": "vLLM 0.25.1"}, "engine: npu_gptoss, then vLLM 0.25.1"),
+        ({"machine": {"device": "NVIDIA H200"}}, "only one of the files tells its driver"),
+        ({"definitions": {"tpot_ms": "median"}}, "the definitions of tpot_ms differ: read both"),
+    ],
+)
+def test_what_else_differs_is_a_warning(change, warning):
+    found = compare.compare(content(decode_row(2.0)), content(decode_row(2.0), **change))
+    assert len(found.warnings) == 1
+    assert found.warnings[0].startswith(warning)
+    assert compare.table(found)[0].startswith(f"warning: {warning}")
+    assert not compare.compare(content(decode_row(2.0)), content(decode_row(2.0))).warnings
+
+
+def test_what_measures_different_things_is_refused():
+    prefill = content(prefill_row(1.0, 0.01, 3), what="prefill")
+    with pytest.raises(InputError, match="records of decode and of prefill measure different things"):
+        compare.compare(content(decode_row(1.0)), prefill)
+    same = content({"model": "20b", "weights": "mxfp4", "top1_agreement": 1.0}, what="agreement")
+    with pytest.raises(InputError, match="records of agreement hold no times to compare"):
+        compare.compare(same, same)
+    with pytest.raises(InputError, match="no record of decode in common"):
+        compare.compare(content(decode_row(1.0)), content(decode_row(1.0, batch=1)))
+
+
+def test_every_kind_with_times_can_be_compared():
+    assert set(compare.MEASURES) == set(records.KEYS) - {"agreement"}
+    assert set(compare.SPREADS) == set(compare.MEASURES)
+
+
+# -- the command, on committed records
+
+
+def write(path: Path, of: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(of))
+    return path
+
+
+COMMITTED = ROOT / "docs" / "benchmarks" / "h200_decode_20b.json"
+
+
+def test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_status(tmp_path, capsys):
+    assert main(["bench", "compare", str(COMMITTED), str(COMMITTED), "--fail-on-slower"]) == 0
+    assert "0 slower, 0 faster" in capsys.readouterr().out
+    worse = copy.deepcopy(json.loads(COMMITTED.read_text()))
+    worse["records"][2]["tpot_ms"] *= 1.5
+    file = write(tmp_path / "worse.json", worse)
+    assert main(["bench", "compare", str(COMMITTED), str(file), "--fail-on-slower"]) == 1
+    out = capsys.readouterr().out
+    assert "1 slower" in out
+    assert "1.500" in out
+    assert main(["bench", "compare", str(COMMITTED), str(file)]) == 0, "without the flag it only tells"
+    assert main(["bench", "compare", str(file), str(COMMITTED), "--fail-on-slower"]) == 0, "faster is no failure"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as a file of records"),
+        ("[]", "expected an object with records"),
+        ('{"what": "speed"}', "expected records of decode, prefill"),
+        ('{"what": "decode", "engine": "x", "records": []}', "machine, versions, date missing"),
+    ],
+)
+def test_a_file_that_holds_no_records_is_told(text, message, tmp_path, capsys):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    assert main(["bench", "compare", str(COMMITTED), str(file)]) == 2
+    assert message in capsys.readouterr().err
