@@ -97,4 +97,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     site = pages()
     (source,) = (name for name, uri in site.items() if uri == page.file.src_uri)
+    if source.startswith("patches/"):  # searches find the pages of the package first, then those of the diffs
+        page.meta.setdefault("search", {"boost": 0.2})
     return in_the_site(markdown, source, site)

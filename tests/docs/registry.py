@@ -1,0 +1,161 @@
+"""How each shell command of the pages is known to work: the first rule whose pattern fits the whole command counts.
+
+Here     tests/docs/test_commands.py runs it as it stands, in a copy of the tree with the tiny checkpoint
+ByTest   a test elsewhere runs it, or the same with other places and sizes; its name has to exist
+Needs    no test can run it: the page has to say, next to it, one of the things named here
+
+Whatever the rule, tests/docs/parsing.py has the command's words read by the real parser.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Here:
+    """`limit`: seconds, ten times what it takes on an idle core."""
+
+    limit: int = 120
+
+
+@dataclass(frozen=True)
+class ByTest:
+    """`by`: tests as tests/evidence.py names them, or the script that CI starts."""
+
+    by: tuple[str, ...]
+
+    def __init__(self, *by: str) -> None:
+        object.__setattr__(self, "by", by)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """`one_of`: names of tests.docs.shell.NEEDS."""
+
+    one_of: tuple[str, ...]
+
+    def __init__(self, *one_of: str) -> None:
+        object.__setattr__(self, "one_of", one_of)
+
+
+How = Here | ByTest | Needs
+
+
+@dataclass(frozen=True)
+class Rule:
+    pattern: str
+    how: How
+
+
+CI = ByTest(".ci/run")
+# tests that answer for several rules
+MAKE_SERVE = ByTest("tests/docs/test_quickstart.py::test_make_serve_answers_the_pages_request")
+PERF = ByTest("tests/scripts/test_evalscope.py::test_perf_measures_every_request_and_the_server_saw_them")
+MMLU = ByTest("tests/scripts/test_evalscope.py::test_the_score_is_far_above_chance_and_evalscopes_own")
+EMULATED_SERVE = ByTest("tests/scripts/test_serve_emulated.py::test_the_printed_request_is_answered_rightly")
+ON_A_910B = Needs("a 910B")
+ON_A_GPU = Needs("an NVIDIA GPU")
+BIN = r"(?:\.venv/bin/)?"
+TINY = r"\.checkpoints/gpt-oss-tiny"
+
+RULES = (
+    # containers; nothing below can be sure of what it runs on
+    Rule(r"(?:\w+=\S+ )?docker .*", Needs("Docker")),
+    Rule(r"docker/run-910b\.sh .*", ON_A_910B),
+    # set-up and tests: what CI itself starts
+    Rule(r"make (?:test|check|setup|setup-emulated|setup-evalscope|docs)(?: setup-\w+)*", CI),
+    Rule(r'make test PYTEST_ARGS="[^"]*"', CI),
+    Rule(r"python scripts/install_vllm\.py --no-deps", ByTest("tests/scripts/test_install_vllm.py", ".ci/run")),
+    Rule(r"python -m pip install --no-deps \.", Needs("the network")),
+    # servers and their clients
+    Rule(r"make serve", MAKE_SERVE),
+    Rule(r"make serve MODEL=\S+", ByTest("tests/scripts/test_serve_cpu.py", "tests/serving/test_openai_api.py")),
+    Rule(r"make serve-emulated.*", EMULATED_SERVE),
+    Rule(r"curl .*127\.0\.0\.1:8000/.*gpt-oss-tiny.*", MAKE_SERVE),
+    Rule(r"curl .*", Needs("a 910B", "a server")),
+    Rule(
+        r"scripts/serve\.sh --model \S*gpt-oss-tiny .*--on cpu.*",
+        PERF,
+    ),
+    Rule(
+        r"scripts/serve\.sh --model \S*gpt-oss-tiny .*--on emulated.*",
+        ByTest(
+            "tests/scripts/test_serve_sh.py::test_on_the_emulated_910b_it_runs_inside_the_emulator",
+            "tests/serving/emulated/test_modes.py::test_every_mode_equals_transformers_in_float32",
+        ),
+    ),
+    Rule(r"scripts/serve\.sh .*", ON_A_910B),
+    Rule(r"vllm serve DIR .*", ByTest("tests/serving/test_openai_api.py")),
+    Rule(r"scripts/perf\.sh.*", PERF),
+    Rule(r"scripts/mmlu\.sh --data /tmp/tiny-mmlu .*", MMLU),
+    Rule(r"scripts/mmlu\.sh.*", Needs("a 910B", "the network")),
+    Rule(
+        r"\S*python3? scripts/mmlu_report\.py \S+ --against \S+",
+        ByTest("tests/scripts/test_mmlu_report.py::test_two_runs_are_compared_question_by_question"),
+    ),
+    Rule(
+        r"\S*python3? scripts/mmlu_report\.py \S+ --plot \S+",
+        ByTest("tests/scripts/test_evalscope.py::test_the_plot_is_drawn"),
+    ),
+    Rule(r"\S*python3? scripts/mmlu_report\.py \S+", ByTest("tests/scripts/test_mmlu_report.py")),
+    Rule(rf"{BIN}python scripts/tiny_mmlu\.py .*", Here()),
+    # the package's own commands
+    Rule(
+        r"npu-gptoss emulate -- npu-gptoss doctor",
+        ByTest("tests/doctor/test_emulated.py::test_the_doctor_reports_a_910b_and_all_is_well"),
+    ),
+    Rule(
+        r"npu-gptoss emulate -- npu-gptoss verify --mutate",
+        ByTest("tests/verify/test_mistakes.py::test_the_command_passes_on_the_emulated_910b"),
+    ),
+    Rule(
+        r"npu-gptoss emulate -- vllm serve DIR .*",
+        ByTest("tests/serving/emulated/test_modes.py::test_every_mode_equals_transformers_in_float32"),
+    ),
+    Rule(
+        r"npu-gptoss emulate .*-- python my_script\.py",
+        ByTest("tests/emulator/test_launch.py::test_children_run_on_the_machine_too"),
+    ),
+    Rule(rf"{BIN}npu-gptoss doctor --model {TINY}", Here(300)),
+    Rule(
+        r"npu-gptoss doctor(?: --model DIR .*)?",
+        ByTest("tests/doctor/test_command.py::test_all_is_well_beside_vllm_with_a_whole_checkpoint"),
+    ),
+    Rule(r"npu-gptoss doctor .*", ON_A_910B),
+    Rule(
+        r"(?:\w+=\S+ )?(?:pip install tests/third_party/|npu-gptoss "
+        r"(?:kernels explain attention\.paged|verify paged-attention-example|bench kernel attention\.paged) ).*",
+        ByTest(
+            "tests/third_party/test_paged_attention_example.py::test_every_command_of_the_page_prints_what_the_page_shows"
+        ),
+    ),
+    Rule(r"(?:\w+=\S+ )?npu-gptoss kernels (?:list|explain).*", Here()),
+    Rule(rf"{BIN}npu-gptoss generate --model {TINY} .*", Here()),
+    Rule(rf"{BIN}npu-gptoss tiny .*", Here()),
+    Rule(r"npu-gptoss vocabulary .*", Here()),
+    Rule(r"npu-gptoss verify --mutate.*", ByTest("tests/verify/test_command.py", "tests/verify/test_mistakes.py")),
+    Rule(rf"{BIN}npu-gptoss verify(?: attention\.paged)?", Here(300)),
+    Rule(r"npu-gptoss bench .*--model DIR.*|npu-gptoss bench (?:kernel|checkpoint) .*", ON_A_GPU),
+    Rule(r"torchrun .*", ON_A_GPU),
+    Rule(r"python -c .*< trace\.jsonl", Here()),
+    # scripts that write pages and train
+    Rule(
+        r"python scripts/trace_table\.py --write",
+        ByTest("tests/scripts/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
+    ),
+    Rule(r"python scripts/train_tiny\.py .*--evaluate .*", ByTest("tests/model/test_trained_tiny.py")),
+    Rule(r"python scripts/train_tiny\.py .*--output .*", Needs("hours")),
+    # diffs for upstream
+    Rule(r"cd vllm|git apply .*", ByTest("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),
+)
+
+
+def rule_for(text: str, rules: tuple[Rule, ...] = RULES) -> Rule | None:
+    return next((rule for rule in rules if re.fullmatch(rule.pattern, text)), None)
+
+
+def how(text: str) -> How | None:
+    rule = rule_for(text)
+    return rule and rule.how
