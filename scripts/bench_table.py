@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from npu_gptoss.bench import tables  # noqa: E402  (found from wherever this is started)
+
 PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
 BEGIN, END = "<!-- written by scripts/bench_table.py: begin -->", "<!-- bench_table: end -->"
 OURS = "npu_gptoss"
+GOALS_ARE_FOR = "NVIDIA H200"
 
 Record = dict[str, Any]
 
@@ -34,6 +39,19 @@ DECODE_LIMITS_MS = {
 DECODE_FACTOR = 1.6
 FACTOR_POINTS = {("20b", "mxfp4", batch, 1024) for batch in (8, 32, 128)} | {
     ("20b", "mxfp4", batch, 8192) for batch in (8, 32)
+}
+# Kernels alone, by (operation, case): the least share of the floor in percent, or the peer's time.
+PEER = "peer"
+KERNEL_GOALS: dict[tuple[str, str], float | str] = {
+    ("moe.experts", "mxfp4 of 32 tokens=1"): 60.0,
+    ("moe.experts", "mxfp4 of 32 tokens=8"): 80.0,
+    ("moe.experts", "mxfp4 of 32 tokens=32"): 80.0,
+    ("moe.experts", "mxfp4 of 32 tokens=128"): 80.0,
+    ("moe.experts", "mxfp4 of 32 tokens=8192"): PEER,
+    ("attention.paged", "prefill full 8192"): PEER,
+    ("attention.paged", "prefill full 32768"): PEER,
+    ("attention.paged", "decode full ctx=1024 B=1"): PEER,
+    ("attention.paged", "decode full ctx=8192 B=32"): PEER,
 }
 
 
@@ -51,10 +69,26 @@ def of(records: Iterable[Record], what: str, ours: bool = True) -> list[Record]:
     return [r for r in records if r["_"]["what"] == what and (r["_"]["engine"] == OURS) == ours]
 
 
+def has_goals(record: Record) -> bool:
+    """Goals are for one GPU of the kind that they were set for."""
+    return layout_of(record) == "tp1" and record["_"]["machine"]["device"] == GOALS_ARE_FOR
+
+
+def layout_of(record: Record) -> str:
+    return record.get("layout", "tp1")
+
+
+def experts_of(record: Record) -> str:
+    """The experts' format, and whatever else is not as usual."""
+    text = record["weights"]
+    text += ", projections fp8" if record.get("projections") == "fp8" else ""
+    return text + ("" if layout_of(record) == "tp1" else f", {layout_of(record)}")
+
+
 def decode_goal(record: Record) -> float | None:
     """Milliseconds, or None where none was set."""
     point = (record["model"], record["weights"], record["batch"], record["context"])
-    if record["projections"] != "bf16":
+    if record["projections"] != "bf16" or not has_goals(record):
         return None  # goals are for what the checkpoint holds
     if point in FACTOR_POINTS:
         return DECODE_FACTOR * record["floor_uniform_ms"]
@@ -92,7 +126,7 @@ def decode_table(records: list[Record]) -> list[str]:
         rows.append(
             (
                 r["model"],
-                r["weights"] + (", projections fp8" if r["projections"] == "fp8" else ""),
+                experts_of(r),
                 str(r["batch"]),
                 str(r["context"]),
                 f"**{r['tpot_ms']:.3f}**",
@@ -115,22 +149,33 @@ def prefill_table(records: list[Record]) -> list[str]:
         rows.append(
             (
                 r["model"],
-                r["weights"],
+                experts_of(r),
                 f"{r['prompt_tokens']:,}".replace(",", " "),
                 f"**{r['prefill_s']:.3f}**",
                 f"{r['floor_ms'] / 1e3:.3f}",
                 f"{r['percent_of_floor']:.0f} %",
                 f"{r['TFLOPs']:.0f}",
                 f"{peer['prefill_s']:.3f}" if peer else "–",
-                against(r["prefill_s"], peer["prefill_s"] if peer else None),
+                against(r["prefill_s"], peer["prefill_s"] if peer and has_goals(r) else None),
             )
         )
     return table(head, rows)
 
 
+def kernel_verdict(record: Record) -> tuple[str, str]:
+    """The goal and whether it is met."""
+    goal = KERNEL_GOALS.get((record["operation"], record["case"])) if has_goals(record) else None
+    if isinstance(goal, float):
+        return f"≥ {goal:.0f} %", against(1 / record["percent_of_floor"], 1 / goal)
+    peer = record.get("peer")
+    if goal is None or peer is None:
+        return "–", "–"
+    return "≤ peer", against(record["us"], peer["us"])
+
+
 def kernel_table(records: list[Record]) -> list[str]:
     """What is selected, and whatever is faster than it."""
-    head = ("operation", "case", "kernel", "µs", "floor µs", "of the floor", "TB/s", "TFLOP/s", "peer µs")
+    head = ("operation", "case", "kernel", "µs", "floor µs", "of the floor", "TB/s", "TFLOP/s", "peer µs", "goal", "")
     rows = []
     found = of(records, "kernel")
     selected = {(r["operation"], r["case"]): r["us"] for r in found if r["selected"]}
@@ -149,6 +194,7 @@ def kernel_table(records: list[Record]) -> list[str]:
                 f"{r['TBps']:.2f}",
                 f"{r['TFLOPs']:.0f}",
                 f"{peer['us']:.1f}" if peer else "–",
+                *kernel_verdict(r),
             )
         )
     return table(head, rows)
@@ -158,9 +204,10 @@ def other_lines(records: list[Record]) -> list[str]:
     """Graphs against eager, tokens against the peer's."""
     lines = []
     for r in of(records, "graphs"):
+        point = f"{r['model']} {r['weights']}, batch {r['batch']}, context {r['context']}"
         lines.append(
-            f"* Graphs against eager decode, {r['model']} {r['weights']}, batch {r['batch']}, context {r['context']}: "
-            f"{r['tpot_ms']:.2f} ms against {r['eager_tpot_ms']:.2f} ms, **{r['ratio']:.1f} ×**; "
+            f"* {r['graphs'].capitalize()} graphs against eager decode, {point}: {r['tpot_ms']:.2f} ms against "
+            f"{r['eager_tpot_ms']:.2f} ms, **{r['ratio']:.1f} ×**; "
             f"{r['tokens_identical']} of {r['tokens_compared']} greedy tokens identical."
         )
     for r in of(records, "agreement"):
@@ -169,6 +216,21 @@ def other_lines(records: list[Record]) -> list[str]:
             f"**{100 * r['top1_agreement']:.1f} %** of {r['tokens']} are also our largest logit; where not, ours is "
             f"larger by at most {r['largest_gap']:.3f} and on average {r['mean_gap']:.3f} deviations of all logits."
         )
+    return lines
+
+
+def sweep_lines(folder: Path = FOLDER) -> list[str]:
+    """The tables of each folder that `bench sweep` wrote."""
+    lines: list[str] = []
+    for sweep in sorted(path for path in folder.iterdir() if path.is_dir()):
+        files = {kind: sweep / f"{kind}.json" for kind in ("prefill", "decode")}
+        found = {kind: json.loads(file.read_text(encoding="utf-8")) for kind, file in files.items() if file.is_file()}
+        made = {"prefill": tables.prefill_tables, "decode": tables.decode_tables}
+        for kind, content in found.items():
+            lines += made[kind](content["records"])
+        for content in list(found.values())[:1]:
+            missing = "; ".join(f"{name}: {reason}" for name, reason in content.get("not_measured", {}).items())
+            lines += [f"Not measured: {missing}." if missing else "", ""]
     return lines
 
 
@@ -183,7 +245,7 @@ def sources(records: list[Record]) -> list[str]:
     return lines
 
 
-def render(records: list[Record]) -> str:
+def render(records: list[Record], sweeps: Sequence[str] = ()) -> str:
     """The whole section between the marks."""
     parts: list[str] = []
     for title, what, lines in (
@@ -194,6 +256,8 @@ def render(records: list[Record]) -> str:
         if of(records, what):
             parts += [title, "", *lines, ""]
     parts += [*other_lines(records), ""]
+    if sweeps:
+        parts += ["Layouts of GPUs:", "", *sweeps, ""]
     parts += ["Records:", "", *sources(records)]
     return "\n".join(parts).strip() + "\n"
 
@@ -214,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not records:
         print(f"bench_table: {FOLDER} holds no records", file=sys.stderr)
         return 1
-    section = render(records)
+    section = render(records, sweep_lines())
     if options.write:
         PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
     else:

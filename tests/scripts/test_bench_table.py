@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts import bench_table
-from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
+from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render, sweep_lines
 
 HEADER = {
     "engine": "npu_gptoss",
@@ -53,6 +53,9 @@ def test_a_goal_is_met_or_missed_by_the_numbers():
         ({"batch": 128, "context": 8192}, None),
         ({"weights": "fp8"}, None),
         ({"projections": "fp8"}, None),
+        ({"layout": "tp1"}, 1.6 * 1.95),
+        ({"layout": "tp2"}, None),
+        ({"_": {**HEADER, "machine": {"device": "NVIDIA H100 80GB HBM3"}}}, None),
     ],
 )
 def test_goals_are_those_set_before(changes, goal):
@@ -72,17 +75,44 @@ def test_a_peers_own_file_makes_no_row():
     assert "| 20b |" not in render([peer])
 
 
-def test_a_kernel_that_is_faster_than_the_selected_one_is_not_hidden():
-    def kernel(name: str, us: float, selected: bool) -> dict[str, object]:
-        numbers = {"floor_us": 10.0, "percent_of_floor": 50.0, "TBps": 1.0, "TFLOPs": 2.0}
-        head = {**HEADER, "what": "kernel", "file": "kernel.json"}
-        named = {"operation": "moe.experts", "case": "tokens=1", "kernel": f"moe.experts.{name}"}
-        return {**named, "us": us, "selected": selected, **numbers, "_": head}
+def kernel(name: str, us: float, selected: bool = True, **changes: object) -> dict[str, object]:
+    numbers = {"floor_us": 10.0, "percent_of_floor": 1000 / us, "TBps": 1.0, "TFLOPs": 2.0}
+    head = {**HEADER, "what": "kernel", "file": "kernel.json"}
+    named = {"operation": "moe.experts", "case": "mxfp4 of 32 tokens=8", "kernel": f"moe.experts.{name}"}
+    return {**named, "us": us, "selected": selected, **numbers, "_": head, **changes}
 
-    text = render([kernel("chosen", 20.0, True), kernel("slower", 30.0, False), kernel("faster", 15.0, False)])
+
+def test_a_kernel_that_is_faster_than_the_selected_one_is_not_hidden():
+    text = render([kernel("chosen", 20.0), kernel("slower", 30.0, False), kernel("faster", 15.0, False)])
     assert "| chosen |" in text
     assert "| faster (not selected) |" in text
     assert "slower" not in text
+
+
+def test_a_kernels_goal_is_a_share_of_the_floor_or_the_peers_time():
+    assert "| – | ≥ 80 % | missed, 1.60 × |" in render([kernel("chosen", 20.0)])
+    assert "| – | ≥ 80 % | met |" in render([kernel("chosen", 12.0)])
+    attention = {"operation": "attention.paged", "case": "prefill full 8192"}
+    beside = {**attention, "peer": {"engine": "vLLM 0.25.1", "us": 15.0}}
+    assert "| 15.0 | ≤ peer | missed, 1.33 × |" in render([kernel("chosen", 20.0, **beside)])
+    assert "| 15.0 | ≤ peer | met |" in render([kernel("chosen", 14.0, **beside)])
+    assert "| – | – | – |" in render([kernel("chosen", 14.0, **attention)]), "without a peer there is nothing to keep"
+
+
+def test_a_layout_of_several_gpus_is_named():
+    assert "| 20b | mxfp4, tp2 | 8 |" in render([decode(layout="tp2")])
+
+
+def test_a_sweeps_layouts_stand_in_its_two_tables_and_what_was_not_measured_is_said(tmp_path):
+    folder = tmp_path / "sweep_20b"
+    folder.mkdir()
+    row = {"model": "20b", "weights": "mxfp4", "projections": "bf16", "batch": 8, "context": 1024, "tpot_ms": 2.0}
+    content = {"records": [row, {**row, "layout": "tp2", "tpot_ms": 1.0}], "not_measured": {"tp4": "there are 2 GPUs"}}
+    (folder / "decode.json").write_text(json.dumps(content))
+    text = "\n".join(sweep_lines(tmp_path))
+    assert "500 tok/s" in text
+    assert "1000 tok/s" in text
+    assert "Not measured: tp4: there are 2 GPUs." in text
 
 
 def test_the_section_goes_between_its_marks_and_nothing_else_changes():
@@ -95,7 +125,7 @@ def test_the_section_goes_between_its_marks_and_nothing_else_changes():
 def test_the_page_shows_the_committed_records():
     """`python scripts/bench_table.py --write` after a change of the records."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == insert(page, render(load())), "the tables are not those of docs/benchmarks"
+    assert page == insert(page, render(load(), sweep_lines())), "the tables are not those of docs/benchmarks"
 
 
 def test_every_record_file_is_named_in_the_folders_page():
