@@ -14,7 +14,7 @@ from npu_gptoss.attention.triton.launch_decode import LOG2_E
 from npu_gptoss.attention.triton.plan import Prompts
 from npu_gptoss.attention.triton.prefill import prefill_kernel
 from npu_gptoss.attention.window import keys_before
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_options
 
 GATHER_KEYS = 64
 
@@ -39,21 +39,6 @@ FULL = Tiling(rows=64, keys=128, warps=4, stages=2)
 WINDOW = Tiling(rows=64, keys=32, warps=4, stages=3)
 WIDE = Tiling(rows=32, keys=32, warps=4, stages=1)
 HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
-
-
-# Gluon is experimental: the kernel was seen working with these releases of Triton and is used with no others.
-GLUON_SEEN = ("3.6.",)
-
-
-@functools.cache
-def has_hopper(device: int | None) -> bool:
-    """Whether the Gluon kernel can run: compute capability 9.0, and a Triton whose Gluon is known."""
-    return (
-        not INTERPRETED
-        and device is not None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith(GLUON_SEEN)
-    )
 
 
 def tiling_for(query: torch.Tensor, group: int, sliding_window: int | None) -> Tiling:
