@@ -22,6 +22,7 @@ from npu_gptoss.graphs.buckets import bucket_for
 from npu_gptoss.graphs.recorder import Recorded, Recorder
 from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.progress import counted
 
 FULL, PIECEWISE, NONE, AUTO = "full", "piecewise", "none", "auto"
 MODES = (FULL, PIECEWISE, NONE)
@@ -57,10 +58,11 @@ class DecodeGraphs:
         block_size: int,
         max_blocks: int,
         recorder: Recorder,
+        progress: bool = False,
     ) -> None:
         """sizes ascending; max_blocks: of one request. The last block of the caches must belong to nobody.
 
-        Captures all sizes, the largest first.
+        Captures all sizes, the largest first; progress: with a bar.
         """
         self.model = model
         self.kv_caches = kv_caches
@@ -74,7 +76,8 @@ class DecodeGraphs:
         self._tables: list[int] = []  # how many blocks of each row the device knows
         capture = self._capture_full if mode == FULL else self._capture_pieces
         self._steps: dict[int, Callable[[Sequence[int]], torch.Tensor]] = {}
-        for size in reversed(self.sizes):
+        largest_first = reversed(self.sizes)
+        for size in counted(largest_first, len(self.sizes), "capturing decode steps", "size", shown=progress):
             self._steps[size] = capture(size)
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:

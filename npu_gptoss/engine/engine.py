@@ -29,9 +29,11 @@ from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.kernels import current_platform
 from npu_gptoss.model.assembly import FP8, expert_format
+from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
+from npu_gptoss.progress import counted
 
 Prompt = str | Sequence[int]
 
@@ -80,7 +82,7 @@ class Engine:
         fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
         tensors: the stream of official tensors that is not read from model_dir then, only its config.json is.
-        progress: show the loading on standard error.
+        progress: show the loading and the capturing on standard error, where that is a terminal.
         """
         directory = Path(model_dir)
         config = GptOssConfig.from_directory(directory)
@@ -95,6 +97,7 @@ class Engine:
                 self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
             else:
                 fp8 = expert_format(config, weights, dtype) == FP8
+                tensors = counted(tensors, len(expected_tensors(config)), "making weights", "tensor", shown=progress)
                 self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=fp8)
             if fp8_projections:
                 self.model = self.model.with_fp8_projections()
@@ -108,10 +111,10 @@ class Engine:
         self.scheduler = Scheduler(allocator, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         # The last block belongs to nobody: a graph's padding rows write there.
         self.kv_caches = allocate_kv_caches(config, num_blocks + 1, block_size, dtype, self.device)
-        self.graphs = self._capture(graphs, graph_sizes)
+        self.graphs = self._capture(graphs, graph_sizes, progress)
         self._ahead: Launch | None = None
 
-    def _capture(self, mode: str, sizes: Sequence[int] | None) -> DecodeGraphs | None:
+    def _capture(self, mode: str, sizes: Sequence[int] | None, progress: bool) -> DecodeGraphs | None:
         if mode == AUTO:  # plain torch operations ask the device, and cannot be captured
             made_for_graphs = self.device.type == "cuda" and self.model.dtype == torch.bfloat16
             mode = FULL if made_for_graphs and "triton" in current_platform().features else NONE
@@ -128,6 +131,7 @@ class Engine:
                 block_size=self.block_size,
                 max_blocks=math.ceil(self.max_length / self.block_size),
                 recorder=Recorder(self.device),
+                progress=progress,
             )
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from npu_gptoss.model.safetensors_reader import (
     weight_files,
 )
 from npu_gptoss.moe.mxfp4 import Mxfp4Error, expand_transposed
+from npu_gptoss.progress import counted
 
 __all__ = [
     "CheckpointError",
@@ -238,7 +239,7 @@ def _write_shards(
         pending.clear()
         sizes.clear()
 
-    for name, tensor in tensors:
+    for name, tensor in counted(tensors, len(expected), "writing weights", "tensor"):
         if name in dtypes:
             raise CheckpointError(f"{name} should be written once, got it twice. Remove one.")
         if name not in expected:

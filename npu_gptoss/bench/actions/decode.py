@@ -10,6 +10,7 @@ from npu_gptoss.bench import decode
 from npu_gptoss.bench.actions import shared
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.engine import Engine
+from npu_gptoss.progress import counted, say
 
 SUMMARY = "time per output token, batch by context"
 
@@ -27,29 +28,29 @@ def points(
 ) -> list[dict[str, Any]]:
     """A record for each batch and context, printed as it is measured; what does not fit is said and left out."""
     rows = []
-    for context in args.context:
-        for batch in args.batch:
-            try:
-                found = decode.run_decode(engine, batch, context, args.steps)
-            except decode.DoesNotFit as error:
-                print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
-                continue
-            rows.append(
-                decode.decode_record(
-                    engine,
-                    found,
-                    batch=batch,
-                    context=context,
-                    weights=form,
-                    nominal=nominal,
-                    measured=own,
-                    price_per_hour=args.gpu_price,
-                    fp8_projections=args.fp8_projections,
-                )
+    wanted = [(batch, context) for context in args.context for batch in args.batch]
+    for batch, context in counted(wanted, len(wanted), "decode", "point"):
+        try:
+            found = decode.run_decode(engine, batch, context, args.steps)
+        except decode.DoesNotFit as error:
+            print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
+            continue
+        rows.append(
+            decode.decode_record(
+                engine,
+                found,
+                batch=batch,
+                context=context,
+                weights=form,
+                nominal=nominal,
+                measured=own,
+                price_per_hour=args.gpu_price,
+                fp8_projections=args.fp8_projections,
             )
-            print(decode.decode_line(rows[-1]), flush=True)
-            if args.profile:
-                rows[-1]["inside"] = shared.show_profile(decode.profile_decode(engine, batch, context))
+        )
+        say(decode.decode_line(rows[-1]))
+        if args.profile:
+            rows[-1]["inside"] = shared.show_profile(decode.profile_decode(engine, batch, context))
     return rows
 
 

@@ -11,6 +11,7 @@ from npu_gptoss.bench.actions import shared
 from npu_gptoss.bench.decode import DoesNotFit
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.engine import Engine
+from npu_gptoss.progress import counted, say
 
 SUMMARY = "time to the first token of one prompt"
 
@@ -27,7 +28,7 @@ def points(
 ) -> list[dict[str, Any]]:
     """A record for each length, printed as it is measured; what does not fit is said and left out."""
     rows = []
-    for tokens in args.tokens:
+    for tokens in counted(args.tokens, len(args.tokens), "prefill", "point"):
         try:
             times = prefill.run_prefill(engine, tokens, args.repeats)
         except DoesNotFit as error:
@@ -44,7 +45,7 @@ def points(
                 price_per_hour=args.gpu_price,
             )
         )
-        print(prefill.prefill_line(rows[-1]), flush=True)
+        say(prefill.prefill_line(rows[-1]))
         if args.profile:
             rows[-1]["inside"] = shared.show_profile(prefill.profile_prefill(engine, tokens))
     return rows

@@ -17,8 +17,8 @@ import torch
 
 from npu_gptoss.bench import client, latency, load, records
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.progress import bar, say
 from npu_gptoss.errors import InputError
+from npu_gptoss.progress import bar, say
 
 if TYPE_CHECKING:
     import aiohttp

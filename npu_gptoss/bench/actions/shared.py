@@ -27,6 +27,7 @@ from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
+from npu_gptoss.progress import say
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
 COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
@@ -182,7 +183,7 @@ def check_price(price: float) -> None:
 
 
 def show_profile(found: list[profile.DeviceKernel]) -> list[dict[str, Any]]:
-    print("\n".join(profile.table(found)), flush=True)
+    say("\n".join(profile.table(found)))
     return profile.as_records(found)
 
 

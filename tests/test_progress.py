@@ -1,0 +1,112 @@
+"""Bars are for people at a terminal: nowhere else a byte of them, and no tensor kept for their sake."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.bench.random_checkpoint import random_tensors
+from npu_gptoss.engine import Engine
+from npu_gptoss.model.checkpoint import write_checkpoint
+from npu_gptoss.model.layout import expected_tensors
+from npu_gptoss.progress import bar, counted, say
+from tests.checkpoints import random_config
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def seen(work: Callable[[], object]) -> str:
+    """What a terminal shows of some work. The same work must say nothing where there is none."""
+    with redirect_stderr(io.StringIO()) as file:
+        work()
+    assert file.getvalue() == ""
+    with redirect_stderr(Terminal()) as terminal:
+        work()
+    return terminal.getvalue()
+
+
+def test_a_bar_is_seen_on_a_terminal_only() -> None:
+    def work() -> None:
+        with bar(3, "sweeping", "layout") as shows:
+            shows.update(2)
+            shows.refresh()
+
+    text = seen(work)
+    assert "sweeping:  67%" in text
+    assert "2/3 [" in text
+
+
+def test_a_bar_that_is_not_wanted_is_not_seen() -> None:
+    assert seen(lambda: list(counted("abc", 3, "x", "y", shown=False))) == ""
+    assert list(counted("abc", 3, "x", "y", shown=False)) == ["a", "b", "c"]
+
+
+def test_a_bar_makes_room_for_a_line_and_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with bar(3, "sweeping", "layout"):
+            say("tp1 1.7 ms")
+
+    text = seen(work)
+    assert capsys.readouterr().out == "tp1 1.7 ms\n" * 2
+    first, _, rest = text.partition("0/3 [")
+    assert first.endswith("| ")
+    assert "0/3 [" in rest, "it is drawn again below the line"
+
+
+def test_counting_keeps_no_item_alive_while_the_next_is_made() -> None:
+    class Tensor:
+        pass
+
+    alive: list[weakref.ref[Tensor]] = []
+
+    def made() -> Iterator[Tensor]:
+        for _ in range(3):
+            gc.collect()
+            assert [ref for ref in alive if ref() is not None] == []
+            tensor = Tensor()
+            alive.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
+
+    items = counted(made(), 3, "making", "tensor")
+    for _ in range(3):
+        assert isinstance(next(items), Tensor)  # and let go of
+    assert len(alive) == 3
+
+
+def test_an_error_in_the_stream_comes_through() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("second")
+
+    with pytest.raises(KeyError, match="second"):
+        list(counted(broken(), 2, "x", "y"))
+
+
+def test_writing_loading_and_making_weights_show_how_far_they_are(tmp_path: Path) -> None:
+    config = random_config(layers=2)
+    count = f"/{len(expected_tensors(config))} ["
+
+    def write() -> None:
+        write_checkpoint(tmp_path, config, random_tensors(config, 0, "cpu"), overwrite=True)
+
+    def engine(**options: object) -> None:
+        Engine(tmp_path, dtype="float32", num_blocks=4, **options)
+
+    text = seen(write)
+    assert "writing weights" in text
+    assert count in text
+    assert "loading weights" in seen(lambda: engine(progress=True))
+    text = seen(lambda: engine(progress=True, tensors=random_tensors(config, 0, "cpu")))
+    assert "making weights" in text
+    assert count in text
+    assert seen(lambda: engine(tensors=random_tensors(config, 0, "cpu"))) == "", "an engine is asked for its bars"
