@@ -85,6 +85,14 @@ def experts_of(record: Record) -> str:
     return text + ("" if layout_of(record) == "tp1" else f", {layout_of(record)}")
 
 
+def peers(record: Record, name: str, digits: int) -> str:
+    """The peer's number; another day's says so."""
+    peer = record.get("peer")
+    if not peer:
+        return "–"
+    return f"{peer[name]:.{digits}f}" + (", earlier" if peer["engine"].endswith("earlier") else "")
+
+
 def decode_goal(record: Record) -> float | None:
     """Milliseconds, or None where none was set."""
     point = (record["model"], record["weights"], record["batch"], record["context"])
@@ -122,7 +130,7 @@ def decode_table(records: list[Record]) -> list[str]:
     )
     rows = []
     for r in of(records, "decode"):
-        peer, goal = r.get("peer"), decode_goal(r)
+        goal = decode_goal(r)
         rows.append(
             (
                 r["model"],
@@ -133,7 +141,7 @@ def decode_table(records: list[Record]) -> list[str]:
                 f"{r['floor_ms']:.3f}",
                 f"{r['percent_of_floor']:.0f} %",
                 f"{r['TBps']:.2f}",
-                f"{peer['tpot_ms']:.3f}" if peer else "–",
+                peers(r, "tpot_ms", 3),
                 f"≤ {goal:.2f}" if goal else "–",
                 against(r["tpot_ms"], goal),
             )
@@ -155,7 +163,7 @@ def prefill_table(records: list[Record]) -> list[str]:
                 f"{r['floor_ms'] / 1e3:.3f}",
                 f"{r['percent_of_floor']:.0f} %",
                 f"{r['TFLOPs']:.0f}",
-                f"{peer['prefill_s']:.3f}" if peer else "–",
+                peers(r, "prefill_s", 3),
                 against(r["prefill_s"], peer["prefill_s"] if peer and has_goals(r) else None),
             )
         )
@@ -182,7 +190,6 @@ def kernel_table(records: list[Record]) -> list[str]:
     for r in found:
         if not r["selected"] and r["us"] >= selected.get((r["operation"], r["case"]), 0.0):
             continue
-        peer = r.get("peer")
         rows.append(
             (
                 r["operation"],
@@ -193,7 +200,7 @@ def kernel_table(records: list[Record]) -> list[str]:
                 f"{r['percent_of_floor']:.0f} %",
                 f"{r['TBps']:.2f}",
                 f"{r['TFLOPs']:.0f}",
-                f"{peer['us']:.1f}" if peer else "–",
+                peers(r, "us", 1),
                 *kernel_verdict(r),
             )
         )

@@ -13,7 +13,7 @@ from npu_gptoss.bench.roofline import H200
 from npu_gptoss.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
+COMMITTED = sorted((ROOT / "docs" / "benchmarks").rglob("*.json"))
 
 
 def decode_row(**changes: object) -> dict[str, object]:

@@ -70,6 +70,11 @@ def test_a_row_holds_the_records_numbers_and_the_peers():
     assert "[decode.json](benchmarks/decode.json): npu_gptoss on NVIDIA H200" in text
 
 
+def test_a_peers_number_of_another_day_says_so():
+    earlier = {"engine": "vLLM 0.25.1, earlier", "tpot_ms": 4.985}
+    assert "| 4.985, earlier | ≤ 3.12 | met |" in render([decode(peer=earlier)])
+
+
 def test_a_peers_own_file_makes_no_row():
     peer = decode(_={**HEADER, "engine": "vLLM 0.25.1", "what": "decode", "file": "peer.json"})
     assert "| 20b |" not in render([peer])
