@@ -1,8 +1,7 @@
-"""Reads the documentation as a user would: its code blocks and its links."""
+"""Reads the documentation as a user would: its pages and their code blocks."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 
@@ -26,9 +25,3 @@ def code_blocks(page: Path, language: str) -> list[str]:
         else:
             lines.append(line)
     return blocks
-
-
-def links(page: Path) -> list[str]:
-    """Targets of links, without the anchors, of pages in this repository."""
-    found = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    return [target for target in found if "://" not in target]

@@ -1,11 +1,11 @@
-"""The README and CONTRIBUTING promise nothing that is not there, and their examples run.
+"""The README and CONTRIBUTING promise nothing that is not there: pictures and targets; the guide's kernel is selected.
 
-The README's request and the client of docs/serving-on-cpu.md run against a real server in
-tests/serving/test_openai_api.py.
+Their commands run in tests/docs; the client of docs/serving-on-cpu.md in tests/serving/test_openai_api.py.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -18,35 +18,73 @@ import pytest
 
 from npu_gptoss.cli import COMMANDS
 from scripts.serve_cpu import TINY_NAME, TINY_QUESTION, example_request
-from tests.markdown import PAGES, ROOT, code_blocks, links
+from tests.markdown import PAGES, ROOT, code_blocks
 
 README = ROOT / "README.md"
 SHELL_LINES = [line for block in code_blocks(README, "sh") for line in block.splitlines()]
-COMMAND_LINES = [
-    line
-    for block in code_blocks(ROOT / "CONTRIBUTING.md", "sh")
-    for line in block.splitlines()
-    if line.startswith("npu-gptoss ")
-]
-# they need the trained checkpoint: tests/serving runs the same things on it
-NEEDS_CHECKPOINT = ".checkpoints/"
+PACKAGE = ROOT / "npu_gptoss"
+FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+FAMILIES = ("attention", "moe", "dense")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_no_link_leads_nowhere(page: Path) -> None:
-    assert [target for target in links(page) if not (page.parent / target).exists()] == []
-
-
-def test_every_place_of_the_tree_exists() -> None:
-    tree = next(block for block in code_blocks(ROOT / "CONTRIBUTING.md", "") if block.startswith("npu_gptoss/"))
-    missing, inside = [], ROOT
-    for line in tree.splitlines():
+def tree() -> tuple[set[str], set[str]]:
+    """What CONTRIBUTING's tree has: in the package, and in the repository."""
+    block = next(block for block in code_blocks(ROOT / "CONTRIBUTING.md", "") if block.startswith("npu_gptoss/"))
+    inside, outside = set(), set()
+    for line in block.splitlines():
         names = [word for word in re.split(r"\s{2,}", line.strip()) if word]
         places = [word for word in names if re.fullmatch(r"[\w./]+", word)]
         assert places, f"no place in the line {line!r}"
-        inside = ROOT / "npu_gptoss" if line.startswith("  ") else ROOT
-        missing += [place for place in places if not (inside / place).exists()]
-    assert missing == []
+        (inside if line.startswith("  ") else outside).update(place.rstrip("/") for place in places)
+    return inside, outside
+
+
+def test_the_tree_has_every_place_and_no_other() -> None:
+    inside, outside = tree()
+    files = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert inside == FOLDERS | files | {"assets"}
+    assert {place for place in outside if not (ROOT / place).is_dir()} == set()
+    shown = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    folders = {name.partition("/")[0] for name in shown if "/" in name and not name.startswith(".")}
+    assert folders <= outside, "a folder of the repository that the tree lacks"
+
+
+def picture_objections(picture: str) -> list[str]:
+    """What of the README's picture is not there, and what is there and not in it."""
+    named = set(re.findall(r"\b([a-z_]+)/", picture))
+    wrong = [f"there is no folder npu_gptoss/{name}" for name in sorted(named - FOLDERS)]
+    wrong += [f"the picture lacks npu_gptoss/{name}" for name in sorted(FOLDERS - named)]
+    (spine,) = re.findall(r"^kernels/ +((?:\w+ · )+\w+)", picture, re.M)
+    wrong += [f"there is no kernels/{n}.py" for n in spine.split(" · ") if not (PACKAGE / f"kernels/{n}.py").is_file()]
+    solutions = re.findall(r"(\w+) \(", picture[picture.index("solutions") :])
+    for name in solutions:
+        places = [PACKAGE / family / place for family in FAMILIES for place in (name, f"{name}.py")]
+        wrong += [] if any(place.exists() for place in places) else [f"there is no solution {name}"]
+    module, function = re.findall(r"(npu_gptoss\.\w+)\.(\w+)\(\)", picture)[0]
+    wrong += [] if hasattr(importlib.import_module(module), function) else [f"there is no {module}.{function}"]
+    return wrong if len(solutions) == 4 else [*wrong, f"four solutions, got {solutions}"]
+
+
+PICTURE = next(block for block in code_blocks(README, "") if block.startswith("HTTP"))
+
+
+def test_every_folder_of_the_package_is_in_the_picture_and_every_name_of_it_is_there() -> None:
+    assert picture_objections(PICTURE) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("serving/", "server/", "there is no folder npu_gptoss/server"),
+        ("serving/", "server/", "the picture lacks npu_gptoss/serving"),
+        ("registry", "registrar", "there is no kernels/registrar.py"),
+        ("small_ops (", "little_ops (", "there is no solution little_ops"),
+        ("plugin.register()", "plugin.enrol()", "there is no npu_gptoss.plugin.enrol"),
+    ],
+)
+def test_a_name_of_the_picture_that_moved_is_told(old: str, new: str, wrong: str) -> None:
+    assert PICTURE.count(old) >= 1
+    assert wrong in picture_objections(PICTURE.replace(old, new))
 
 
 def test_every_make_target_that_a_page_names_exists() -> None:
@@ -76,15 +114,6 @@ def test_the_readmes_request_is_the_one_that_make_serve_prints() -> None:
     request = next(line for line in SHELL_LINES if line.startswith("curl"))
     assert shlex.split(request)[:-1] == shlex.split(printed)[:-1]
     assert json.loads(shlex.split(request)[-1]) == json.loads(shlex.split(printed)[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in COMMAND_LINES if NEEDS_CHECKPOINT not in line])
-def test_the_commands_of_contributing_run(line: str, tmp_path: Path) -> None:
-    words = [str(tmp_path / Path(word).name) if word.startswith("/tmp/") else word for word in shlex.split(line)]
-    run = subprocess.run([sys.executable, "-m", "npu_gptoss.cli", *words[1:]], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip()
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def _python(words: list[str], fragment: bool) -> str | None:
         except SyntaxError as error:
             return f"python does not read it: {error}"
         return None
-    if words[:1] == ["-m"]:
+    if words[:1] == ["-m"] and len(words) > 1:
         modules = {"npu_gptoss.cli": _npu_gptoss, "pip": _pip, "http.server": _anything, "venv": _anything}
         if words[1] == "pytest":
             return _places([word.partition("::")[0] for word in words[2:] if word.startswith("tests/")])
@@ -303,7 +303,7 @@ def _anything(words: list[str], fragment: bool) -> str | None:
 
 PROGRAMS: dict[str, Callable[[list[str], bool], str | None]] = {
     "npu-gptoss": _npu_gptoss,
-    **dict.fromkeys(("python", "python3"), _python),
+    **dict.fromkeys(("python", "python3", "python3.11"), _python),
     "make": _make,
     **dict.fromkeys(("pip", "pip3"), _pip),
     "torchrun": _torchrun,
@@ -312,10 +312,9 @@ PROGRAMS: dict[str, Callable[[list[str], bool], str | None]] = {
     "curl": _curl,
     # read together by tests of their own
     **dict.fromkeys(("vllm", *SHELL_SCRIPTS), _anything),
-    # nobody's but the reader's
-    **dict.fromkeys(
-        ("git", "cd", "export", "source", "mkdir", "cat", "npu-smi", "evalscope", "pre-commit", "grep"), _anything
-    ),
+    # nobody's but the reader's, and words of the shell
+    **dict.fromkeys(("git", "cd", "export", "source", ".", "mkdir", "cat", "grep", "for", "do", "done"), _anything),
+    **dict.fromkeys(("npu-smi", "hccn_tool", "hf", "evalscope", "pre-commit"), _anything),
 }
 
 

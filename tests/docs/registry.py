@@ -73,7 +73,7 @@ RULES = (
     Rule(r"make serve", MAKE_SERVE),
     Rule(r"make serve MODEL=\S+", ByTest("tests/scripts/test_serve_cpu.py", "tests/serving/test_openai_api.py")),
     Rule(r"make serve-emulated.*", EMULATED_SERVE),
-    Rule(r"curl .*127\.0\.0\.1:8000/.*gpt-oss-tiny.*", MAKE_SERVE),
+    Rule(r"curl .*127\.0\.0\.1:8000/.*", MAKE_SERVE),
     Rule(r"curl .*", Needs("a 910B", "a server")),
     Rule(
         r"scripts/serve\.sh --model \S*gpt-oss-tiny .*--on cpu.*",
@@ -89,7 +89,7 @@ RULES = (
     Rule(r"scripts/serve\.sh .*", ON_A_910B),
     Rule(r"vllm serve DIR .*", ByTest("tests/serving/test_openai_api.py")),
     Rule(r"scripts/perf\.sh.*", PERF),
-    Rule(r"scripts/mmlu\.sh --data /tmp/tiny-mmlu .*", MMLU),
+    Rule(r"scripts/mmlu\.sh (?:--url \S+ )?--data /tmp/tiny-mmlu .*", MMLU),
     Rule(r"scripts/mmlu\.sh.*", Needs("a 910B", "the network")),
     Rule(
         r"\S*python3? scripts/mmlu_report\.py \S+ --against \S+",
@@ -101,9 +101,13 @@ RULES = (
     ),
     Rule(r"\S*python3? scripts/mmlu_report\.py \S+", ByTest("tests/scripts/test_mmlu_report.py")),
     Rule(rf"{BIN}python scripts/tiny_mmlu\.py .*", Here()),
+    # a 910B's host
+    Rule(r"npu-smi info|for card in .* hccn_tool .*|export HCCL_\w+=\S+|source /usr/local/Ascend/\S+", ON_A_910B),
+    Rule(r"python3\.11 -m venv \S+|\. /\S+/bin/activate|pip install torch==.*", ON_A_910B),
+    Rule(r"hf download .*", Needs("the network")),
     # the package's own commands
     Rule(
-        r"npu-gptoss emulate -- npu-gptoss doctor",
+        rf"{BIN}npu-gptoss emulate -- npu-gptoss doctor(?: --model {TINY})?",
         ByTest("tests/doctor/test_emulated.py::test_the_doctor_reports_a_910b_and_all_is_well"),
     ),
     Rule(
@@ -118,10 +122,18 @@ RULES = (
         r"npu-gptoss emulate .*-- python my_script\.py",
         ByTest("tests/emulator/test_launch.py::test_children_run_on_the_machine_too"),
     ),
+    Rule(
+        rf"VLLM_PLUGINS=\S+ {BIN}npu-gptoss emulate -- vllm serve {TINY} .*",
+        ByTest("tests/emulator/test_stock.py::test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin"),
+    ),
     Rule(rf"{BIN}npu-gptoss doctor --model {TINY}", Here(300)),
     Rule(
         r"npu-gptoss doctor(?: --model DIR .*)?",
         ByTest("tests/doctor/test_command.py::test_all_is_well_beside_vllm_with_a_whole_checkpoint"),
+    ),
+    Rule(
+        r"npu-gptoss doctor --model /models/gpt-oss-(?:20b --max-model-len 131072|120b --tensor-parallel-size 4 .*)",
+        ByTest("tests/test_tutorials.py::test_the_table_of_memory_is_the_doctors_arithmetic"),
     ),
     Rule(r"npu-gptoss doctor .*", ON_A_910B),
     Rule(
@@ -131,15 +143,21 @@ RULES = (
             "tests/third_party/test_paged_attention_example.py::test_every_command_of_the_page_prints_what_the_page_shows"
         ),
     ),
-    Rule(r"(?:\w+=\S+ )?npu-gptoss kernels (?:list|explain).*", Here()),
+    Rule(rf"(?:\w+=\S+ )?{BIN}npu-gptoss kernels (?:list|explain).*", Here()),
     Rule(rf"{BIN}npu-gptoss generate --model {TINY} .*", Here()),
     Rule(rf"{BIN}npu-gptoss tiny .*", Here()),
-    Rule(r"npu-gptoss vocabulary .*", Here()),
+    Rule(rf"{BIN}npu-gptoss vocabulary .*", Here()),
     Rule(r"npu-gptoss verify --mutate.*", ByTest("tests/verify/test_command.py", "tests/verify/test_mistakes.py")),
     Rule(rf"{BIN}npu-gptoss verify(?: attention\.paged)?", Here(300)),
-    Rule(r"npu-gptoss bench .*--model DIR.*|npu-gptoss bench (?:kernel|checkpoint) .*", ON_A_GPU),
+    Rule(
+        r"npu-gptoss bench compare /tmp/own\.json /tmp/few\.json",
+        ByTest(
+            "tests/bench/test_compare.py::test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_status"
+        ),
+    ),
+    Rule(r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|sweep) .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
-    Rule(r"python -c .*< trace\.jsonl", Here()),
+    Rule(r"python -c .*< (?:/tmp/)?trace\.jsonl", Here()),
     # scripts that write pages and train
     Rule(
         r"python scripts/trace_table\.py --write",

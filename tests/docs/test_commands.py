@@ -62,12 +62,6 @@ def test_every_command_is_run_or_tested_elsewhere_or_marked_for_the_reader() -> 
     assert unknown(COMMANDS) == []
 
 
-def test_no_mark_says_that_a_command_needs_what_it_does_not() -> None:
-    """A mark on a command that runs here, on a CPU and without a network, would frighten a reader away."""
-    wrong = [c.place for c in COMMANDS if isinstance(how(c.text), Here) and c.needs - {"a server"}]
-    assert wrong == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_stand_where_they_are_found(page: Path) -> None:
     assert [f"{page.name}:{line}: write it in a block of ```sh: {text}" for line, text in unmarked(text_of(page))] == []
@@ -135,7 +129,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     done = run(folder, "npu-gptoss tiny .checkpoints/gpt-oss-tiny --trained", 120)
     assert done.returncode == 0, done.stderr
     event = {"event": "op", "phase": "replay", "name": "npu::npu_fused_infer_attention_score_v2"}
-    (folder / "trace.jsonl").write_text(json.dumps(event) + "\n")
+    for place in ("trace.jsonl", "tmp/trace.jsonl"):
+        (folder / place).write_text(json.dumps(event) + "\n")
     yield folder
     shutil.rmtree(folder / "tmp")  # several checkpoints of 120 MB
     shutil.rmtree(checkpoint)

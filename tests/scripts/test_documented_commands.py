@@ -53,9 +53,11 @@ def test_a_program_that_a_page_runs_by_its_path_can_be_run(page: Path) -> None:
 def test_the_script_takes_the_command(page: str, line: str, tmp_path: Path) -> None:
     words = shlex.split(line)
     for index, word in enumerate(words):
-        if word.startswith(("/models/", "/tmp/", ".checkpoints/")):  # in their place something that is there
+        if word == "DIR" or word.startswith(("/models/", "/tmp/", ".checkpoints/", "path/to/")):
+            # in their place something that is there
             if words[index - 1] == "--model":
-                words[index] = str(checkpoint(tmp_path / Path(word).name, LAYERS[Path(word).name.rpartition("-")[2]]))
+                layers = LAYERS.get(Path(word).name.rpartition("-")[2], LAYERS["20b"])
+                words[index] = str(checkpoint(tmp_path / Path(word).name, layers))
             else:
                 (tmp_path / "README.md").touch()
                 words[index] = str(tmp_path)
