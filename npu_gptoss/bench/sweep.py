@@ -21,7 +21,8 @@ from npu_gptoss.bench.tables import decode_tables, prefill_tables
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
-DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "tp4", "ep4")
+# on four GPUs MXFP4 cannot be cut: a quarter of an expert is no whole number of scales
+DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "ep4", "ep8")
 TABLES = {"prefill": prefill_tables, "decode": decode_tables}
 
 

@@ -1,0 +1,46 @@
+"""Write the tables of docs/benchmarking.md from the records of sweeps; without --write, say whether they fit.
+
+python scripts/sweep_page.py --write
+
+Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md, and the
+pictures that `npu-gptoss bench plot` drew of it. Python with torch, as the package needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from npu_gptoss.bench import records, sweep
+from scripts.page_tables import ROOT, Tables
+
+PAGE = "docs/benchmarking.md"
+FOLDER = ROOT / "docs" / "benchmarks"
+KINDS = ("prefill", "decode")
+
+
+def measured(folder: Path = FOLDER) -> str:
+    """The tables and pictures of every sweep, in the order of the folders' names."""
+    lines: list[str] = []
+    for each in sorted(folder.glob("sweep_*")):
+        contents = [records.read(each / f"{kind}.json") for kind in KINDS if (each / f"{kind}.json").is_file()]
+        missing = {name: why for content in contents for name, why in content.get("not_measured", {}).items()}
+        lines += ["", *sweep.page(contents, missing)]
+        for picture in sorted(each.glob("*.svg")):
+            place = picture.relative_to(ROOT / "docs").as_posix()
+            lines += ["", f"![{picture.stem.replace('_', ' ')}]({place})"]
+    return "\n".join(lines or ["", "Nothing has been measured yet."])
+
+
+TABLES = Tables(script="scripts/sweep_page.py", page=PAGE, tables={"sweeps": measured})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return TABLES.main(__doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

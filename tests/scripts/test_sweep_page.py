@@ -1,0 +1,52 @@
+"""docs/benchmarking.md shows the committed sweeps, all of them, and nothing that was typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.bench import records
+from scripts import sweep_page
+from scripts.page_tables import ROOT
+from scripts.sweep_page import FOLDER, KINDS, PAGE, TABLES, measured
+
+SWEEPS = sorted(FOLDER.glob("sweep_*"))
+
+
+def test_the_page_shows_the_committed_sweeps() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert TABLES.written(text) == text, "out of date: python scripts/sweep_page.py --write"
+
+
+@pytest.mark.parametrize("folder", SWEEPS, ids=lambda folder: folder.name)
+def test_a_committed_sweep_can_be_read_without_asking(folder: Path) -> None:
+    assert {file.stem for file in folder.glob("*.json")} == set(KINDS)
+    for kind in KINDS:
+        content = json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
+        assert content["what"] == kind
+        assert records.problems(content) == []
+
+
+def write(folder: Path, kind: str, row: dict[str, object], **changes: object) -> None:
+    content = {"what": kind, "engine": "npu_gptoss", "machine": {"device": "H200"}, "versions": {"torch": "2.11.0"}}
+    content |= {"date": "2026-11-22T01:00:00", "dollars_per_gpu_hour": 3.0, "records": [row], **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / f"{kind}.json").write_text(json.dumps(content))
+
+
+def test_tables_pictures_and_what_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(tmp_path) == "\nNothing has been measured yet."
+    monkeypatch.setattr(sweep_page, "ROOT", tmp_path)
+    folder = tmp_path / "docs" / "benchmarks"
+    folder.mkdir(parents=True)
+    row = {"model": "20b", "weights": "mxfp4", "layout": "ep2", "dollars_per_million_tokens": 0.5}
+    decode = {**row, "projections": "bf16", "batch": 8, "context": 1024, "tpot_ms": 2.0}
+    write(folder / "sweep_20b", "decode", decode, not_measured={"ep4": "needs 4 GPUs"})
+    write(folder / "sweep_20b", "prefill", {**row, "prompt_tokens": 8192, "prefill_s": 0.1})
+    (folder / "sweep_20b" / "decode_cost.svg").write_text("<svg/>")
+    lines = measured(folder).splitlines()
+    assert lines.index("| ep2 | 0.100 s, $0.500 |") < lines.index("| 8 | 500 tok/s, $0.500 |")
+    assert "ep4: needs 4 GPUs." in lines
+    assert lines[-1] == "![decode cost](benchmarks/sweep_20b/decode_cost.svg)"
