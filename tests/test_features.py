@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.evidence import ROOT, looks_like_tests, objection, objections, spans
+from tests.markdown import PAGES
 
 FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
 STORY = (ROOT / "docs/story-of-the-port.md").read_text(encoding="utf-8")
@@ -35,6 +37,13 @@ def test_what_the_story_names_exists(problem: str) -> None:
     named = looks_like_tests(problem)
     assert named, "no test reproduces it"
     assert {name: objection(name) for name in named if objection(name)} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    """Folders of tests are left to the eye."""
+    named = looks_like_tests(page.read_text(encoding="utf-8"))
+    assert {name: wrong for name in named if not (ROOT / name).is_dir() and (wrong := objection(name))} == {}
 
 
 def test_the_story_has_the_six_problems_and_says_how_each_ends() -> None:

@@ -338,28 +338,6 @@ def test_bench_serve_measures_it(api: str, server: Server, tmp_path: Path) -> No
         assert record["output_tokens_per_s"] == pytest.approx(6 * 9 / record["duration_s"], rel=1e-3)
 
 
-def holds(shown: object, got: object) -> bool:
-    """Whether what a page shows, shortened, is in what was answered."""
-    if isinstance(shown, dict):
-        return isinstance(got, dict) and all(key in got and holds(value, got[key]) for key, value in shown.items())
-    if isinstance(shown, list):
-        return isinstance(got, list) and len(got) == len(shown) and all(map(holds, shown, got))
-    return shown == got
-
-
-def test_the_requests_of_the_tutorial_are_answered_as_it_shows(server: Server) -> None:
-    page = ROOT / "docs/tutorials/without-an-accelerator.md"
-    lines = "\n".join(code_blocks(page, "sh")).splitlines()
-    requests = [line for line in lines if line.startswith("curl") and "/v1/" in line]
-    promised = [json.loads(block) for block in code_blocks(page, "json")]
-    assert len(requests) == len(promised) == 2
-    for request, shown in zip(requests, promised, strict=True):
-        words = shlex.split(request.replace("http://127.0.0.1:8000", server.url))
-        (choice,) = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)["choices"]
-        assert holds(shown, choice), choice
-    assert not holds(promised[0], choice)
-
-
 def test_nothing_broke_behind_the_answers(server: Server) -> None:
     """vLLM logs a client's mistakes with a traceback too, so those of the engine are what counts."""
     time.sleep(0.5)
