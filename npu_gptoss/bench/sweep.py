@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,13 +81,15 @@ def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
 
 def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | None:
     """Measures one layout, its output beside ours; None or why there are no records."""
+    # a sweep that is ended (by a batch system, by Ctrl-C) must leave no ranks behind on the GPUs
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(command(each, options, out))
     try:
         status = process.wait()
-    except BaseException:  # Ctrl-C reaches torchrun too, which ends its ranks
-        process.terminate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.terminate()  # torchrun ends its ranks; nothing happens to what has ended
         process.wait()
-        raise
     return None if status == 0 else f"failed with exit status {status}"
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -237,3 +241,26 @@ def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys
     files[0].write_text(json.dumps(here | {"what": "kernel"}))
     assert main(["bench", "table", str(files[0])]) == 2
     assert "expected records of prefill, decode, got 'kernel'" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_ended_leaves_no_process_behind(tmp_path):
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    pid = tmp_path / "pid"
+    parent = f"""
+import sys
+from pathlib import Path
+from npu_gptoss.bench import sweep
+sweep.command = lambda *_: [sys.executable, "-c", {child!r}, {str(pid)!r}]
+sweep.run_layout(sweep.layout("tp1"), {{}}, Path("."))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=Path(__file__).parents[2])
+    try:
+        deadline = time.monotonic() + 60
+        while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
