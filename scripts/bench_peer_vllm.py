@@ -1,6 +1,7 @@
 """Stock vLLM measured as `npu-gptoss bench` measures the offline engine: the peer beside our numbers.
 
-Needs vLLM (0.25.1 was used) and nothing of this package, so that it can run in vLLM's own environment. Run it on the
+Needs vLLM (0.25.1 was used) and nothing of this package, so that it can run in vLLM's own environment. Without
+flashinfer, which only sampling at a temperature wants of it on this GPU, set VLLM_USE_FLASHINFER_SAMPLER=0. Run it on the
 machine and the checkpoint that ours ran on, and give its files to `npu-gptoss bench … --peer`:
 
     python scripts/bench_peer_vllm.py engine --model DIR --out DIR [--batch N …] [--context N …] [--tokens N …]
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,7 +150,12 @@ class Peer:
         }
         if args.capture_sizes:
             options["compilation_config"] = {"cudagraph_capture_sizes": sorted({*args.capture_sizes, *args.batch})}
-        self.settings = {**options, "load_format": "dummy" if args.dummy else "auto"}
+        self.settings = {
+            **options,
+            "load_format": "dummy" if args.dummy else "auto",
+            # vLLM wants it for sampling at temperatures, which nothing here does (VLLM_USE_FLASHINFER_SAMPLER=0)
+            "flashinfer_installed": find_spec("flashinfer") is not None,
+        }
         if args.profile:
             options["profiler_config"] = {
                 "profiler": "torch",
