@@ -1,8 +1,8 @@
 """Stock vLLM measured as `npu-gptoss bench` measures the offline engine: the peer beside our numbers.
 
 Needs vLLM (0.25.1 was used) and nothing of this package, so that it can run in vLLM's own environment. Without
-flashinfer, which only sampling at a temperature wants of it on this GPU, set VLLM_USE_FLASHINFER_SAMPLER=0. Run it on the
-machine and the checkpoint that ours ran on, and give its files to `npu-gptoss bench … --peer`:
+flashinfer, which only sampling at a temperature wants of it on this GPU, set VLLM_USE_FLASHINFER_SAMPLER=0. Run it on
+the machine and the checkpoint that ours ran on, and give its files to `npu-gptoss bench … --peer`:
 
     python scripts/bench_peer_vllm.py engine --model DIR --out DIR [--batch N …] [--context N …] [--tokens N …]
     python scripts/bench_peer_vllm.py attention --out DIR
