@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from npu_gptoss.bench import tables  # noqa: E402  (found from wherever this is started)
-
 PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
 BEGIN, END = "<!-- written by scripts/bench_table.py: begin -->", "<!-- bench_table: end -->"
 OURS = "npu_gptoss"
@@ -226,21 +222,6 @@ def other_lines(records: list[Record]) -> list[str]:
     return lines
 
 
-def sweep_lines(folder: Path = FOLDER) -> list[str]:
-    """The tables of each folder that `bench sweep` wrote."""
-    lines: list[str] = []
-    for sweep in sorted(path for path in folder.iterdir() if path.is_dir()):
-        files = {kind: sweep / f"{kind}.json" for kind in ("prefill", "decode")}
-        found = {kind: json.loads(file.read_text(encoding="utf-8")) for kind, file in files.items() if file.is_file()}
-        made = {"prefill": tables.prefill_tables, "decode": tables.decode_tables}
-        for kind, content in found.items():
-            lines += made[kind](content["records"])
-        for content in list(found.values())[:1]:
-            missing = "; ".join(f"{name}: {reason}" for name, reason in content.get("not_measured", {}).items())
-            lines += [f"Not measured: {missing}." if missing else "", ""]
-    return lines
-
-
 def sources(records: list[Record]) -> list[str]:
     """Which machine and which versions, once for each file."""
     lines = []
@@ -252,7 +233,7 @@ def sources(records: list[Record]) -> list[str]:
     return lines
 
 
-def render(records: list[Record], sweeps: Sequence[str] = ()) -> str:
+def render(records: list[Record]) -> str:
     """The whole section between the marks."""
     parts: list[str] = []
     for title, what, lines in (
@@ -263,8 +244,6 @@ def render(records: list[Record], sweeps: Sequence[str] = ()) -> str:
         if of(records, what):
             parts += [title, "", *lines, ""]
     parts += [*other_lines(records), ""]
-    if sweeps:
-        parts += ["Layouts of GPUs:", "", *sweeps, ""]
     parts += ["Records:", "", *sources(records)]
     return "\n".join(parts).strip() + "\n"
 
@@ -285,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not records:
         print(f"bench_table: {FOLDER} holds no records", file=sys.stderr)
         return 1
-    section = render(records, sweep_lines())
+    section = render(records)
     if options.write:
         PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
     else:

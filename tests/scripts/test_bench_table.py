@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts import bench_table
-from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render, sweep_lines
+from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
 
 HEADER = {
     "engine": "npu_gptoss",
@@ -108,18 +108,6 @@ def test_a_layout_of_several_gpus_is_named():
     assert "| 20b | mxfp4, tp2 | 8 |" in render([decode(layout="tp2")])
 
 
-def test_a_sweeps_layouts_stand_in_its_two_tables_and_what_was_not_measured_is_said(tmp_path):
-    folder = tmp_path / "sweep_20b"
-    folder.mkdir()
-    row = {"model": "20b", "weights": "mxfp4", "projections": "bf16", "batch": 8, "context": 1024, "tpot_ms": 2.0}
-    content = {"records": [row, {**row, "layout": "tp2", "tpot_ms": 1.0}], "not_measured": {"tp4": "there are 2 GPUs"}}
-    (folder / "decode.json").write_text(json.dumps(content))
-    text = "\n".join(sweep_lines(tmp_path))
-    assert "500 tok/s" in text
-    assert "1000 tok/s" in text
-    assert "Not measured: tp4: there are 2 GPUs." in text
-
-
 def test_the_section_goes_between_its_marks_and_nothing_else_changes():
     page = f"before\n{BEGIN}\nold\n{END}\nafter <!-- end -->\n"
     assert insert(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter <!-- end -->\n"
@@ -130,7 +118,7 @@ def test_the_section_goes_between_its_marks_and_nothing_else_changes():
 def test_the_page_shows_the_committed_records():
     """`python scripts/bench_table.py --write` after a change of the records."""
     page = PAGE.read_text(encoding="utf-8")
-    assert page == insert(page, render(load(), sweep_lines())), "the tables are not those of docs/benchmarks"
+    assert page == insert(page, render(load())), "the tables are not those of docs/benchmarks"
 
 
 def test_every_record_file_is_named_in_the_folders_page():
