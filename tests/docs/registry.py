@@ -155,6 +155,16 @@ RULES = (
             "tests/bench/test_compare.py::test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_status"
         ),
     ),
+    Rule(r"npu-gptoss bench (?:compare|table|plot) docs/benchmarks/.*", Here()),
+    Rule(r"npu-gptoss bench sweep .*--device cpu .*", Here(300)),
+    Rule(
+        r"npu-gptoss bench serve --url .*",
+        ByTest("tests/bench/test_serve.py::test_the_command_writes_a_record_for_each_load_and_warm_up_is_in_none"),
+    ),
+    Rule(
+        r"npu-gptoss bench serve --api chat .*",
+        ByTest("tests/bench/test_serve.py::test_a_chat_is_words_and_standard_fields_are_no_others"),
+    ),
     Rule(r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|sweep) .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
     Rule(r"python -c .*< (?:/tmp/)?trace\.jsonl", Here()),

@@ -150,7 +150,7 @@ PRINTED: dict[str, str] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", RUN_HERE)
+@pytest.mark.parametrize("text", RUN_HERE, ids=lambda text: text)
 def test_a_command_runs_as_it_stands(text: str, tree: Path) -> None:
     done = run(tree, text, how(text).limit)
     assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
