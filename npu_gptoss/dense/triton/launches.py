@@ -274,9 +274,13 @@ def rope_cache(
 
 
 @functools.cache
-def _arrivals(size: int, device: torch.device) -> torch.Tensor:
-    """Zeroed counters that every launch leaves at zero; kept for good, because graphs hold their address."""
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def arrivals(count: int, device: torch.device) -> torch.Tensor:
+    """At least `count` zeroed counters that every launch leaves at zero; kept for good: graphs hold their address."""
+    return _zeros(max(1024, triton.next_power_of_2(count)), device)
 
 
 def router(
@@ -289,7 +293,6 @@ def router(
     top_k: int,
     live: torch.Tensor | None,
     *,
-    upcoming: torch.Tensor | None = None,
     share: int | None = None,
     warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -321,7 +324,7 @@ def router(
         topk_weights,
         topk_ids,
         torch.empty(tokens, experts, dtype=torch.float32, device=residual.device),
-        _arrivals(max(1024, triton.next_power_of_2(tokens)), residual.device),
+        arrivals(tokens, residual.device),
         eps,
         HIDDEN=hidden,
         EXPERTS=experts,
