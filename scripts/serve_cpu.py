@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -51,20 +52,29 @@ class ServeError(InputError):
 
 
 def tiny_checkpoint(directory: Path = TINY) -> Path:
-    """The trained tiny checkpoint; written anew when it is missing, incomplete, or what it is made from has changed."""
+    """The trained tiny checkpoint; written anew when it is missing, incomplete, or what it is made from has changed.
+
+    Another process that wants it meanwhile waits: `make serve` and `make serve-emulated` may be started together.
+    """
     package = ROOT / "npu_gptoss"
     sources = sorted([*package.glob("assets/*"), *package.glob("model/*.py")])
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources if path.is_file())).hexdigest()
     stamp = directory / ".made-from"
-    if stamp.is_file() and stamp.read_text() == digest and any(directory.glob("*.safetensors")):
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.is_file() and stamp.read_text() == digest and any(directory.glob("*.safetensors")):
+            return directory
+        shutil.rmtree(directory, ignore_errors=True)
+        print(f"checkpoint: the trained tiny gpt-oss is written to {directory} …", flush=True)
+        command = [sys.executable, "-m", "npu_gptoss.cli", "tiny", str(directory), "--trained"]
+        if subprocess.run(command, check=False).returncode:
+            raise ServeError("the tiny checkpoint could not be written; the reason is above.")
+        stamp.write_text(digest)
         return directory
-    shutil.rmtree(directory, ignore_errors=True)
-    print(f"checkpoint: the trained tiny gpt-oss is written to {directory} …", flush=True)
-    command = [sys.executable, "-m", "npu_gptoss.cli", "tiny", str(directory), "--trained"]
-    if subprocess.run(command, check=False).returncode:
-        raise ServeError("the tiny checkpoint could not be written; the reason is above.")
-    stamp.write_text(digest)
-    return directory
+    finally:
+        os.close(lock)
 
 
 def own_checkpoint(name: str) -> Path:

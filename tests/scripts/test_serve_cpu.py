@@ -7,8 +7,10 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +56,30 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
             (model / name).write_text("{}")
     with pytest.raises(InputError, match=words):
         serve_cpu.own_checkpoint(str(model))
+
+
+def test_two_servers_started_together_write_the_tiny_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one would remove what the first one's server is loading."""
+    written: list[str] = []
+
+    def slowly(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[-2])
+        assert not folder.exists()
+        folder.mkdir()
+        time.sleep(0.3)
+        (folder / "model.safetensors").touch()
+        written.append(str(folder))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(serve_cpu.subprocess, "run", slowly)
+    place = tmp_path / "checkpoints/gpt-oss-tiny"
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(serve_cpu.tiny_checkpoint, [place, place]))
+    assert both == [place, place]
+    assert written == [str(place)]
+    assert (place / "model.safetensors").exists()
 
 
 def test_what_the_user_sets_wins(tmp_path: Path) -> None:
