@@ -68,6 +68,10 @@ def picture_objections(picture: str) -> list[str]:
 PICTURE = next(block for block in code_blocks(README, "") if block.startswith("HTTP"))
 
 
+def test_the_site_begins_with_the_same_picture() -> None:
+    assert PICTURE in code_blocks(ROOT / "docs/index.md", "")
+
+
 def test_every_folder_of_the_package_is_in_the_picture_and_every_name_of_it_is_there() -> None:
     assert picture_objections(PICTURE) == []
 
