@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.parsing import objection, vllm_lines, vllm_says
+from tests.docs.parsing import objection
 from tests.docs.registry import RULES, ByTest, Here, Needs, how, rule_for
 from tests.docs.shell import NEEDS, Command, all_commands, blocks, commands, inline, split_comment, unmarked
 from tests.evidence import objection as evidence_objection
@@ -101,18 +101,6 @@ def test_what_is_left_to_ci_is_what_ci_starts() -> None:
         for line in recipe(target).splitlines():
             assert line in started, f"make {target} does what make test does not: {line}"
     assert "scripts/setup_docs.py" in started
-
-
-@pytest.mark.serving
-@pytest.mark.slow
-def test_vllms_own_parser_takes_every_option_of_vllm_serve() -> None:
-    pytest.importorskip("vllm")
-    written = [span for page in PAGES for _, span in inline(text_of(page))]
-    lines = vllm_lines([*(command.text for command in COMMANDS), *written])
-    assert len(lines) >= 3
-    mutant = ["DIR", "--max-model-length", "1"]
-    wrong, _ = vllm_says([*lines, mutant])
-    assert set(wrong) == {" ".join(mutant)}, wrong
 
 
 @pytest.fixture(scope="module")

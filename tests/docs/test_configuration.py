@@ -12,10 +12,12 @@ import pytest
 from npu_gptoss import envs
 from scripts import configuration_page
 from scripts.serve_cpu import serve_command
-from tests.docs.parsing import vllm_says
-from tests.markdown import ROOT
+from tests.docs.parsing import vllm_lines, vllm_says
+from tests.docs.shell import all_commands, inline
+from tests.markdown import PAGES, ROOT
 
 PAGE = ROOT / "docs/configuration.md"
+MISTAKE = ["DIR", "--max-model-length", "1"]
 TEXT = PAGE.read_text(encoding="utf-8")
 # (options of the row, vLLM's default, serve.sh, make serve), as the table has them
 OPTIONS = [
@@ -99,18 +101,32 @@ def test_the_table_has_every_option_that_the_scripts_pass() -> None:
     assert len(named) >= 15
 
 
+@pytest.fixture(scope="module")
+def vllm() -> tuple[dict[str, str], dict[str, str]]:
+    """What vLLM's parser refuses of all `vllm serve` of all pages and of a mistake; its defaults."""
+    pytest.importorskip("vllm")
+    fenced = [command.text for command in all_commands()]
+    sentences = [span for page in PAGES for _, span in inline(page.read_text(encoding="utf-8"))]
+    lines = vllm_lines([*fenced, *sentences])
+    assert len(lines) >= 3
+    return vllm_says([*lines, MISTAKE])
+
+
 @pytest.mark.serving
 @pytest.mark.slow
-def test_defaults_are_those_of_vllms_parser() -> None:
+def test_vllms_own_parser_takes_every_option_of_every_page(vllm: tuple[dict[str, str], dict[str, str]]) -> None:
+    wrong, _ = vllm
+    assert set(wrong) == {" ".join(MISTAKE)}, wrong
+
+
+@pytest.mark.serving
+@pytest.mark.slow
+def test_defaults_are_those_of_vllms_parser(vllm: tuple[dict[str, str], dict[str, str]]) -> None:
     """Where the parser has one; the others follow from the model and the hardware, in words."""
-    pytest.importorskip("vllm")
-    wrong, defaults = vllm_says([["DIR", "--max-model-len", "1"]])
-    assert wrong == {}
+    _, defaults = vllm
     said = {"off": "False", "none": "None", "all addresses": "None", "on": "None", "auto: bfloat16": "auto"}
-    for options, vllm, *_ in OPTIONS:
-        for option, told in zip(options, vllm.split(", ") if len(options) > 1 else [vllm], strict=True):
+    for options, told_of_all, *_ in OPTIONS:
+        for option, told in zip(options, told_of_all.split(", ") if len(options) > 1 else [told_of_all], strict=True):
             assert option in defaults, f"vLLM has no {option}"
-            value = said.get(told, told)
-            if defaults[option] == "None" or option == "--compilation-config":
-                continue  # not the parser's to say
-            assert defaults[option] == value, option
+            if defaults[option] != "None" and option != "--compilation-config":  # else not the parser's to say
+                assert defaults[option] == said.get(told, told), option
