@@ -113,6 +113,7 @@ def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Ca
             "log": str(log),
             "out": str(out),
         }
+        out.unlink(missing_ok=True)  # of an earlier engine of the same test
         path.write_text(json.dumps(job))
         print(path, file=ascend.stdin, flush=True)
         answer = ascend.stdout.readline()

@@ -149,6 +149,44 @@ def tail_not_zeroed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def biases_spread() -> Iterator[None]:
+    """Right, but the size of a result is known on the device only: the article's fourth. One rank, counts."""
+    from npu_gptoss.moe import ascend
+    from npu_gptoss.serving.ascend import moe
+
+    def grouped_mlp(rows: Any, experts: Any, counts: Any, group_list_type: int) -> Any:
+        import torch
+        import torch_npu
+
+        assert group_list_type == 1
+
+        def product(x: Any, weight: Any, bias: Any) -> Any:
+            expert_of_row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            how = {"split_item": 2, "group_type": 0, "group_list_type": 1, "group_list": counts}
+            return torch_npu.npu_grouped_matmul(x=[x], weight=[weight], **how)[0] + bias[expert_of_row]
+
+        gate_up = product(rows, experts.gate_up_proj, experts.gate_up_proj_bias)
+        return product(ascend.clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
+
+    with mock.patch.object(moe, "grouped_mlp", grouped_mlp):
+        yield
+
+
+@contextlib.contextmanager
+def rows_not_cut() -> Iterator[None]:
+    """The operator gets the rows that a graph is padded with, and lists of the real requests: the article's fifth."""
+    from npu_gptoss import attention
+
+    right = attention.unpad
+
+    def unpad(rows: Any, tokens: int, name: str = "rows") -> Any:
+        return rows if name in ("query", "out") else right(rows, tokens, name)
+
+    with mock.patch.object(attention, "unpad", unpad):
+        yield
+
+
+@contextlib.contextmanager
 def by_all_to_all() -> Iterator[None]:
     """No mistake: experts get their tokens as vllm-ascend sends them on an A3; on a 910B it never does for gpt-oss."""
     from vllm_ascend.ascend_forward_context import MoECommType
