@@ -68,6 +68,12 @@ def test_a_record_without_a_spread_gets_the_default_and_says_so(pair):
     assert any("±5.0%*" in line for line in lines)
 
 
+def test_faster_is_as_far_from_one_as_slower():
+    """Of two files either may be the old one: 1.05 times as long, or 1.05 times as fast."""
+    there, back = (only_row(decode_row(a, None), decode_row(b, None)) for a, b in ((2.0, 2.102), (2.102, 2.0)))
+    assert (there.verdict, back.verdict) == (SLOWER, FASTER)
+
+
 def prefill_row(seconds: float, half: float, repeats: int) -> dict[str, object]:
     spread = {"prefill_min_s": seconds * (1 - half), "prefill_max_s": seconds * (1 + half), "repeats": repeats}
     return {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": seconds, **spread}

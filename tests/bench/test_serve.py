@@ -74,6 +74,14 @@ def test_tokens_are_the_servers_count_and_not_events():
     assert len(latency.gaps(got)) == 2
 
 
+def test_a_usage_that_comes_with_each_event_counts_at_the_end():
+    def event(piece: str, so_far: int, finish: str | None = None) -> Event:
+        return Event({**text(piece, finish).content, "usage": {"prompt_tokens": 7, "completion_tokens": so_far}})
+
+    (got,) = asked([event("a", 1), event("b", 3), event("c", 5, "length"), DONE])
+    assert got.output_tokens == 5
+
+
 def test_an_event_without_output_is_not_the_first_token():
     script = [Wait(0.25), delta(role="assistant", content=""), Wait(0.5), delta(reasoning_content="Hm"), Wait(1.0)]
     (got,) = asked([*script, delta(content="7"), Wait(0.125), delta("stop"), usage(3), DONE], api=CHAT)
@@ -181,7 +189,8 @@ def test_percentiles_interpolate_between_the_nearest_two():
 
 def test_rates_are_of_the_whole_run_and_of_what_succeeded():
     good = [made(1.0, 0.5, 3, sent=0.0), made(1.0, 0.5, 5, sent=1.0)]
-    record = latency.summary([*good, Answer(2.0, 10.0, error="HTTP 500: no")], 5)
+    broken = Answer(2.0, 10.0, outputs=(3.0, 9.0), error="HTTP 500: no")
+    record = latency.summary([*good, broken], 5)
     assert record["duration_s"] == 10.0, "from the first sending to the end of the last, failed ones included"
     assert record["output_tokens_per_s"] == 0.8
     assert record["requests_per_s"] == 0.2
@@ -189,7 +198,7 @@ def test_rates_are_of_the_whole_run_and_of_what_succeeded():
     assert record["failures"] == {"HTTP 500: no": 1}
     assert record["short_answers"] == 1
     assert record["e2e_mean_ms"] == 2500, "a failed request is in no time"
-    assert record["itl_p50_ms"] == 500
+    assert record["itl_mean_ms"] == 500, "nor are its gaps"
 
 
 def test_gaps_of_all_requests_count_alike_and_tpot_once_a_request():
