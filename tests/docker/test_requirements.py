@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_a_cpu_build_that_pip_finds_here_does_not_get_into_the_cuda_image(
 ) -> None:
     for version in ("9.0", "9.0+cpu"):
         wheel(tmp_path, version)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # a machine's constraints may name another torch
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     image = Image("x", "x", {}, "9.0", machines=("x86_64",), cpu_build=False, closed=False)
