@@ -156,7 +156,10 @@ RULES = (
         ),
     ),
     Rule(r"npu-gptoss bench (?:compare|table|plot) docs/benchmarks/.*", Here()),
-    Rule(r"npu-gptoss bench sweep .*--device cpu .*", Here(300)),
+    Rule(
+        r"npu-gptoss bench sweep .*--device cpu .*",
+        ByTest("tests/bench/test_sweep.py::test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind"),
+    ),
     Rule(
         r"npu-gptoss bench serve --url .*",
         ByTest("tests/bench/test_serve.py::test_the_command_writes_a_record_for_each_load_and_warm_up_is_in_none"),
