@@ -103,7 +103,12 @@ RULES = (
     Rule(rf"{BIN}python scripts/tiny_mmlu\.py .*", Here()),
     # a 910B's host
     Rule(r"npu-smi info|for card in .* hccn_tool .*|export HCCL_\w+=\S+|source /usr/local/Ascend/\S+", ON_A_910B),
-    Rule(r"python3\.11 -m venv \S+|\. /\S+/bin/activate|pip install torch==.*", ON_A_910B),
+    Rule(r"python3\.11 -m venv \S+|\. /\S+/bin/activate", ON_A_910B),
+    Rule(  # the image's own steps, with torch for the CPU
+        r"python -m pip install --no-deps --require-hashes .* -r requirements/910b\.txt"
+        r"|TORCH_DEVICE_BACKEND_AUTOLOAD=0 python scripts/install_vllm\.py --no-deps",
+        ON_A_910B,
+    ),
     Rule(r"hf download .*", Needs("the network")),
     # the package's own commands
     Rule(
