@@ -22,12 +22,9 @@ class Here:
 
 @dataclass(frozen=True)
 class ByTest:
-    """`by`: tests as tests/evidence.py names them, or the script that CI starts."""
+    """`tests`: as tests/evidence.py names them, or the script that CI starts."""
 
-    by: tuple[str, ...]
-
-    def __init__(self, *by: str) -> None:
-        object.__setattr__(self, "by", by)
+    tests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class Needs:
     """`one_of`: names of tests.docs.shell.NEEDS."""
 
     one_of: tuple[str, ...]
-
-    def __init__(self, *one_of: str) -> None:
-        object.__setattr__(self, "one_of", one_of)
 
 
 How = Here | ByTest | Needs
@@ -49,57 +43,65 @@ class Rule:
     how: How
 
 
-CI = ByTest(".ci/run")
+def tested(*tests: str) -> ByTest:
+    return ByTest(tests)
+
+
+def needs(*one_of: str) -> Needs:
+    return Needs(one_of)
+
+
+CI = tested(".ci/run")
 # tests that answer for several rules
-MAKE_SERVE = ByTest("tests/docs/test_quickstart.py::test_make_serve_answers_the_pages_request")
-PERF = ByTest("tests/scripts/test_evalscope.py::test_perf_measures_every_request_and_the_server_saw_them")
-MMLU = ByTest("tests/scripts/test_evalscope.py::test_the_score_is_far_above_chance_and_evalscopes_own")
-EMULATED_SERVE = ByTest("tests/scripts/test_serve_emulated.py::test_the_printed_request_is_answered_rightly")
-ON_A_910B = Needs("a 910B")
-ON_A_GPU = Needs("an NVIDIA GPU")
+MAKE_SERVE = tested("tests/docs/test_quickstart.py::test_make_serve_answers_the_pages_request")
+PERF = tested("tests/scripts/test_evalscope.py::test_perf_measures_every_request_and_the_server_saw_them")
+MMLU = tested("tests/scripts/test_evalscope.py::test_the_score_is_far_above_chance_and_evalscopes_own")
+EMULATED_SERVE = tested("tests/scripts/test_serve_emulated.py::test_the_printed_request_is_answered_rightly")
+ON_A_910B = needs("a 910B")
+ON_A_GPU = needs("an NVIDIA GPU")
 BIN = r"(?:\.venv/bin/)?"
 TINY = r"\.checkpoints/gpt-oss-tiny"
 
 RULES = (
     # containers; nothing below can be sure of what it runs on
-    Rule(r"(?:\w+=\S+ )?docker .*", Needs("Docker")),
+    Rule(r"(?:\w+=\S+ )?docker .*", needs("Docker")),
     Rule(r"docker/run-910b\.sh .*", ON_A_910B),
     # set-up and tests: what CI itself starts
     Rule(r"make (?:test|check|setup|setup-emulated|setup-evalscope|docs)(?: setup-\w+)*", CI),
     Rule(r'make test PYTEST_ARGS="[^"]*"', CI),
-    Rule(r"python scripts/install_vllm\.py --no-deps", ByTest("tests/scripts/test_install_vllm.py", ".ci/run")),
-    Rule(r"python -m pip install --no-deps \.", Needs("the network")),
+    Rule(r"python scripts/install_vllm\.py --no-deps", tested("tests/scripts/test_install_vllm.py", ".ci/run")),
+    Rule(r"python -m pip install --no-deps \.", needs("the network")),
     # servers and their clients
     Rule(r"make serve", MAKE_SERVE),
-    Rule(r"make serve MODEL=\S+", ByTest("tests/scripts/test_serve_cpu.py", "tests/serving/test_openai_api.py")),
+    Rule(r"make serve MODEL=\S+", tested("tests/scripts/test_serve_cpu.py", "tests/serving/test_openai_api.py")),
     Rule(r"make serve-emulated.*", EMULATED_SERVE),
     Rule(r"curl .*127\.0\.0\.1:8000/.*", MAKE_SERVE),
-    Rule(r"curl .*", Needs("a 910B", "a server")),
+    Rule(r"curl .*", needs("a 910B", "a server")),
     Rule(
         r"scripts/serve\.sh --model \S*gpt-oss-tiny .*--on cpu.*",
         PERF,
     ),
     Rule(
         r"scripts/serve\.sh --model \S*gpt-oss-tiny .*--on emulated.*",
-        ByTest(
+        tested(
             "tests/scripts/test_serve_sh.py::test_on_the_emulated_910b_it_runs_inside_the_emulator",
             "tests/serving/emulated/test_modes.py::test_every_mode_equals_transformers_in_float32",
         ),
     ),
     Rule(r"scripts/serve\.sh .*", ON_A_910B),
-    Rule(r"vllm serve DIR .*", ByTest("tests/serving/test_openai_api.py")),
+    Rule(r"vllm serve DIR .*", tested("tests/serving/test_openai_api.py")),
     Rule(r"scripts/perf\.sh.*", PERF),
     Rule(r"scripts/mmlu\.sh (?:--url \S+ )?--data /tmp/tiny-mmlu .*", MMLU),
-    Rule(r"scripts/mmlu\.sh.*", Needs("a 910B", "the network")),
+    Rule(r"scripts/mmlu\.sh.*", needs("a 910B", "the network")),
     Rule(
         r"\S*python3? scripts/mmlu_report\.py \S+ --against \S+",
-        ByTest("tests/scripts/test_mmlu_report.py::test_two_runs_are_compared_question_by_question"),
+        tested("tests/scripts/test_mmlu_report.py::test_two_runs_are_compared_question_by_question"),
     ),
     Rule(
         r"\S*python3? scripts/mmlu_report\.py \S+ --plot \S+",
-        ByTest("tests/scripts/test_evalscope.py::test_the_plot_is_drawn"),
+        tested("tests/scripts/test_evalscope.py::test_the_plot_is_drawn"),
     ),
-    Rule(r"\S*python3? scripts/mmlu_report\.py \S+", ByTest("tests/scripts/test_mmlu_report.py")),
+    Rule(r"\S*python3? scripts/mmlu_report\.py \S+", tested("tests/scripts/test_mmlu_report.py")),
     Rule(rf"{BIN}python scripts/tiny_mmlu\.py .*", Here()),
     # a 910B's host
     Rule(r"npu-smi info|for card in .* hccn_tool .*|export HCCL_\w+=\S+|source /usr/local/Ascend/\S+", ON_A_910B),
@@ -109,42 +111,42 @@ RULES = (
         r"|TORCH_DEVICE_BACKEND_AUTOLOAD=0 python scripts/install_vllm\.py --no-deps",
         ON_A_910B,
     ),
-    Rule(r"hf download .*", Needs("the network")),
+    Rule(r"hf download .*", needs("the network")),
     # the package's own commands
     Rule(
         rf"{BIN}npu-gptoss emulate -- npu-gptoss doctor(?: --model {TINY})?",
-        ByTest("tests/doctor/test_emulated.py::test_the_doctor_reports_a_910b_and_all_is_well"),
+        tested("tests/doctor/test_emulated.py::test_the_doctor_reports_a_910b_and_all_is_well"),
     ),
     Rule(
         r"npu-gptoss emulate -- npu-gptoss verify --mutate",
-        ByTest("tests/verify/test_mistakes.py::test_the_command_passes_on_the_emulated_910b"),
+        tested("tests/verify/test_mistakes.py::test_the_command_passes_on_the_emulated_910b"),
     ),
     Rule(
         r"npu-gptoss emulate -- vllm serve DIR .*",
-        ByTest("tests/serving/emulated/test_modes.py::test_every_mode_equals_transformers_in_float32"),
+        tested("tests/serving/emulated/test_modes.py::test_every_mode_equals_transformers_in_float32"),
     ),
     Rule(
         r"npu-gptoss emulate .*-- python my_script\.py",
-        ByTest("tests/emulator/test_launch.py::test_children_run_on_the_machine_too"),
+        tested("tests/emulator/test_launch.py::test_children_run_on_the_machine_too"),
     ),
     Rule(
         rf"VLLM_PLUGINS=\S+ {BIN}npu-gptoss emulate -- vllm serve {TINY} .*",
-        ByTest("tests/emulator/test_stock.py::test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin"),
+        tested("tests/emulator/test_stock.py::test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin"),
     ),
     Rule(rf"{BIN}npu-gptoss doctor --model {TINY}", Here(300)),
     Rule(
         r"npu-gptoss doctor(?: --model DIR .*)?",
-        ByTest("tests/doctor/test_command.py::test_all_is_well_beside_vllm_with_a_whole_checkpoint"),
+        tested("tests/doctor/test_command.py::test_all_is_well_beside_vllm_with_a_whole_checkpoint"),
     ),
     Rule(
         r"npu-gptoss doctor --model /models/gpt-oss-(?:20b --max-model-len 131072|120b --tensor-parallel-size 4 .*)",
-        ByTest("tests/test_tutorials.py::test_the_table_of_memory_is_the_doctors_arithmetic"),
+        tested("tests/test_tutorials.py::test_the_table_of_memory_is_the_doctors_arithmetic"),
     ),
     Rule(r"npu-gptoss doctor .*", ON_A_910B),
     Rule(
         r"(?:\w+=\S+ )?(?:pip install tests/third_party/|npu-gptoss "
         r"(?:kernels explain attention\.paged|verify paged-attention-example|bench kernel attention\.paged) ).*",
-        ByTest(
+        tested(
             "tests/third_party/test_paged_attention_example.py::test_every_command_of_the_page_prints_what_the_page_shows"
         ),
     ),
@@ -152,26 +154,26 @@ RULES = (
     Rule(rf"{BIN}npu-gptoss generate --model {TINY} .*", Here()),
     Rule(rf"{BIN}npu-gptoss tiny .*", Here()),
     Rule(rf"{BIN}npu-gptoss vocabulary .*", Here()),
-    Rule(r"npu-gptoss verify --mutate.*", ByTest("tests/verify/test_command.py", "tests/verify/test_mistakes.py")),
+    Rule(r"npu-gptoss verify --mutate.*", tested("tests/verify/test_command.py", "tests/verify/test_mistakes.py")),
     Rule(rf"{BIN}npu-gptoss verify(?: attention\.paged)?", Here(300)),
     Rule(
         r"npu-gptoss bench compare /tmp/own\.json /tmp/few\.json",
-        ByTest(
+        tested(
             "tests/bench/test_compare.py::test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_status"
         ),
     ),
     Rule(r"npu-gptoss bench (?:compare|table|plot) docs/benchmarks/.*", Here()),
     Rule(
         r"npu-gptoss bench sweep .*--device cpu .*",
-        ByTest("tests/bench/test_sweep.py::test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind"),
+        tested("tests/bench/test_sweep.py::test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind"),
     ),
     Rule(
         r"npu-gptoss bench serve --url .*",
-        ByTest("tests/bench/test_serve.py::test_the_command_writes_a_record_for_each_load_and_warm_up_is_in_none"),
+        tested("tests/bench/test_serve.py::test_the_command_writes_a_record_for_each_load_and_warm_up_is_in_none"),
     ),
     Rule(
         r"npu-gptoss bench serve --api chat .*",
-        ByTest("tests/bench/test_serve.py::test_a_chat_is_words_and_standard_fields_are_no_others"),
+        tested("tests/bench/test_serve.py::test_a_chat_is_words_and_standard_fields_are_no_others"),
     ),
     Rule(r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|sweep) .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
@@ -179,12 +181,12 @@ RULES = (
     # scripts that write pages and train
     Rule(
         r"python scripts/trace_table\.py --write",
-        ByTest("tests/scripts/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
+        tested("tests/scripts/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
     ),
-    Rule(r"python scripts/train_tiny\.py .*--evaluate .*", ByTest("tests/model/test_trained_tiny.py")),
-    Rule(r"python scripts/train_tiny\.py .*--output .*", Needs("hours")),
+    Rule(r"python scripts/train_tiny\.py .*--evaluate .*", tested("tests/model/test_trained_tiny.py")),
+    Rule(r"python scripts/train_tiny\.py .*--output .*", needs("hours")),
     # diffs for upstream
-    Rule(r"cd vllm|git apply .*", ByTest("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),
+    Rule(r"cd vllm|git apply .*", tested("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),
 )
 
 

@@ -83,7 +83,7 @@ def test_the_real_parser_takes_every_command(page: Path) -> None:
 def test_every_rule_is_used_and_its_tests_exist() -> None:
     used = {rule_for(command.text) for command in COMMANDS}
     assert [rule.pattern for rule in RULES if rule not in used] == [], "a rule for a command that no page has"
-    named = {name for rule in RULES if isinstance(rule.how, ByTest) for name in rule.how.by}
+    named = {name for rule in RULES if isinstance(rule.how, ByTest) for name in rule.how.tests}
     assert {name: wrong for name in named - {".ci/run"} if (wrong := evidence_objection(name))} == {}
     assert all(set(rule.how.one_of) <= set(NEEDS) for rule in RULES if isinstance(rule.how, Needs))
 
