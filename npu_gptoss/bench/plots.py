@@ -27,6 +27,10 @@ COST = itemgetter("dollars_per_million_tokens")
 MARKERS = "osD^vPX*"  # colours alone are lost in grey
 
 
+class NoMatplotlib(InputError):
+    """It is optional, and not here."""
+
+
 def figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """All figures of one file's content. Raises InputError for kinds that have none, and without matplotlib."""
     what = content["what"]
@@ -215,7 +219,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise InputError(
+        raise NoMatplotlib(
             "pictures need matplotlib, which is not installed: pip install 'npu-gptoss[bench]' (or matplotlib alone)"
         ) from None
     return matplotlib

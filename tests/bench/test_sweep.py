@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,9 @@ def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, 
         ("tp1", 30),
         ("ep2", 30),
     ]
+    drawn = {file.name for file in tmp_path.iterdir() if file.suffix in (".png", ".svg")}
+    if find_spec("matplotlib"):
+        assert {f"decode_2x96x8e_bf16_20_cost.{form}" for form in ("png", "svg")} < drawn
     page = (tmp_path / "tables.md").read_text()
     assert "| layout | 30 tokens |" in page
     assert "| batch | tp1 | ep2 |" in page
@@ -191,13 +195,17 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
         return None
 
     monkeypatch.setattr(action.sweep, "run_layout", started)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(directory, tmp_path, "tp1", "tp3", "tp2") == 1
     assert seen == [("tp1", False), ("tp3", True), ("tp2", True)]
     written = json.loads((tmp_path / "prefill.json").read_text())
     assert [record["layout"] for record in written["records"]] == ["tp1", "tp2"]
     assert written["not_measured"] == {"tp3": "failed with exit status 1"}
     assert "tp3: failed with exit status 1." in (tmp_path / "tables.md").read_text()
-    assert "tp3: failed with exit status 1; what it said stands above" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "tp3: failed with exit status 1; what it said stands above" in err
+    assert "pictures need matplotlib" in err, "what was measured is there, without pictures"
+    assert not list(tmp_path.glob("*.svg"))
 
 
 def full_decode_row(layout: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import decode, prefill, records, sweep
+from npu_gptoss.bench import decode, plots, prefill, records, sweep
 from npu_gptoss.bench.actions import engine, shared
 from npu_gptoss.engine.device import resolve_device
 from npu_gptoss.errors import InputError
@@ -64,8 +64,20 @@ def run(args: argparse.Namespace) -> int:
     if not page:
         raise InputError("no layout could be measured; what each said stands above")
     print(page, end="")
+    _draw(args.out)
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
     return status
+
+
+def _draw(folder: Path) -> None:
+    """The pictures of what was written. Hours of measuring do not fail for a library that draws."""
+    try:
+        for kind in DEFINITIONS:
+            file = folder / f"{kind}.json"
+            if file.is_file():
+                plots.save(plots.figures(records.read(file)), folder)
+    except plots.NoMatplotlib as error:
+        print(f"{error}; then `npu-gptoss bench plot` draws these files", file=sys.stderr)
 
 
 def _write(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], missing: dict[str, str]) -> str:
