@@ -11,18 +11,14 @@ Evidence is code between backticks:
 
 from __future__ import annotations
 
-import argparse
 import ast
-import contextlib
-import importlib
-import io
 import os
 import re
 import shlex
 from functools import cache
 from pathlib import Path
 
-from npu_gptoss.cli import COMMANDS
+from tests.docs.parsing import objection as command_objection
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +45,7 @@ def objection(span: str) -> str | None:
         return None if span in functions() else f"there is no {span} in tests/"
     words = shlex.split(span)
     if words[0] == "npu-gptoss":
-        return _command(words[1:])
+        return command_objection(span)
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         return None if words[1] in targets else f"the Makefile has no {words[1]}"
@@ -83,19 +79,3 @@ def _file(name: str) -> str | None:
     if not path.is_file():
         return f"there is no {name}"
     return None if not name.endswith(".sh") or os.access(path, os.X_OK) else f"{name} cannot be executed"
-
-
-def _command(words: list[str]) -> str | None:
-    """As `npu_gptoss.cli` would read the words, without running anything."""
-    if not words or words[0] not in COMMANDS:
-        return f"npu-gptoss has no command {' '.join(words[:1])!r}"
-    module = importlib.import_module(COMMANDS[words[0]][0])
-    parser = argparse.ArgumentParser(prog=f"npu-gptoss {words[0]}")
-    module.add_arguments(parser)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parser.parse_args(words[1:])
-    except SystemExit:
-        return said.getvalue().strip().splitlines()[-1]
-    return None
