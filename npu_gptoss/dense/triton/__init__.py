@@ -1,8 +1,8 @@
 """The dense operations as Triton kernels for CUDA.
 
-One decode row: the whole of an operation in one launch, the projection as a matrix-vector product. More rows: the
-projection is cuBLAS's, what surrounds it is fused. Triton is imported at the first call, so that a machine without it
-can list these kernels.
+One decode row: the whole of an operation in one launch, the projection as a matrix-vector product. Some rows on Hopper:
+projections in Gluon, with what follows them fused. More rows: the projection is cuBLAS's. Triton is imported at the
+first call, so that a machine without it can list these kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from npu_gptoss.dense import small_ops
 from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.weights import RowScaled, Weight, expanded
@@ -78,10 +79,13 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three launches: add and norm, the projection, RoPE and cache write."""
-    from npu_gptoss.dense.triton import launches
+    """Two launches on Hopper for few rows, add and norm and all the rest; else three, the projection by itself."""
+    from npu_gptoss.dense.triton import launch_hopper, launches
 
     hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
+    if launch_hopper.takes(normed, weight) and key_cache.shape[3] == launch_hopper.HEAD_DIM:
+        query = launch_hopper.qkv(normed, weight, bias, cos_sin, positions, key_cache, value_cache, metadata)
+        return hidden, query
     if isinstance(weight, RowScaled) and len(normed) <= FEW_ROWS:
         packed = launches.linear_few(normed, weight, bias, None)
     else:
@@ -112,17 +116,21 @@ def output_gemv(
     OUTPUT.mode,
     solution="triton",
     capability=CUDA,
-    signatures=(accepts(hidden=BF16, weight=FP8),),
+    signatures=(accepts(hidden=BF16, weight=(BF16, FP8)),),
     traits={"rows": frozenset({ONE, FEW})},
     priority=Priority.PERFORMANT,
 )
 def output_few(
     attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """One launch through the matrix units: weights in eight bits, which no library multiplies with bf16."""
-    from npu_gptoss.dense.triton import launches
+    """One launch through the matrix units: on Hopper, and of weights in eight bits, which no library multiplies."""
+    from npu_gptoss.dense.triton import launch_hopper, launches
 
-    return launches.linear_few(attended, weight, bias, residual)
+    if launch_hopper.takes(attended, weight):
+        return launch_hopper.linear(attended, weight, bias, residual)
+    if isinstance(weight, RowScaled):
+        return launches.linear_few(attended, weight, bias, residual)
+    return small_ops.output(attended, weight, bias, residual)
 
 
 @register_kernel(

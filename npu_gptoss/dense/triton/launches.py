@@ -51,7 +51,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _flat(cache: torch.Tensor) -> torch.Tensor:
+def flat(cache: torch.Tensor) -> torch.Tensor:
     if not cache.is_contiguous():
         raise InputError(
             f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
@@ -100,8 +100,8 @@ def qkv_gemv(
         positions,
         metadata.slot_mapping,
         query,
-        _flat(key_cache),
-        _flat(value_cache),
+        flat(key_cache),
+        flat(value_cache),
         metadata.num_tokens,
         eps,
         HIDDEN=hidden,
@@ -259,8 +259,8 @@ def rope_cache(
         positions,
         metadata.slot_mapping,
         query,
-        _flat(key_cache),
-        _flat(value_cache),
+        flat(key_cache),
+        flat(value_cache),
         metadata.num_tokens,
         HEADS=heads,
         KV_HEADS=kv_heads,

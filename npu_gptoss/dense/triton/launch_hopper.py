@@ -1,0 +1,144 @@
+"""Launches of the Gluon projections (`hopper.py`): which calls they take, and how large the ring of a program is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from npu_gptoss.dense.triton.launches import arrivals, flat
+from npu_gptoss.dense.weights import Weight
+from npu_gptoss.kernels.triton_launch import has_hopper, launch_options
+
+if TYPE_CHECKING:
+    from npu_gptoss.attention import StepMetadata
+
+HEAD_DIM = 64
+MOST_ROWS = 16  # of x: with more, each program reads too much of it
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A program's tiles under way: `stages` of 64 rows by `inputs`. splits: programs that share a tile's inputs.
+
+    The smaller the ring, the sooner a program finds a multiprocessor that the kernel before has left room on.
+    """
+
+    inputs: int
+    stages: int
+    splits: int = 1
+
+
+# Measured on an H200 in the engine, at gpt-oss's sizes: tokens up to -> ring.
+QKV = ((16, Ring(256, 5)), (MOST_ROWS, Ring(128, 7)))
+LINEAR = ((16, Ring(256, 5, splits=2)), (MOST_ROWS, Ring(128, 7, splits=2)))
+
+
+def takes(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether the Gluon kernels can multiply these, and are the better ones."""
+    return (
+        isinstance(weight, torch.Tensor)
+        and weight.dtype == x.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and 0 < len(x) <= MOST_ROWS
+        and x.shape[1] % 8 == 0  # the tensor memory accelerator wants rows that begin at multiples of 16 bytes
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and has_hopper(x.device.index)
+    )
+
+
+def _ring(table: tuple[tuple[int, Ring], ...], tokens: int) -> Ring:
+    return next(ring for most, ring in table if tokens <= most)
+
+
+def _columns(tokens: int) -> int:
+    return max(triton.next_power_of_2(tokens), 8)
+
+
+def qkv(
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: StepMetadata,
+    ring: Ring | None = None,
+) -> torch.Tensor:
+    """normed [tokens, inputs] -> turned queries [tokens, heads, 64]; keys and values stored.
+
+    ring: to measure others than the chosen one.
+    """
+    from npu_gptoss.dense.triton import hopper
+
+    tokens, inputs = normed.shape
+    kv_heads = key_cache.shape[2]
+    heads = weight.shape[0] // HEAD_DIM - 2 * kv_heads
+    ring, columns = ring or _ring(QKV, tokens), _columns(tokens)
+    query = torch.empty(tokens, heads, HEAD_DIM, dtype=normed.dtype, device=normed.device)
+    hopper.qkv_kernel[(heads + 2 * kv_heads, triton.cdiv(tokens, columns))](
+        hopper.descriptor(weight, HEAD_DIM, ring.inputs),
+        hopper.descriptor(normed, columns, ring.inputs),
+        bias,
+        cos_sin,
+        positions,
+        metadata.slot_mapping,
+        query,
+        flat(key_cache),
+        flat(value_cache),
+        tokens,
+        metadata.num_tokens,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        BLOCK_T=columns,
+        BLOCK_K=ring.inputs,
+        STEPS=triton.cdiv(inputs, ring.inputs),
+        STAGES=ring.stages,
+        enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
+        **launch_options(normed, 4),
+    )
+    return query
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    ring: Ring | None = None,
+) -> torch.Tensor:
+    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual. ring: to measure others than the chosen one."""
+    from npu_gptoss.dense.triton import hopper
+
+    tokens, inputs = x.shape
+    outputs = weight.shape[0]
+    ring, columns = ring or _ring(LINEAR, tokens), _columns(tokens)
+    tiles, token_tiles = triton.cdiv(outputs, 64), triton.cdiv(tokens, columns)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    shares = arrived = x  # not touched
+    if ring.splits > 1:
+        shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)
+        arrived = arrivals(token_tiles * tiles, x.device)
+    hopper.linear_kernel[(tiles, token_tiles, ring.splits)](
+        hopper.descriptor(weight, 64, ring.inputs),
+        hopper.descriptor(x, columns, ring.inputs),
+        x if bias is None else bias,
+        x if residual is None else residual.contiguous(),
+        out,
+        shares,
+        arrived,
+        tokens,
+        outputs,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        SPLITS=ring.splits,
+        BLOCK_T=columns,
+        BLOCK_K=ring.inputs,
+        STEPS=triton.cdiv(inputs, ring.inputs * ring.splits),
+        STAGES=ring.stages,
+        **launch_options(x, 4),
+    )
+    return out

@@ -1,0 +1,179 @@
+"""The Gluon projections on a Hopper GPU: against the definition, at every size of ring, and their mistakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.dense import reference, small_ops
+from npu_gptoss.dense import triton as triton_kernels
+from npu_gptoss.dense.weights import quantize_rows
+from tests.dense import test_kernels as cpu
+from tests.dense.cases import Case, Sizes, make_case
+
+launch_hopper = pytest.importorskip("npu_gptoss.dense.triton.launch_hopper", reason="needs triton")
+Ring = launch_hopper.Ring
+
+ON_HOPPER = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and launch_hopper.has_hopper(0)),
+        reason="needs a GPU of compute capability 9.0 and a Triton release that the Gluon kernels were seen with",
+    ),
+]
+FULL = Sizes(hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, vocab=300)
+# inputs and rows that fill no tile: 200 = 3 * 64 + 8, and 6 heads of 64
+ODD = Sizes(hidden=200, heads=6, kv_heads=2, head_dim=64, experts=8, top_k=4, vocab=300)
+# each ring with some rows: less than a tile of them, a tile, padding behind the real ones; short and long inputs
+CASES = [
+    (FULL, 1, 1, Ring(256, 2, splits=4)),
+    (FULL, 8, 8, Ring(128, 3, splits=2)),
+    (FULL, 16, 16, Ring(64, 2)),
+    (FULL, 64, 24, Ring(128, 6, splits=3)),
+    (ODD, 2, 2, Ring(64, 2)),
+    (ODD, 5, 3, Ring(128, 3, splits=2)),
+    (ODD, 30, 20, Ring(256, 2, splits=4)),
+    (ODD, 70, 24, Ring(64, 4, splits=3)),
+]
+
+
+def run_qkv(case: Case, **changes: object) -> cpu.Outputs:
+    """The kernel by itself: normed rows to queries and caches."""
+    keys, values = case.caches()
+    normed = reference.add_norm(case.residual, case.delta, case.norm, case.eps)[1]
+    query = launch_hopper.qkv(
+        normed, case.qkv_weight, case.qkv_bias, case.cos_sin, case.positions, keys, values, case.metadata, **changes
+    )
+    return query, keys, values
+
+
+def run_output(case: Case, **changes: object) -> cpu.Outputs:
+    return tuple(
+        launch_hopper.linear(case.attended, case.output_weight, bias, residual, **changes)
+        for bias, residual in ((case.output_bias, case.residual), (None, None))
+    )
+
+
+def definition_of_qkv(case: Case) -> cpu.Outputs:
+    return cpu.run_qkv(reference.qkv, case)[1:]
+
+
+def definition_of_output(case: Case) -> cpu.Outputs:
+    return tuple(
+        reference.output(case.attended, case.output_weight, bias, residual)
+        for bias, residual in ((case.output_bias, case.residual), (None, None))
+    )
+
+
+def compare(got: cpu.Outputs, want: cpu.Outputs) -> None:
+    for mine, exact in zip(got, want, strict=True):
+        error = (mine.float() - exact.float()).norm() / exact.float().norm()
+        assert torch.isfinite(mine).all(), "not finite"
+        assert error < 5e-3, f"differs by {error:.1e}"  # bf16 rounds by 1.7e-3, RoPE's products once more
+
+
+@pytest.mark.parametrize(("sizes", "rows", "real", "ring"), CASES, ids=str)
+class TestOnHopper:
+    pytestmark = ON_HOPPER
+
+    def test_queries_keys_and_values_are_those_of_the_definition(self, sizes, rows, real, ring):
+        case = make_case(rows, real, sizes=sizes, device="cuda")
+        compare(run_qkv(case, ring=replace(ring, splits=1)), definition_of_qkv(case))
+
+    def test_outputs_are_those_of_the_definition_again_and_again(self, sizes, rows, real, ring):
+        """The counters by which the last program knows itself must be zero after each launch."""
+        case = make_case(rows, real, sizes=sizes, device="cuda")
+        first = run_output(case, ring=ring)
+        compare(first, definition_of_output(case))
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(run_output(case, ring=ring), first, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 13, 16])
+class TestSelected:
+    pytestmark = ON_HOPPER
+
+    def test_the_operations_take_the_gluon_kernels_and_agree_with_plain_torch(self, rows, monkeypatch):
+        case = make_case(rows, sizes=FULL, device="cuda")
+        got = [cpu.run_qkv(triton_kernels.qkv, case), cpu.run_output(triton_kernels.output_few, case)]
+        called = []
+        for name in ("qkv", "linear"):
+            original = getattr(launch_hopper, name)
+            monkeypatch.setattr(launch_hopper, name, lambda *a, f=original, **k: called.append(f) or f(*a, **k))
+        again = [cpu.run_qkv(triton_kernels.qkv, case), cpu.run_output(triton_kernels.output_few, case)]
+        assert len(called) == 2
+        want = [cpu.run_qkv(small_ops.qkv, case), cpu.run_output(small_ops.output, case)]
+        for mine, repeated, theirs in zip(got, again, want, strict=True):
+            compare(mine, theirs)
+            assert all(torch.equal(a, b) for a, b in zip(mine, repeated, strict=True))
+
+
+def mutated(folder: Path, old: str, new: str) -> object:
+    from npu_gptoss.dense.triton import hopper
+
+    text = Path(hopper.__file__).read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times; mend the mutation"
+    path = folder / "mutated_hopper.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"mutated_{abs(hash((old, new)))}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "bias of the queries dropped": ("qkv_kernel", "sums + shift[:, None]", "sums"),
+    "sine with the wrong sign": ("qkv_kernel", "a_cos - b_sin", "a_cos + b_sin"),
+    "values turned too": ("qkv_kernel", "head < HEADS + KV_HEADS:\n        first,", "head < 99999:\n        first,"),
+    "keys not turned": ("qkv_kernel", "head < HEADS + KV_HEADS:\n        first,", "head < HEADS:\n        first,"),
+    "halves of a head swapped": ("qkv_kernel", "packed.slice(HALF, HALF, 0)", "packed.slice(0, HALF, 0)"),
+    "a head's keys in the next one's place": (
+        "qkv_kernel",
+        "KV_HEADS + head - HEADS) *",
+        "KV_HEADS + (head - HEADS + 1) % KV_HEADS) *",
+    ),
+    "a tile of weights read again": ("linear_kernel", "(weights, [row, at],", "(weights, [row, at - BLOCK_K],"),
+    "a share lost": ("linear_kernel", "gl.static_range(SPLITS)", "gl.static_range(SPLITS - 1)"),
+    "all programs read the first share": ("linear_kernel", "first = split * (STEPS", "first = 0 * (STEPS"),
+    "bias dropped": ("linear_kernel", "total += shift[:, None]", "total += 0 * shift[:, None]"),
+    "residual dropped": ("linear_kernel", ".to(gl.float32) + before", ".to(gl.float32) + 0 * before"),
+    "sums of another tile": ("linear_kernel", "series.to(gl.int64) *", "0 * series.to(gl.int64) *"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+class TestMutations:
+    pytestmark = ON_HOPPER
+
+    def test_the_comparison_notices(self, mutation, monkeypatch, tmp_path):
+        from npu_gptoss.dense.triton import hopper
+
+        kernel, old, new = MUTATIONS[mutation]
+        run, definition = (run_qkv, definition_of_qkv) if kernel == "qkv_kernel" else (run_output, definition_of_output)
+        case = make_case(8, sizes=FULL, device="cuda")
+        compare(run(case), definition(case))
+        monkeypatch.setattr(hopper, kernel, getattr(mutated(tmp_path, old, new), kernel))
+        with pytest.raises(AssertionError, match=r"differs by|not finite"):
+            compare(run(case), definition(case))
+
+
+def test_what_the_kernels_cannot_multiply_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: True)
+    takes = launch_hopper.takes
+    x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16)
+    assert takes(x, weight)
+    assert not takes(x.float(), weight.float())
+    assert not takes(x, quantize_rows(weight))
+    assert not takes(x[:0], weight), "no rows: nothing to launch"
+    assert not takes(x.expand(launch_hopper.MOST_ROWS + 1, 3, 64)[:, 0], weight)
+    assert not takes(x[:, :60].contiguous(), weight[:, :60].contiguous()), "rows of 120 bytes"
+    assert not takes(x, weight.t().contiguous().t()), "columns first"
+    assert not takes(x, torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)), "begins at byte 2"
+    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: False)
+    assert not takes(x, weight)
