@@ -86,6 +86,9 @@ class DecodeMetadata:
     slot_mapping: [rows] int32 or int64, where the row's new key and value go; negative: nowhere.
     max_seq_len: the longest length of any replay. Smaller is a little faster; a capture for the model's context works.
 
+    Lengths, table and all keys but each row's newest are there before the step's first projection begins: a kernel may
+    read them while the one before it, which writes queries and newest keys, still runs.
+
     To solutions that know only `AttentionMetadata` it looks like one; its `seq_lens` copies the lengths to the host.
     That is right whenever it is allowed: inside a capture the device refuses it, and the capture fails.
     """

@@ -9,7 +9,14 @@ import torch
 
 from npu_gptoss.errors import InputError
 from tests.attention.cases import HEAD_DIM, KV_HEADS, SCALE, Shape, as_decode, check, make_step
-from tests.attention.triton_run import DECODE_MUTATIONS, PROMPT_MUTATIONS, check_windows, run_triton, write_triton
+from tests.attention.triton_run import (
+    DECODE_MUTATIONS,
+    PROMPT_MUTATIONS,
+    SETTLED_MUTATIONS,
+    check_windows,
+    run_triton,
+    write_triton,
+)
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
 
@@ -84,6 +91,28 @@ def test_a_padded_graph_for_longer_keys_computes_the_same_bits_as_the_eager_step
     graph = as_decode(step, max_seq_len=4096, padding=1)
     for sliding_window in (None, 128):
         assert torch.equal(run_triton(graph, sliding_window)[:-1], run_triton(step, sliding_window))
+
+
+def test_first_keys_loaded_before_the_newest_is_there_change_nothing(monkeypatch):
+    from npu_gptoss.attention.triton import launch_decode
+
+    step = as_decode(make_step(DECODE), max_seq_len=400, padding=2)
+    want = [run_triton(step, window) for window in (None, 128, 17)]
+    monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
+    assert all(torch.equal(run_triton(step, w), one) for w, one in zip((None, 128, 17), want, strict=True))
+    check_windows(step, (None, 128, 17))
+
+
+@pytest.mark.parametrize("mutation", SETTLED_MUTATIONS)
+def test_the_check_notices_a_mistake_about_the_newest_key(mutation, monkeypatch, tmp_path):
+    from npu_gptoss.attention.triton import launch_decode
+
+    monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
+    step = as_decode(make_step(DECODE), max_seq_len=400)
+    check_windows(step, (None,))
+    SETTLED_MUTATIONS[mutation](monkeypatch, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, (None,))
 
 
 def test_a_length_beyond_the_table_is_cut_there():

@@ -18,6 +18,7 @@ from tests.attention.triton_run import (
 )
 from tests.tolerances import assert_close
 
+launch_decode = pytest.importorskip("npu_gptoss.attention.triton.launch_decode", reason="needs triton")
 launch_prompts = pytest.importorskip("npu_gptoss.attention.triton.launch_prompts", reason="needs triton")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -62,6 +63,15 @@ def test_decode_at_every_edge(sliding_window, dtype):
 @pytest.mark.parametrize("batch", [1, 3, 40, 130])
 def test_decode_of_one_length_in_any_batch(batch, sliding_window, dtype):
     check(run_triton, on_gpu([(1, 1050)] * batch, dtype), sliding_window, rounded_weights=True)
+
+
+@DTYPES
+@WINDOWS
+def test_first_keys_loaded_before_the_newest_is_there_change_nothing(sliding_window, dtype, monkeypatch):
+    step = as_decode(on_gpu([(1, keys) for keys in EDGES], dtype), max_seq_len=9000, padding=3)
+    want = run_triton(step, sliding_window)
+    monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
+    assert torch.equal(run_triton(step, sliding_window), want)
 
 
 @DTYPES

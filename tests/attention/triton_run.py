@@ -104,6 +104,12 @@ DECODE_MUTATIONS: dict[str, Mutate] = {
         ("query + row * query_row + (head * HEADS + member)", "query + row * query_row + (head * HEADS + 0 * member)"),
     ),
 }
+# The same where first keys are loaded before the newest is there; they show with `SETTLED_ROWS` raised.
+SETTLED_MUTATIONS: dict[str, Mutate] = {
+    "newest key never read": _kernel("decode", ("newest[:, None], other=key", "older[:, None], other=key")),
+    "newest value never read": _kernel("decode", ("newest[:, None], other=value", "older[:, None], other=value")),
+    "newest key counted as the one before": _kernel("decode", ("(position == length - 1)", "(position == length - 2)")),
+}
 PROMPT_MUTATIONS: dict[str, Mutate] = {
     "sink dropped": _kernel(
         "prefill", ("weight = tl.full([ROWS], 1.0, tl.float32)", "weight = tl.zeros([ROWS], tl.float32)")

@@ -3,6 +3,9 @@
 All query heads of a key head are the rows of one product, so every key is read once. The keys are split over programs;
 each leaves its sums in memory and counts itself in, and the one that arrives last adds them up, with the sink, which no
 other has seen. A row whose keys fit one share is finished by its only program. The counters return to zero.
+
+Of a row's keys only the newest is written in this step. Where the lengths are the device's own (SETTLED), a program
+loads its first keys while the kernel before still runs, and afterwards what that one wrote: query and newest key.
 """
 
 from __future__ import annotations
@@ -55,6 +58,20 @@ def add_up(
 
 
 @triton.jit
+def places(table, position, inside, head, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """[keys, DIM] where a head's keys (or values) of these positions stand in the cache."""
+    page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
+    return ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * DIM + dim[None, :]
+
+
+@triton.jit
+def taken(q, key, value, inside, scale, result, largest, weight, WIDE: tl.constexpr):
+    """The running sums with these keys in them."""
+    scores = tl.where(inside[None, :], product(q, key.T, WIDE), float("-inf"))
+    return softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE)
+
+
+@triton.jit
 def decode_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
     key_cache,  # [blocks, PAGE, KV_HEADS, DIM]
@@ -85,6 +102,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     MAPPED: tl.constexpr,
+    SETTLED: tl.constexpr,  # lengths, table and all keys but a row's newest are older than the kernel before
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -96,7 +114,8 @@ def decode_kernel(
     real = member < HEADS
     dim = tl.arange(0, DIM)
     sink = tl.load(sinks + head * HEADS + member, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-    wait_for_inputs(PDL)
+    if not SETTLED:
+        wait_for_inputs(PDL)
     if MAPPED:
         row = tl.load(row_of + program).to(tl.int64)
         request = tl.load(request_of + program).to(tl.int64)
@@ -113,30 +132,43 @@ def decode_kernel(
     share = tl.cdiv(tiles, SPLITS)
     used = tl.cdiv(tiles, tl.maximum(share, 1))
     if length <= 0:
+        if SETTLED:
+            wait_for_inputs(PDL)
         if split == 0:
             tl.store(target, tl.zeros([ROWS, DIM], out.dtype.element_ty), mask=real[:, None])
     elif split < used:
+        begin = first + split * share * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, length)
+        table = block_table + request * table_stride
+        position = begin + tl.arange(0, BLOCK_N)
+        inside = position < end
+        source = places(table, position, inside, head, dim, KV_HEADS, DIM, PAGE)
+        older = inside
+        if SETTLED:
+            older = position < tl.minimum(end, length - 1)
+        key = tl.load(key_cache + source, mask=older[:, None], other=0.0)
+        value = tl.load(value_cache + source, mask=older[:, None], other=0.0)
+        if SETTLED:
+            wait_for_inputs(PDL)
+            newest = inside & (position == length - 1)
+            key = tl.load(key_cache + source, mask=newest[:, None], other=key)
+            value = tl.load(value_cache + source, mask=newest[:, None], other=value)
         q = tl.load(
             query + row * query_row + (head * HEADS + member)[:, None] * query_head + dim[None, :],
             mask=real[:, None],
             other=0.0,
         )
-        begin = first + split * share * BLOCK_N
-        end = tl.minimum(begin + share * BLOCK_N, length)
-        table = block_table + request * table_stride
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, DIM], tl.float32)
-        for at in tl.range(begin, end, BLOCK_N):
+        result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, WIDE)
+        for at in tl.range(begin + BLOCK_N, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
             inside = position < end
-            page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-            source = ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * DIM + dim[None, :]
+            source = places(table, position, inside, head, dim, KV_HEADS, DIM, PAGE)
             key = tl.load(key_cache + source, mask=inside[:, None], other=0.0)
             value = tl.load(value_cache + source, mask=inside[:, None], other=0.0)
-            scores = product(q, key.T, WIDE)
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-            result, largest, weight = softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE)
+            result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, WIDE)
         if used == 1:
             final = tl.maximum(largest, sink)
             shrink = tl.exp2(largest - final)

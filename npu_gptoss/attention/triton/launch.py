@@ -45,7 +45,7 @@ def run(
 
 def _plan(metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, group: int, device: torch.device) -> Plan:
     if isinstance(metadata, DecodeMetadata):
-        return Plan(Rows(metadata.num_requests, metadata.max_seq_len, metadata.lengths), ())
+        return Plan(Rows(metadata.num_requests, metadata.max_seq_len, metadata.lengths, settled=True), ())
     # a step of decode looks the same to every layer
     positions = tiling.positions(group)
     key = ("attention.triton", *((sliding_window, positions, tiling.keys) if metadata.max_query_len > 1 else ()))

@@ -17,6 +17,9 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 LOG2_E = 1 / math.log(2)
 MOST_SPLITS = 32
 COUNTERS = 1 << 16
+# Up to how many rows the first keys are loaded while the kernel before runs. One row leaves the memory idle then; eight
+# do not, and miss the registers that this takes (on an H200: 2 us a layer faster; 7 us slower at 8192 keys).
+SETTLED_ROWS = 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def decode(
         BLOCK_N=config.keys,
         SPLITS=splits,
         MAPPED=rows.rows is not None,
+        SETTLED=rows.settled and rows.count <= SETTLED_ROWS,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
         **launch_options(query, config.warps),

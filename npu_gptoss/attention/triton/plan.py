@@ -26,6 +26,7 @@ class Rows:
     """Decode rows. rows, requests: [count] int32, the row of query and the request of each; None: row i is request i.
 
     lengths: [requests] int32; longest: the largest of those of these rows.
+    settled: lengths, table and all keys but each row's newest are older than the kernel before (`DecodeMetadata`).
     """
 
     count: int
@@ -33,6 +34,7 @@ class Rows:
     lengths: torch.Tensor
     rows: torch.Tensor | None = None
     requests: torch.Tensor | None = None
+    settled: bool = False
 
 
 @dataclass(frozen=True)
