@@ -22,9 +22,13 @@ def combine(
     BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Slots that were not computed (other ranks, padding) are not read: what stands there is whatever memory held."""
-    wait_for_inputs(PDL)
+    """Slots that were not computed (other ranks, padding) are not read: what stands there is whatever memory held.
+
+    The next kernel may start, and load its weights, before this one's wait ends: it waits for this one in turn, which
+    waited for the products.
+    """
     let_next_start(PDL)
+    wait_for_inputs(PDL)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     sums = tl.zeros((BR,), tl.float32)
