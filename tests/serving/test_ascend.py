@@ -53,9 +53,10 @@ def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, o
 def configuration(additional_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
-    parts |= changes
+    parts |= {"enforce_eager": False, **changes}
     return SimpleNamespace(
         additional_config=additional_config,
+        model_config=SimpleNamespace(enforce_eager=parts["enforce_eager"]),
         scheduler_config=SimpleNamespace(
             max_num_seqs=parts["max_num_seqs"], cuda_graph_sizes=parts["cuda_graph_sizes"]
         ),
@@ -97,6 +98,17 @@ def test_sequence_parallelism_is_refused_however_it_is_asked_for(right_stack, mo
     assert "sequence_parallelism" in limits.objections(configuration(sequence_parallel=True))[0]
     monkeypatch.setenv(name, "1")
     assert limits.objections(configuration())[0].startswith(f"{name}=1: sequence parallelism")
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference", "moe.experts.small_ops"])
+def test_experts_that_no_graph_takes_are_refused_with_graphs_only(right_stack, monkeypatch, kernel):
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", kernel)
+    (objection,) = limits.objections(configuration())
+    assert objection.startswith(f"NPU_GPTOSS_KERNEL_MOE_EXPERTS={kernel}: it asks the device in every step")
+    assert "use --enforce-eager" in objection
+    assert limits.objections(configuration(enforce_eager=True)) == []
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "ascend")
+    assert limits.objections(configuration()) == []
 
 
 def test_float32_is_for_diagnosis_only(monkeypatch):

@@ -22,6 +22,8 @@ from vllm.config import CUDAGraphMode
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import call_arguments, no_lse
+from npu_gptoss.attention.operations import PAGED
+from npu_gptoss.kernels import select_kernel, signature
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -208,6 +210,8 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
     from npu_gptoss.serving.ascend import probe
 
     model = config.model_config
+    if other := _other_kernel(model.dtype, model.get_head_size(), config.cache_config.block_size):
+        return f"attention runs {other}, and a full decode graph holds CANN's operator"
     return probe.full_graph_objection(
         heads=model.get_num_attention_heads(config.parallel_config),
         kv_heads=model.get_num_kv_heads(config.parallel_config),
@@ -216,6 +220,17 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         dtype=model.dtype,
         device=device,
     )
+
+
+def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """The kernel that attention runs in steps without a full graph, if it is none of `attention/ascend.py`."""
+    call = signature(query=dtype, kv=dtype, sinks=dtype)
+    for sliding_window in (False, True):
+        traits = {"head_dim": head_dim, "block_size": block_size, "sliding_window": sliding_window}
+        kernel = select_kernel(PAGED, call, traits).kernel
+        if kernel.solution not in ("ascend", "ascend_fp32"):
+            return kernel.name
+    return None
 
 
 def prepare(config: VllmConfig, device: torch.device) -> None:

@@ -79,12 +79,27 @@ def _environment_objections() -> list[str]:
     return [f"{name}=1: {why}; unset it" for name, why in refused.items() if os.environ.get(name) in _ON]
 
 
+def _kernel_objections(config: VllmConfig) -> list[str]:
+    """Experts by plain torch operators ask the device how many rows each expert has: right, and in no graph."""
+    from npu_gptoss.kernels.registry import registry
+    from npu_gptoss.kernels.selection import override_for
+    from npu_gptoss.moe.operations import EXPERTS
+
+    asked, graphs = override_for(EXPERTS), not config.model_config.enforce_eager
+    slow = [kernel for kernel in registry.kernels_of(EXPERTS) if kernel.solution in ("small_ops", "reference")]
+    if not graphs or asked not in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
+        return []
+    variable = f"{envs.KERNEL_OVERRIDE_PREFIX}{EXPERTS.family}_{EXPERTS.mode}".upper()
+    return [f"{variable}={asked}: it asks the device in every step, which no graph takes; use --enforce-eager"]
+
+
 def objections(config: VllmConfig) -> list[str]:
     """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
     found = [objection for objection in (version_objection(installed()), operator_objection()) if objection]
     if config.compilation_config.pass_config.enable_sequence_parallelism:
         found.append("enable_sequence_parallelism: not supported; leave it out")
-    return found + _option_objections(config.additional_config or {}) + _environment_objections()
+    options = _option_objections(config.additional_config or {})
+    return found + options + _environment_objections() + _kernel_objections(config)
 
 
 def dtypes() -> tuple[str, ...]:

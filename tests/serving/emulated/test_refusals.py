@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.emulated.rounds import SPOILT, turn
+from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, WORKSPACE, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -47,9 +47,29 @@ def test_too_little_memory_for_the_cache_is_said_by_vllm(options, sentence, serv
     assert sentence in ending(serve, options=options)
 
 
-def test_the_slow_experts_cannot_be_captured(serve):
-    """They ask the device how many rows each expert has; in eager mode they serve."""
+def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
+    """They ask the device how many rows each expert has (107027 while capturing); in eager mode they serve."""
     how = {"variables": {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}}
-    assert "error code is 107027" in ending(serve, [turn(SPOILT)], **how)
-    results, _ = serve([turn(SPOILT)], options={"enforce_eager": True}, **how)
+    said = ending(serve, [turn(SPOILT)], **how)
+    assert "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops: it asks the device in every step, which no graph takes;" in said
+    assert "107027" not in said
+    results, _ = serve([turn(SPOILT)], options=EAGER, **how)
     assert isinstance(results[0], list)
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+def test_the_slow_router_serves_with_graphs(kernel, serve, expected):
+    """Its ids are int64, which CANN's dispatch refuses (R59) unless they are converted."""
+    rounds = [turn(SPOILT)]
+    results, printed = serve(rounds, variables={"NPU_GPTOSS_KERNEL_MOE_ROUTE": kernel})
+    assert right(rounds, results, expected) == [True]
+    assert "mixed prefill-decode, PIECEWISE" in printed
+
+
+def test_another_attention_is_not_passed_over_by_full_graphs(serve, expected):
+    """A full decode graph holds CANN's operator, whatever was chosen: so it is not captured."""
+    rounds, how = [turn(SPOILT)], {"options": FULL, "machine": WORKSPACE}
+    results, printed = serve(rounds, variables={"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops"}, **how)
+    assert right(rounds, results, expected) == [True]
+    assert "FULL_DECODE_ONLY does not work here (attention runs attention.paged.small_ops, and a full" in printed
+    assert "decode, FULL" not in printed
