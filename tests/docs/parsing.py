@@ -345,6 +345,37 @@ def vllm_says(lines: Sequence[Sequence[str]]) -> tuple[dict[str, str], dict[str,
     return said["wrong"], said["defaults"]
 
 
+def known_options() -> set[str]:
+    """Every long option of the package's commands and of the scripts, those of vLLM left out."""
+    mains: list[Callable[[list[str]], object]] = [
+        lambda words, name=name: cli.main([name, *words]) for name in cli.COMMANDS
+    ]
+    for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("docker/*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "\ndef main" in text and ("argparse" in text or "page_tables" in text):
+            mains.append(_main_of(path.relative_to(ROOT).as_posix()))
+    found: set[str] = set()
+    for main in mains:
+        with _only_parsing() as parsers, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["program", "--help"])
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                main(["--help"]) if inspect.signature(main).parameters else main()
+        found |= _options_of(parsers[0])
+    for script in (*SHELL_SCRIPTS, "docker/run-910b.sh"):
+        found |= script_options(script)
+    return {option for option in found if option.startswith("--")}
+
+
+def _options_of(parser: argparse.ArgumentParser) -> set[str]:
+    found = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= _options_of(below)
+    return found
+
+
 def script_options(script: str) -> set[str]:
     """The long options that a shell script's help lists."""
     told = subprocess.run(["sh", str(ROOT / script), "--help"], capture_output=True, text=True, check=True).stdout

@@ -137,14 +137,23 @@ def unmarked(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def inline(text: str) -> list[tuple[int, str]]:
-    """(line, text) of the commands that stand in sentences and tables, between backticks."""
+def spans(text: str) -> list[tuple[int, str]]:
+    """(line, text) of what stands between backticks in sentences and tables, on one line."""
     prose = text
     for fence in re.finditer(r"^[ ]*```.*?^[ ]*```[ ]*$", text, re.M | re.S):
         prose = prose.replace(fence[0], "\n" * fence[0].count("\n"), 1)
-    spans = re.finditer(r"`((?:[^`\n]|\n(?!\s*\n))+)`", prose)
-    found = ((prose.count("\n", 0, span.start()) + 1, " ".join(span[1].split()).replace("\\|", "|")) for span in spans)
-    return [(line, span) for line, span in found if " " in span and COMMAND.match(span)]
+    found = re.finditer(r"`((?:[^`\n]|\n(?!\s*\n))+)`", prose)
+    return [(prose.count("\n", 0, span.start()) + 1, " ".join(span[1].split()).replace("\\|", "|")) for span in found]
+
+
+def inline(text: str) -> list[tuple[int, str]]:
+    """(line, text) of the commands among them."""
+    return [(line, span) for line, span in spans(text) if " " in span and COMMAND.match(span)]
+
+
+def options(text: str) -> list[tuple[int, str]]:
+    """(line, option) of each long option among them."""
+    return [(line, word) for line, span in spans(text) for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)]
 
 
 def all_commands() -> list[Command]:

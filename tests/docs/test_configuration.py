@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the code and vLLM say."""
+"""docs/configuration.md says what the code says; what vLLM says is in test_options.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import pytest
 from npu_gptoss import envs
 from scripts import configuration_page
 from scripts.serve_cpu import serve_command
-from tests.docs.parsing import vllm_lines, vllm_says
-from tests.docs.shell import all_commands, inline
-from tests.markdown import PAGES, ROOT
+from tests.markdown import ROOT
 
 PAGE = ROOT / "docs/configuration.md"
-MISTAKE = ["DIR", "--max-model-length", "1"]
 TEXT = PAGE.read_text(encoding="utf-8")
 # (options of the row, vLLM's default, serve.sh, make serve), as the table has them
 OPTIONS = [
@@ -99,34 +96,3 @@ def test_the_table_has_every_option_that_the_scripts_pass() -> None:
     named = {option for options, *_ in OPTIONS for option in options}
     assert set(flags(printed)) - {"--served-model-name"} <= named
     assert len(named) >= 15
-
-
-@pytest.fixture(scope="module")
-def vllm() -> tuple[dict[str, str], dict[str, str]]:
-    """What vLLM's parser refuses of all `vllm serve` of all pages and of a mistake; its defaults."""
-    pytest.importorskip("vllm")
-    fenced = [command.text for command in all_commands()]
-    sentences = [span for page in PAGES for _, span in inline(page.read_text(encoding="utf-8"))]
-    lines = vllm_lines([*fenced, *sentences])
-    assert len(lines) >= 3
-    return vllm_says([*lines, MISTAKE])
-
-
-@pytest.mark.serving
-@pytest.mark.slow
-def test_vllms_own_parser_takes_every_option_of_every_page(vllm: tuple[dict[str, str], dict[str, str]]) -> None:
-    wrong, _ = vllm
-    assert set(wrong) == {" ".join(MISTAKE)}, wrong
-
-
-@pytest.mark.serving
-@pytest.mark.slow
-def test_defaults_are_those_of_vllms_parser(vllm: tuple[dict[str, str], dict[str, str]]) -> None:
-    """Where the parser has one; the others follow from the model and the hardware, in words."""
-    _, defaults = vllm
-    said = {"off": "False", "none": "None", "all addresses": "None", "on": "None", "auto: bfloat16": "auto"}
-    for options, told_of_all, *_ in OPTIONS:
-        for option, told in zip(options, told_of_all.split(", ") if len(options) > 1 else [told_of_all], strict=True):
-            assert option in defaults, f"vLLM has no {option}"
-            if defaults[option] != "None" and option != "--compilation-config":  # else not the parser's to say
-                assert defaults[option] == said.get(told, told), option
