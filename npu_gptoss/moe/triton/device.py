@@ -13,20 +13,18 @@ from npu_gptoss.moe.activation import ALPHA
 from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
 # 13 instructions for 8 weights: masks where a code lies right, shifts where it does not (see layout.mxfp4_words)
-_OPEN_MXFP4 = tl.constexpr("""
+OPEN_MXFP4 = tl.constexpr("""
 {
 .reg .b32 a, b, c, d, t;
 and.b32 a, $4, 0x81C081C0;
-shl.b32 t, $4, 3;
+shl.b32 t, $4, 4;
 and.b32 b, t, 0x81C081C0;
-shl.b32 t, $4, 6;
+shf.l.wrap.b32 t, $4, $4, 10;
 and.b32 c, t, 0x81C081C0;
-shl.b32 t, $4, 1;
-and.b32 d, t, 0x80008000;
-shr.b32 t, $4, 3;
-lop3.b32 d, t, 0x01800180, d, 0xEA;
-shr.b32 t, $4, 7;
-lop3.b32 d, t, 0x00400040, d, 0xEA;
+shr.b32 t, $4, 2;
+and.b32 d, t, 0x01000100;
+shl.b32 t, $4, 6;
+lop3.b32 d, t, 0x80C080C0, d, 0xEA;
 mul.rn.bf16x2 $0, a, $5;
 mul.rn.bf16x2 $1, b, $5;
 mul.rn.bf16x2 $2, c, $7;
@@ -58,24 +56,35 @@ def _times(bits, factor):
 
 
 @triton.jit
+def _halves(bits, like):
+    """[m, n // 2] uint32 -> [m, n] int32: the low half of each, then the high one."""
+    both = tl.join((bits & 0xFFFF).to(tl.int32), (bits >> 16).to(tl.int32))
+    return tl.reshape(both, (like.shape[0], like.shape[1]))
+
+
+@triton.jit
 def open_mxfp4(words, first, second, NATIVE: tl.constexpr):
-    """words [m, n] uint16; first, second [m, n] int32: the groups' factors as two bfloat16 -> four [m, n] bfloat16."""
+    """words [m, n] uint16, n even; first, second [m, n] int32: the groups' factors as two bfloat16 -> four [m, n] bf16.
+
+    A thread must have words 2i and 2i + 1 of a row side by side, as whoever loads more than two bytes at a time has.
+    """
     if NATIVE:
         return tl.inline_asm_elementwise(
-            _OPEN_MXFP4,
+            OPEN_MXFP4,
             "=r,=r,=r,=r,r,r,r,r,r",
             [words, first, second],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
-    w = words.to(tl.int32)
+    even, odd = tl.split(tl.reshape(words.to(tl.uint32), (words.shape[0], words.shape[1] // 2, 2)))
+    w = even | (odd << 16)
     low = (first << 16).to(tl.float32, bitcast=True)
     high = (second << 16).to(tl.float32, bitcast=True)
-    a = _times(w & 0x81C0, low)
-    b = _times((w << 3) & 0x81C0, low)
-    c = _times((w << 6) & 0x81C0, high)
-    d = _times(((w << 1) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 7) & 0x0040), high)
+    a = _times(_halves(w & 0x81C081C0, words), low)
+    b = _times(_halves((w << 4) & 0x81C081C0, words), low)
+    c = _times(_halves(((w << 10) | (w >> 22)) & 0x81C081C0, words), high)
+    d = _times(_halves(((w >> 2) & 0x01000100) | ((w << 6) & 0x80C080C0), words), high)
     return a, b, c, d
 
 

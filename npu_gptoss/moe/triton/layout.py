@@ -4,10 +4,11 @@ A tile is what a program loads at once, so its bytes lie together and every load
 values are spread over 16-bit words such that a kernel opens a word with shifts and masks only, and finds the results
 where the tensor cores want them, without an exchange between threads:
 
-* MXFP4: word i of a row holds the codes of inputs i, 16 + i, 32 + i and 48 + i. Opening them (`device.open_mxfp4`) puts
-  sign and the three bits of exponent and mantissa at bits 15 and 8 to 6, where they are a bfloat16 of 2 ** -126 times
-  the value; one multiplication by a power of two, exact, gives the weight. The first two codes lie in one group of 32,
-  the other two in the next; of each row and two tiles the four exponents are one 32-bit word.
+* MXFP4: words 2i and 2i + 1 of a row hold the codes of inputs 2i, 16 + 2i, 32 + 2i and 48 + 2i and of the next ones.
+  Opening them (`device.open_mxfp4`) puts sign and the three bits of exponent and mantissa at bits 15 and 8 to 6, where
+  they are a bfloat16 of 2 ** -126 times the value; one multiplication by a power of two, exact, gives the weight. The
+  first two codes lie in one group of 32, the other two in the next; of each row and two tiles the four exponents are
+  one 32-bit word.
 * FP8 (E4M3): word i holds the values of inputs i and 32 + i, opened likewise as bfloat16 of 2 ** -120 times the value;
   the scale of a row multiplies its sum.
 * bfloat16: as it is.
@@ -153,18 +154,23 @@ def _whole_tiles(values: torch.Tensor) -> torch.Tensor:
 
 
 def mxfp4_words(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., 4, n] int16, each sign, exponent (2 bits), mantissa -> [..., n] words that `open_mxfp4` opens."""
+    """codes [..., 4, n] int16, each sign, exponent (2 bits), mantissa -> [..., n] words that `open_mxfp4` opens.
+
+    The third codes of two words lie across them, so that one rotation of both puts them right: a word has its sign, its
+    neighbour the rest. Of all arrangements of four codes in 16 bits those that open with nine instructions do so.
+    """
     first, second, third, fourth = codes.unbind(-2)
+    across = third.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return (
         ((first & 8) << 12)
         | ((first & 7) << 6)
-        | ((second & 8) << 9)
-        | ((second & 7) << 3)
-        | ((third & 8) << 6)
-        | (third & 7)
-        | ((fourth & 8) << 11)
-        | ((fourth & 6) << 9)
-        | ((fourth & 1) << 13)
+        | ((second & 8) << 8)
+        | ((second & 7) << 2)
+        | ((third & 8) << 2)
+        | ((across & 7) << 12)
+        | ((fourth & 8) << 6)
+        | ((fourth & 4) << 8)
+        | (fourth & 3)
     )
 
 
