@@ -32,7 +32,7 @@ REMEDY = (
     "plain torch operators. Please report it with `npu-gptoss doctor --json`."
 )
 _ATTENTION = "NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops"
-_EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"
+_EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops (with --enforce-eager on Ascend)"
 
 
 def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
