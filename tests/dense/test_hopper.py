@@ -94,7 +94,7 @@ class TestOnHopper:
             assert all(torch.equal(a, b) for a, b in zip(run_output(case, ring=ring), first, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 13, 16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 13, 24])
 class TestSelected:
     pytestmark = ON_HOPPER
 

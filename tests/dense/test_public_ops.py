@@ -96,7 +96,7 @@ def test_rows_are_classed_at_the_boundaries() -> None:
 @pytest.mark.parametrize(
     ("platform", "rows", "selected"),
     [
-        ("cuda", ONE, "dense.qkv.triton_gemv"),
+        ("cuda", ONE, "dense.qkv.triton"),
         ("cuda", FEW, "dense.qkv.triton"),
         ("cuda", MANY, "dense.qkv.triton"),
         ("cpu", ONE, "dense.qkv.small_ops"),

@@ -1,8 +1,8 @@
 """The dense operations as Triton kernels for CUDA.
 
-One decode row: the whole of an operation in one launch, the projection as a matrix-vector product. Some rows on Hopper:
-projections in Gluon, with what follows them fused. More rows: the projection is cuBLAS's. Triton is imported at the
-first call, so that a machine without it can list these kernels.
+Up to some rows on Hopper: projections in Gluon, with what follows them fused. Elsewhere a single decode row: the whole
+of an operation in one launch, the projection as a matrix-vector product. More rows: the projection is cuBLAS's. Triton
+is imported at the first call, so that a machine without it can list these kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BF16 = "bfloat16"
     capability=CUDA,
     signatures=(accepts(hidden=BF16, weight=(BF16, FP8), kv=BF16),),
     traits={"rows": frozenset({ONE}), "head_dim": HEAD_DIMS},
-    priority=Priority.SPECIALISED,
+    priority=Priority.PERFORMANT - 1,
 )
 def qkv_gemv(
     residual: torch.Tensor,
@@ -79,11 +79,16 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two launches on Hopper for few rows, add and norm and all the rest; else three, the projection by itself."""
+    """On Hopper two launches for some rows: add and norm, then all the rest. Else one for one row, three for more."""
     from npu_gptoss.dense.triton import launch_hopper, launches
 
+    on_hopper = launch_hopper.takes(residual, weight) and key_cache.shape[3] == launch_hopper.HEAD_DIM
+    if len(residual) == 1 and not on_hopper:
+        return launches.qkv_gemv(
+            residual, delta, norm_weight, eps, weight, bias, cos_sin, positions, key_cache, value_cache, metadata
+        )
     hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
-    if launch_hopper.takes(normed, weight) and key_cache.shape[3] == launch_hopper.HEAD_DIM:
+    if on_hopper:
         query = launch_hopper.qkv(normed, weight, bias, cos_sin, positions, key_cache, value_cache, metadata)
         return hidden, query
     if isinstance(weight, RowScaled) and len(normed) <= FEW_ROWS:
@@ -100,7 +105,7 @@ def qkv(
     capability=CUDA,
     signatures=(accepts(hidden=BF16, weight=(BF16, FP8)),),
     traits={"rows": frozenset({ONE})},
-    priority=Priority.SPECIALISED,
+    priority=Priority.PERFORMANT - 1,
 )
 def output_gemv(
     attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
@@ -123,11 +128,13 @@ def output_gemv(
 def output_few(
     attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """One launch through the matrix units: on Hopper, and of weights in eight bits, which no library multiplies."""
+    """One launch; several rows and weights in sixteen bits are cuBLAS's where there is no Hopper."""
     from npu_gptoss.dense.triton import launch_hopper, launches
 
     if launch_hopper.takes(attended, weight):
         return launch_hopper.linear(attended, weight, bias, residual)
+    if len(attended) == 1:
+        return launches.linear_gemv(attended, weight, bias, residual)
     if isinstance(weight, RowScaled):
         return launches.linear_few(attended, weight, bias, residual)
     return small_ops.output(attended, weight, bias, residual)
