@@ -85,6 +85,14 @@ def test_no_binary_and_no_large_file_is_in_the_tree() -> None:
     assert bad == []
 
 
+def test_what_is_made_here_is_not_spell_checked() -> None:
+    """`make docs` leaves a site behind, with other people's compressed scripts: `make check` would fail on them."""
+    ignored = re.findall(r"^([a-z]+)/$", (ROOT / ".gitignore").read_text(), re.M)
+    skipped = re.search(r'^skip = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1].split(",")
+    assert "site" in ignored
+    assert {f"./{name}" for name in ignored} == set(skipped)
+
+
 def test_the_patterns_bite() -> None:
     paths = pattern_of_paths({"/place/of/build"})
     assert paths.search('open("/place/of/build/file")')
