@@ -306,6 +306,12 @@ def test_the_table_knows_every_format_and_number_of_tokens():
                     assert layout.MOST_ROWS % tiles.rows == 0
 
 
+def test_few_slots_to_an_expert_stay_with_the_triton_kernels():
+    (wide, wide_tiles), (tall, tall_tiles) = tuned.GLUON
+    slots = (tall * 32 - 1, tall * 32, wide * 32 - 1, wide * 32)
+    assert [tuned.gluon_tiles(each, 32) for each in slots] == [None, tall_tiles, tall_tiles, wide_tiles]
+
+
 def test_packed_loops_have_two_products_where_triton_would_get_one_wrong():
     """With a single product of a packed tile in the loop, Triton 3.6 opens the next tile into registers that the matrix
     units still read (seen on an H200 with two programs on a multiprocessor)."""

@@ -8,11 +8,11 @@ import torch
 import triton
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_options
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
-from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import Tiles, tiles, unroll
+from npu_gptoss.moe.triton.layout import INPUTS, MOST_ROWS, TiledExperts, TiledMatrix
+from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
@@ -147,10 +147,15 @@ def expert_mlp_many(
     (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
     gate_up, down = experts.gate_up, experts.down
     padded_experts = triton.next_power_of_2(experts.num_experts)
-    up_shape, down_shape = tiles(experts.format, "many", tokens)
     order, ends = sorted_slots(topk_ids, expert_map, experts, padded_experts)
     inner = hidden.new_empty(slots, down.inputs)
     shares = hidden.new_empty(slots, down.rows)
+    all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()
+    gluon_shape = gluon_tiles(slots, all_ranks_experts)
+    if gluon_shape is not None and gluon_fits(experts, hidden.device.index):
+        _products_in_gluon(hidden, experts, topk_weights, order, ends, inner, shares, swiglu_limit, top_k, gluon_shape)
+        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+    up_shape, down_shape = tiles(experts.format, "many", tokens)
     common = {"FORMAT": experts.format, "EXPERTS": experts.num_experts, "BE": padded_experts}
 
     def programs(matrix: TiledMatrix, shape: Tiles) -> tuple[int]:
@@ -175,6 +180,58 @@ def expert_mlp_many(
         **_constants(down, down_shape),
     )
     return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+
+
+def gluon_fits(experts: TiledExperts, device: int | None) -> bool:
+    """Whether `many_hopper` can compute with these weights on this device: whole steps of inputs, and more than one of
+    them and of the layout's tallest tiles (loops of one are folded, and Triton 3.6 does not compile what is left)."""
+    matrices = experts.gate_up, experts.down
+    return (
+        experts.format == "mxfp4"
+        and all(m.inputs % INPUTS == 0 and m.inputs > INPUTS and m.rows > MOST_ROWS for m in matrices)
+        and has_hopper(device)
+    )
+
+
+def _products_in_gluon(
+    hidden: torch.Tensor,
+    experts: TiledExperts,
+    topk_weights: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    inner: torch.Tensor,
+    shares: torch.Tensor,
+    swiglu_limit: float,
+    top_k: int,
+    shape: GluonTiles,
+) -> None:
+    """Fills inner and shares."""
+    from npu_gptoss.moe.triton import many_hopper
+
+    grid = (torch.cuda.get_device_properties(hidden.device).multi_processor_count,)
+    for x, matrix, out in ((hidden, experts.gate_up, inner), (inner, experts.down, shares)):
+        many_hopper.product[grid](
+            x,
+            order,
+            ends,
+            topk_weights,
+            matrix.words,
+            matrix.scales,
+            matrix.bias,
+            out,
+            swiglu_limit,
+            GATE_UP=x is hidden,
+            TOP_K=top_k,
+            BE=ends.shape[0],
+            R=matrix.rows,
+            K=matrix.inputs,
+            HEIGHT=shape.rows,
+            COLUMNS=shape.columns,
+            STAGES=shape.stages,
+            COMPUTE_REGISTERS=shape.compute,
+            FETCH_REGISTERS=shape.fetch,
+            num_warps=4,
+        )
 
 
 def sorted_slots(

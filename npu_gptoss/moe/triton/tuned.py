@@ -58,6 +58,32 @@ TABLE: dict[str, tuple[tuple[str, int, Tiles, Tiles], ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class GluonTiles:
+    """A tile of `many_hopper`: `rows` of weights for each of its two groups of warps by `columns` of slots.
+
+    stages: steps under way at once. compute, fetch: registers of a thread that computes and of one that fetches.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    compute: int
+    fetch: int
+
+
+# (slots to an expert, at least) -> tiles; the first that fits. Fewer slots: the Triton kernels.
+GLUON: tuple[tuple[int, GluonTiles], ...] = (
+    (1536, GluonTiles(64, 256, 5, 208, 88)),
+    (256, GluonTiles(128, 128, 7, 224, 56)),
+)
+
+
+def gluon_tiles(slots: int, experts: int) -> GluonTiles | None:
+    """For MXFP4 on Hopper; None where the Triton kernels are faster."""
+    return next((shape for least, shape in GLUON if slots >= least * experts), None)
+
+
 def tiles(weight_format: str, path: str, tokens: int) -> tuple[Tiles, Tiles]:
     """Of gate_up and of down, for a path ("few" or "many") and a number of tokens."""
     return next((up, down) for name, most, up, down in TABLE[weight_format] if name == path and tokens <= most)
