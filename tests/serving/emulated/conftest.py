@@ -46,10 +46,10 @@ def expected(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def ascend() -> Iterator[subprocess.Popen[str]]:
-    """The process in which vLLM is imported, on a machine of two devices."""
+    """The process in which vLLM is imported, on a machine of eight devices."""
     place = venv()
     variables = {
-        **environment(Machine(devices=2), place),
+        **environment(Machine(devices=8), place),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

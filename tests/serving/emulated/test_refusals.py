@@ -40,8 +40,9 @@ def ending(serve, rounds=(), **how) -> str:
             {"gpu_memory_utilization": 0.1, "max_model_len": 131_072},
             "To serve at least one request with the models's max seq len (131072), (",
         ),
+        ({"swap_space": 100_000}, "Too large swap space. 100000.00 GiB out of the "),
     ],
-    ids=["no block", "no request"],
+    ids=["no block", "no request", "swap space"],
 )
 def test_too_little_memory_for_the_cache_is_said_by_vllm(options, sentence, serve):
     assert sentence in ending(serve, options=options)

@@ -1,0 +1,54 @@
+"""Four and eight devices, as 120b wants them: shared as its tutorial says, and two replicas of two."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle, oracle_logits
+from tests.serving.emulated.rounds import THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, right, turn
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP=4": {"tensor_parallel_size": 4},
+    "TP=8, experts in parallel": {"tensor_parallel_size": 8, "enable_expert_parallel": True},
+    "DP=2, TP=2, experts in parallel": {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many key heads as the published models have."""
+    path = tmp_path_factory.mktemp("wide") / "bf16"
+    write_random_checkpoint(path, vocab_size=VOCABULARY, kv_heads=8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected_of_wide(wide: Path) -> Any:
+    model = load_oracle(wide)
+
+    @functools.cache
+    def logprobs(prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+        return torch.log_softmax(oracle_logits(model, prompt + answer[:-1])[len(prompt) - 1 :], -1)
+
+    return logprobs
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_many_devices_equal_transformers_in_float32(how, serve, wide, expected_of_wide):
+    rounds = [turn((5,), seed=3), turn((1, 2, 127, 128, 300)), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
+    # vLLM sets 4 GiB of the host aside for each device, which eight of them would not have here
+    results, printed = serve(rounds, options={**LAYOUTS[how], "swap_space": 0}, model=wide)
+    assert right(rounds, results, expected_of_wide) == [True, True, True]
+    assert "mixed prefill-decode, PIECEWISE" in printed
