@@ -62,7 +62,7 @@ def test_a_token_at_the_published_sizes_and_the_counters_are_zeros_again(publish
     assert counters() == [0, 0]
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (96, 1120), (1056, 64), (2880, 1440), (2880, 360)])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (96, 1120), (1056, 64), (2880, 1440), (2880, 352)])
 def test_sizes_that_fill_no_stage_tile_or_unit(hidden, inner):
     call = make_call(make_experts("mxfp4", experts=5, hidden=hidden, inner=inner), 1)
     check(call, call.run(ONE))
