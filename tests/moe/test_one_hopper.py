@@ -40,7 +40,20 @@ def gluon_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def published() -> Mxfp4Experts:
-    return make_experts("mxfp4", experts=32, hidden=2880, inner=2880)
+    """Codes and scales drawn as such: to compress floats of this size takes longer than all tests."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def matrix(rows: int, exponent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (32, rows, 2880 // 32)
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, device="cuda", generator=generator)
+        return blocks, torch.randint(
+            exponent, exponent + 4, shape, dtype=torch.uint8, device="cuda", generator=generator
+        )
+
+    def bias(rows: int) -> torch.Tensor:
+        return (torch.randn(32, rows, device="cuda", generator=generator) * 4).to(torch.bfloat16)
+
+    return Mxfp4Experts(*matrix(5760, 120), bias(5760), *matrix(2880, 118), bias(2880))
 
 
 @pytest.fixture(scope="module")
