@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("greedy.py")
 STOCK = "ascend,ascend_enhanced_model,ascend_kv_connector"  # all of vllm-ascend's plugins, none of ours
+WITH_OURS = f"{STOCK},npu_gptoss"
 RETURN, CALL = 200002, 200012
+LONG = 1500  # tokens of a prompt
 EXAMPLES = evaluation_set(104, 24)
 
 
@@ -83,6 +85,12 @@ def answer(folder: Path, checkpoint: Path, prompts: list[list[int]], plugins: st
     return said, done.stdout + done.stderr
 
 
+def masks(trace: Path) -> int:
+    """How often a mask of LONG squared in bfloat16 went to the device."""
+    events = map(json.loads, trace.read_text().splitlines())
+    return sum(e["event"] == "copy" and e["kind"] == "h2d" and e["bytes"] == 2 * LONG**2 for e in events)
+
+
 def worst_of_first(said: list[dict[str, Any]], prompts: list[list[int]], checkpoint: Path) -> torch.Tensor:
     """[prompts]: how far the 20 likeliest first tokens' log-probabilities are from transformers' in float32."""
     model = load_oracle(checkpoint)
@@ -117,7 +125,7 @@ def test_with_the_plugin_the_same_prompts_are_near_transformers(
     checkpoint: Path, encode: Callable[[str], list[int]], tmp_path: Path
 ) -> None:
     prompts = [encode(example.prompt()) for example in EXAMPLES[:6]]
-    said, _ = answer(tmp_path, checkpoint, prompts, f"{STOCK},npu_gptoss", tokens=1)
+    said, _ = answer(tmp_path, checkpoint, prompts, WITH_OURS, tokens=1)
     far = worst_of_first(said, prompts, checkpoint)
     assert float(far.median()) < 0.5
 
@@ -129,21 +137,19 @@ def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(checkp
     assert done.returncode != 0
     assert "RuntimeError: Assigning / modifying buffers of nn.Module during forward pass is not allowed" in done.stderr
     assert "_buffers.update({'cos_sin_cache'" in done.stderr
-    said, printed = answer(tmp_path, checkpoint, [[1, 2, 3]], f"{STOCK},npu_gptoss", tokens=1, graphs=True)
+    said, printed = answer(
+        tmp_path, checkpoint, [[7] * LONG], WITH_OURS, tokens=1, graphs=True, trace=tmp_path / "trace"
+    )
     assert len(said) == 1
     assert "mixed prefill-decode, PIECEWISE" in printed
+    assert masks(tmp_path / "trace") == 0  # the control of the next test
 
 
-@pytest.mark.parametrize(("skip", "copies"), [("ascend-host-mask", 1), ("", 0)], ids=["without the patch", "with it"])
-def test_a_prompts_mask_is_copied_to_the_device_unless_we_leave_it_out(
-    skip: str, copies: int, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_prompts_mask_is_copied_to_the_device_unless_we_leave_it_out(checkpoint: Path, tmp_path: Path) -> None:
     """Prompt length squared in bfloat16, once a prefill; the fused operator has no use for it (docs/tuning.md)."""
-    length, trace = 1500, tmp_path / "trace.jsonl"
-    answer(tmp_path, checkpoint, [[7] * length], f"{STOCK},npu_gptoss", tokens=1, trace=trace, skip=skip)
-    events = map(json.loads, trace.read_text().splitlines())
-    masks = [e for e in events if e["event"] == "copy" and e["kind"] == "h2d" and e["bytes"] == 2 * length**2]
-    assert len(masks) == copies
+    how = {"tokens": 1, "trace": tmp_path / "trace", "skip": "ascend-host-mask"}
+    answer(tmp_path, checkpoint, [[7] * LONG], WITH_OURS, **how)
+    assert masks(tmp_path / "trace") == 1
 
 
 def test_stock_dies_on_the_mxfp4_checkpoint(tmp_path: Path) -> None:
