@@ -10,7 +10,6 @@ from npu_gptoss.kernels import current_platform, platform_override
 from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
-    GROWTH_MUTATIONS,
     HOPPER_MUTATIONS,
     PROMPT_MUTATIONS,
     check_windows,
@@ -184,31 +183,6 @@ def test_the_check_notices_a_mistake_in_the_gluon_kernel(mutation, monkeypatch, 
     HOPPER_MUTATIONS[mutation](monkeypatch, tmp_path)
     with pytest.raises(AssertionError, match=r"differ|not finite"):
         check_windows(step, (None,))
-
-
-def growing_step() -> Step:
-    """Scores of the first keys, which the Gluon kernel reads last, outgrow all others by more than fp32 has powers of
-    two; in the second prompt in a step that is not the last."""
-    step = on_gpu([(700, 700), (300, 1000)])
-    page = step.key_cache.shape[1]
-    table = step.metadata.block_table
-    step.key_cache[table[0, : 128 // page].long()] *= 100
-    step.key_cache[table[1, 384 // page : 512 // page].long()] *= 100
-    return step
-
-
-def test_scores_that_outgrow_all_before_them(language):
-    check_windows(growing_step(), (None,))
-
-
-@pytest.mark.parametrize("mutation", GROWTH_MUTATIONS)
-def test_the_check_notices_a_mistake_where_scores_outgrow_others(mutation, monkeypatch, tmp_path):
-    if not launch_prompts.has_hopper(0):
-        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
-    check_windows(growing_step(), (None,))
-    GROWTH_MUTATIONS[mutation](monkeypatch, tmp_path)
-    with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check_windows(growing_step(), (None,))
 
 
 def test_long_prompt_against_its_last_rows_by_the_definition(language):

@@ -149,16 +149,5 @@ HOPPER_MUTATIONS: dict[str, Mutate] = {
     "sums not shrunk with a new largest score": _hopper(
         ("result = result * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]", "result = result * 1.0")
     ),
-    "weights as of other keys than the sums": _hopper(
-        ("shrink = gl.exp2(before - largest)", "shrink = gl.exp2(0 * before)")
-    ),
     "scale without log2 e": _scale_without_log2_e,
-}
-# For keys whose scores grow beyond what weights can be taken early for
-GROWTH_MUTATIONS: dict[str, Mutate] = {
-    "nothing computed again": _hopper(("if gl.max(growth, 0) > MOST_GROWTH:", "if gl.max(growth, 0) > 1e30:")),
-    "the growth of the last step only": _hopper(
-        ("growth = gl.maximum(growth, new - largest)", "growth = new - largest")
-    ),
-    "another tile computed again": _hopper(("gl.store(again + unit, 1)", "gl.store(again + unit // 2, 1)")),
 }

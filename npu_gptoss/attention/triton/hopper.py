@@ -5,10 +5,6 @@ takes tile after tile. In it one warp fetches keys and values through the tensor
 warps own 64 rows each: a group starts the scores of the next keys, then the sum over these, and computes the softmax of
 one while the tensor cores work on the other. The groups start their products in turns, so that while one computes its
 softmax another's products run. The sink is the online softmax's initial state.
-
-Weights are taken as of the largest score of the keys before (`early_softmax`), so that exponentials start at once and
-the search for the new largest runs beside them. That is exact while a step's scores do not outgrow the older ones by
-2^MOST_GROWTH times; a tile in which they do is marked, and a second launch computes it with its own keys' largest.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ ROWS = gl.constexpr(64)  # of one group of warps: what one matrix instruction ta
 CONSUMERS = gl.constexpr(3)  # groups of warps that compute; a tile has CONSUMERS * ROWS // GROUP positions
 REGISTERS = gl.constexpr(160)  # of a thread that computes; with the producers' 24 they fill the register file
 LOG2_E = gl.constexpr(1.4426950408889634)
-MOST_GROWTH = gl.constexpr(60.0)  # of a row's largest score in one step, base 2: weights and sums stay far below 2^127
 
 # fmt: off
 # (lists of twenty arguments are shorter to read filled than one a line)
@@ -41,23 +36,6 @@ def nth_unit(count, units):
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     return count * programs + gl.where(count % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def rounds(units, again, EXACT: gl.constexpr):
-    """How many units a program looks at: of the second launch none where the first one asked for nothing."""
-    count = gl.cdiv(units, gl.num_programs(0))
-    if EXACT:
-        count = gl.where(gl.load(again + units) > 0, count, 0)
-    return count
-
-
-@gluon.jit
-def is_due(unit, units, again, EXACT: gl.constexpr):
-    due = unit < units
-    if EXACT:
-        due = gl.load(again + gl.minimum(unit, units)) * due.to(gl.int32) > 0
-    return due
 
 
 @gluon.jit
@@ -91,15 +69,15 @@ def unit_fields(
 
 @gluon.jit
 def fetch(
-    keys, values, requests, tiles, units, total, again, key_tiles, value_tiles, key_full, value_full, key_empty,
-    value_empty, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr,
+    keys, values, requests, tiles, units, total, key_tiles, value_tiles, key_full, value_full, key_empty, value_empty,
+    KV_HEADS: gl.constexpr, DIM: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """The producer: key tiles from the last to the first."""
     done = 0
-    for count in range(rounds(units, again, EXACT)):
+    for count in range(gl.cdiv(units, gl.num_programs(0))):
         unit = nth_unit(count, units)
-        if is_due(unit, units, again, EXACT):
+        if unit < units:
             _, _, _, _, _, place, steps, _ = unit_fields(
                 unit, requests, tiles, total, KV_HEADS, BEFORE, BLOCK_Q, BLOCK_N
             )
@@ -136,16 +114,6 @@ def softmax(scores, scale, largest, weight):
 
 
 @gluon.jit
-def early_softmax(scores, scale, before, largest, weight):
-    """As `softmax`, with weights as of the largest score before these keys, which need not wait for theirs. Returns the
-    largest score with them; `before` is what the last keys' weights were as of."""
-    weights = gl.exp2(scores * scale - largest[:, None])
-    shrink = gl.exp2(before - largest)
-    new = gl.maximum(largest, gl.max(scores, 1) * scale)
-    return weights, shrink, new, weight * shrink + gl.sum(weights, 1)
-
-
-@gluon.jit
 def take_turn(turns, done, NUMBER: gl.constexpr):
     mbarrier.wait(turns.index(NUMBER), (done & 1) ^ (1 if NUMBER == 0 else 0))
 
@@ -157,10 +125,10 @@ def give_turn(turns, NUMBER: gl.constexpr):
 
 @gluon.jit
 def compute(
-    query, sinks, out, requests, tiles, units, total, again, scale, query_row, query_head, out_row, out_head, q_tile,
+    query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head, q_tile,
     key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns, HEADS: gl.constexpr,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BEFORE: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EXACT: gl.constexpr, NUMBER: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NUMBER: gl.constexpr,
 ):
     """A consumer: 64 rows of each tile, ROWS // GROUP positions of all query heads of one key head."""
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -172,9 +140,9 @@ def compute(
     row_s = gl.arange(0, ROWS, gl.SliceLayout(1, S))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     done = 0
-    for count in range(rounds(units, again, EXACT)):
+    for count in range(gl.cdiv(units, gl.num_programs(0))):
         unit = nth_unit(count, units)
-        if is_due(unit, units, again, EXACT):
+        if unit < units:
             head, first_row, rows, begin, position, _, steps, masked = unit_fields(
                 unit, requests, tiles, total, KV_HEADS, BEFORE, BLOCK_Q, BLOCK_N
             )
@@ -206,8 +174,6 @@ def compute(
             weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
             weights = gl.convert_layout(weights.to(gl.bfloat16), P)
 
-            before = largest + 0.0  # not the same value for Triton, which else takes it for one that the loop keeps
-            growth = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
             for step in range(1, steps):
                 now = done + step
                 stage = now % STAGES
@@ -225,23 +191,13 @@ def compute(
                 mbarrier.arrive(key_empty.index(stage), count=1)
                 if step < masked:
                     scores = hidden(scores, (steps - 1 - step) * BLOCK_N, row_at, BEFORE, BLOCK_N, S)
-                if EXACT:
-                    next_weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
-                else:
-                    next_weights, shrink, new, weight = early_softmax(scores, scale, before, largest, weight)
-                    growth = gl.maximum(growth, new - largest)
-                    before = largest
-                    largest = new
+                next_weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
                 result = warpgroup_mma_wait(0, deps=[result])
                 gl.thread_barrier()
                 mbarrier.arrive(value_empty.index(last), count=1)
                 result = result * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
                 weights = gl.convert_layout(next_weights.to(gl.bfloat16), P)
 
-            if not EXACT:  # noqa: SIM102 (what is known to the compiler first, and alone)
-                if gl.max(growth, 0) > MOST_GROWTH:
-                    gl.store(again + unit, 1)
-                    gl.store(again + units, 1)
             done += steps
             last = (done - 1) % STAGES
             mbarrier.wait(value_full.index(last), (done - 1) // STAGES & 1)
@@ -269,7 +225,6 @@ def prefill_kernel(
     tiles,  # [tiles, 2]
     units,  # tiles * KV_HEADS
     total,
-    again,  # [units + 1] int32, zeros: which units a launch with EXACT computes again, and whether there is any
     scale,  # of the scores, times log2 e
     query_row, query_head, out_row, out_head,
     HEADS: gl.constexpr,  # query heads of a key head
@@ -279,7 +234,6 @@ def prefill_kernel(
     BEFORE: gl.constexpr,  # keys seen before a row's own; negative: all
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    EXACT: gl.constexpr,  # only units of `again`, and each weight as of its own keys' largest score
 ):
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS // GROUP
     q_tiles = gl.allocate_shared_memory(
@@ -306,23 +260,23 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                query, sinks, out, requests, tiles, units, total, again, scale, query_row, query_head, out_row,
-                out_head, q_tiles.index(0), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
-                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, EXACT, 0,
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(0), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 0,
             )),
             (compute, (
-                query, sinks, out, requests, tiles, units, total, again, scale, query_row, query_head, out_row,
-                out_head, q_tiles.index(1), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
-                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, EXACT, 1,
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(1), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 1,
             )),
             (compute, (
-                query, sinks, out, requests, tiles, units, total, again, scale, query_row, query_head, out_row,
-                out_head, q_tiles.index(2), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
-                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, EXACT, 2,
+                query, sinks, out, requests, tiles, units, total, scale, query_row, query_head, out_row, out_head,
+                q_tiles.index(2), key_tiles, value_tiles, key_full, value_full, key_empty, value_empty, turns,
+                HEADS, GROUP, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, 2,
             )),
             (fetch, (
-                keys, values, requests, tiles, units, total, again, key_tiles, value_tiles, key_full, value_full,
-                key_empty, value_empty, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES, EXACT,
+                keys, values, requests, tiles, units, total, key_tiles, value_tiles, key_full, value_full, key_empty,
+                value_empty, KV_HEADS, DIM, BEFORE, BLOCK_Q, BLOCK_N, STAGES,
             )),
         ],
         [4, 4, 1],

@@ -146,34 +146,30 @@ def _hopper(
     dim, kv_heads = query.shape[2], query.shape[1] // heads
     keys, values = (hopper.descriptor(part, tiling.keys) for part in gathered)
     units = prompts.tiles.shape[0] * kv_heads
-    again = torch.zeros(units + 1, dtype=torch.int32, device=query.device)
-    for exact in (False, True):
-        hopper.prefill_kernel[(min(units, multiprocessors(query.device.index)),)](
-            query,
-            keys,
-            values,
-            sinks,
-            out,
-            prompts.requests,
-            prompts.tiles,
-            units,
-            prompts.keys,
-            again,
-            scale,
-            query.stride(0),
-            query.stride(1),
-            out.stride(0),
-            out.stride(1),
-            HEADS=heads,
-            GROUP=group,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            BEFORE=before,
-            BLOCK_N=tiling.keys,
-            STAGES=tiling.stages,
-            EXACT=exact,
-            num_warps=tiling.warps,
-        )
+    hopper.prefill_kernel[(min(units, multiprocessors(query.device.index)),)](
+        query,
+        keys,
+        values,
+        sinks,
+        out,
+        prompts.requests,
+        prompts.tiles,
+        units,
+        prompts.keys,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        HEADS=heads,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BEFORE=before,
+        BLOCK_N=tiling.keys,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
+    )
 
 
 @functools.cache
