@@ -84,15 +84,9 @@ def expert_mlp_few(
     *,
     one: bool,
 ) -> torch.Tensor:
-    """Three launches for a single token (`one`), two where Hopper's kernel takes it, else four."""
+    """Three launches for a single token (`one`), else four."""
     hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
     (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
-    if one and has_hopper(hidden.device.index):
-        from npu_gptoss.moe.triton import one_hopper
-
-        if one_hopper.takes(experts, slots):
-            shares = one_hopper.shares_of(hidden, experts, expert_map, topk_weights, topk_ids, swiglu_limit)
-            return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
     gate_up, down = experts.gate_up, experts.down
     up_shape, down_shape = tiles(experts.format, "few", tokens)
     splits = down_shape.splits
