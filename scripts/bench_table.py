@@ -227,7 +227,7 @@ def sources(records: list[Record]) -> list[str]:
     lines = []
     for name in dict.fromkeys(r["_"]["file"] for r in records):
         header = next(r["_"] for r in records if r["_"]["file"] == name)
-        versions = ", ".join(f"{k} {v}" for k, v in header["versions"].items())
+        versions = ", ".join(f"{k} {v[:12] if k == 'commit' else v}" for k, v in header["versions"].items())
         what = f"{header['engine']} on {header['machine']['device']}, {header['date'][:10]}"
         lines.append(f"* [{name}](benchmarks/{name}): {what}; {versions}")
     return lines

@@ -175,7 +175,10 @@ RULES = (
         r"npu-gptoss bench serve --api chat .*",
         tested("tests/bench/test_serve.py::test_a_chat_is_words_and_standard_fields_are_no_others"),
     ),
-    Rule(r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|sweep) .*", ON_A_GPU),
+    Rule(
+        r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|engine|sweep) .*", ON_A_GPU
+    ),
+    Rule(r"python scripts/bench_peer_vllm\.py (?:engine|attention) .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
     Rule(r"python -c .*< (?:/tmp/)?trace\.jsonl", Here()),
     # scripts that write pages and train
