@@ -2,8 +2,9 @@
 
 python scripts/sweep_page.py --write
 
-Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md, and the
-pictures that `npu-gptoss bench plot` drew of it. Python with torch, as the package needs.
+The tables of one GPU are of the records that docs/performance.md shows. Each folder docs/benchmarks/sweep_* holds what
+one `npu-gptoss bench sweep --out` wrote, but its tables.md, and the pictures that `npu-gptoss bench plot` drew of it;
+`note` in a file says how it differs from that. Python with torch, as the package needs.
 """
 
 from __future__ import annotations
@@ -20,19 +21,29 @@ from scripts.page_tables import ROOT, Tables
 PAGE = "docs/benchmarking.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 KINDS = ("prefill", "decode")
+ONE_GPU = tuple(f"h200_{kind}_{size}.json" for size in ("20b", "120b") for kind in KINDS)
 
 
 def measured(folder: Path = FOLDER) -> str:
-    """The tables and pictures of every sweep, in the order of the folders' names."""
-    lines: list[str] = []
+    """The tables of one GPU, then those and the pictures of every sweep, in the order of the folders' names."""
+    lines = shown([file for name in ONE_GPU if (file := folder / name).is_file()])
     for each in sorted(folder.glob("sweep_*")):
-        contents = [records.read(each / f"{kind}.json") for kind in KINDS if (each / f"{kind}.json").is_file()]
-        missing = {name: why for content in contents for name, why in content.get("not_measured", {}).items()}
-        lines += ["", *sweep.page(contents, missing)]
+        lines += shown([file for kind in KINDS if (file := each / f"{kind}.json").is_file()])
         for picture in sorted(each.glob("*.svg")):
             place = picture.relative_to(ROOT / "docs").as_posix()
             lines += ["", f"![{picture.stem.replace('_', ' ')}]({place})"]
     return "\n".join(lines or ["", "Nothing has been measured yet."])
+
+
+def shown(files: Sequence[Path]) -> list[str]:
+    """The page of some files, with where they are, their notes, and what is not in them."""
+    if not files:
+        return []
+    contents = [records.read(file) for file in files]
+    missing = {name: why for content in contents for name, why in content.get("not_measured", {}).items()}
+    links = ", ".join(f"[{file.name}]({file.relative_to(ROOT / 'docs').as_posix()})" for file in files)
+    notes = [f"Of it: {content['note']}." for content in contents if "note" in content]
+    return ["", f"From {links}. {' '.join(notes)}".rstrip(), "", *sweep.page(contents, missing)]
 
 
 TABLES = Tables(script="scripts/sweep_page.py", page=PAGE, tables={"sweeps": measured})
