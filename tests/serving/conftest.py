@@ -20,7 +20,7 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the environment is taken back after each file
 def start_engine() -> Iterator[Callable[..., LLM]]:
     """Starts an engine on a checkpoint without a tokenizer: prompts are token ids. Keywords go to `LLM`."""
     with pytest.MonkeyPatch.context() as patch:
