@@ -8,18 +8,14 @@ one of them is an error.
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))  # imported by a test, it finds its siblings as they find each other
 
-from lock_images import MACHINES, LockError, platform_flags  # noqa: E402
+from lock_images import MACHINES, LockError, platform_flags, wheels  # noqa: E402
 
 LOCK = ROOT / "requirements/docs.txt"
 WANTED = ("mkdocs==1.6.1", "mkdocs-material==9.7.7")
@@ -28,23 +24,7 @@ PYTHONS = ("3.10", "3.11", "3.12")
 
 def resolve(python: str, machine: str, *requirements: str) -> dict[str, tuple[str, str]]:
     """name -> (version, SHA-256) of the wheels that pip would install there. Raises LockError."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        command += ["--only-binary", ":all:", "--report", str(report), "--target", str(Path(folder) / "nowhere")]
-        command += [*platform_flags(machine, python), *requirements]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            raise LockError(f"docs on Python {python}, {machine} cannot be resolved. pip says:\n{run.stderr}")
-        installs = json.loads(report.read_text())["install"]
-    found = {}
-    for item in installs:
-        name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
-        digest = item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
-        if not digest:
-            raise LockError(f"the index names no SHA-256 for {name}; ask another one (pip config list)")
-        found[name] = (item["metadata"]["version"], digest)
-    return found
+    return wheels(f"docs on Python {python}, {machine}", *platform_flags(machine, python), *requirements)
 
 
 def render() -> str:

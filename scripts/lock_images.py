@@ -100,31 +100,19 @@ def platform_flags(machine: str, python: str = "3.11") -> list[str]:
     return flags
 
 
-def resolve(image: Image, machine: str) -> dict[str, tuple[str, str]]:
-    """name -> (version, SHA-256) of the wheels that pip would install on this machine. Raises LockError."""
-    external = f"{image.torch}+cpu" if image.cpu_build and machine == "x86_64" else ""
-    wanted = [f"{name}=={version}" for name, version in image.pins.items()]
-    # `==` would also take torch's +cpu build, where pip is configured to find one
-    wanted += [] if external else [f"torch==={image.torch}"]
+def wheels(title: str, *arguments: str) -> dict[str, tuple[str, str]]:
+    """name -> (version, SHA-256) of the wheels that pip would install with these arguments.
+
+    Raises LockError, which names `title` and has pip's words.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report, bounds = Path(folder) / "report.json", Path(folder) / "bounds.txt"
-        others = read_pins(REQUIREMENTS / "cpu.txt") | read_pins(REQUIREMENTS / "dev.txt")
-        bounds.write_text("".join(f"{name}=={version}\n" for name, version in others.items()))
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--ignore-installed",
-            "--no-cache-dir",
-        ]
-        command += ["--only-binary", ":all:", "--report", str(report), "--target", str(Path(folder) / "nowhere")]
-        command += ["--no-deps"] if image.closed else ["--constraint", str(bounds)]
-        run = subprocess.run([*command, *platform_flags(machine), *wanted], capture_output=True, text=True)
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--no-cache-dir", "--only-binary", ":all:", "--report", str(report)]
+        command += ["--target", str(Path(folder) / "nowhere")]
+        run = subprocess.run([*command, *arguments], capture_output=True, text=True)
         if run.returncode:
-            raise LockError(f"{image.name} on {machine} cannot be resolved. pip says:\n{run.stdout}{run.stderr}")
+            raise LockError(f"{title} cannot be resolved. pip says:\n{run.stdout}{run.stderr}")
         installs = json.loads(report.read_text())["install"]
     found = {}
     for item in installs:
@@ -133,6 +121,21 @@ def resolve(image: Image, machine: str) -> dict[str, tuple[str, str]]:
         if not digest:
             raise LockError(f"the index names no SHA-256 for {name}; ask another one (pip config list)")
         found[name] = (item["metadata"]["version"], digest)
+    return found
+
+
+def resolve(image: Image, machine: str) -> dict[str, tuple[str, str]]:
+    """name -> (version, SHA-256) of the wheels that pip would install on this machine. Raises LockError."""
+    external = f"{image.torch}+cpu" if image.cpu_build and machine == "x86_64" else ""
+    wanted = [f"{name}=={version}" for name, version in image.pins.items()]
+    # `==` would also take torch's +cpu build, where pip is configured to find one
+    wanted += [] if external else [f"torch==={image.torch}"]
+    with tempfile.TemporaryDirectory() as folder:
+        bounds = Path(folder) / "bounds.txt"
+        others = read_pins(REQUIREMENTS / "cpu.txt") | read_pins(REQUIREMENTS / "dev.txt")
+        bounds.write_text("".join(f"{name}=={version}\n" for name, version in others.items()))
+        alone = ["--no-deps"] if image.closed else ["--constraint", str(bounds)]
+        found = wheels(f"{image.name} on {machine}", *alone, *platform_flags(machine), *wanted)
     return found | ({"torch": (external, CPU_BUILDS[external])} if external else {})
 
 
