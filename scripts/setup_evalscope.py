@@ -6,10 +6,8 @@ steps resume and stamp themselves like those of setup_venv.py, whose machinery t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from setup_venv import (
     ROOT,
@@ -17,13 +15,10 @@ from setup_venv import (
     Runner,
     Step,
     choose_python,
-    is_done,
-    locked_set_up,
     make_environment,
     pip,
-    prepare,
     read_pins,
-    run_steps,
+    set_up_alone,
 )
 
 VENV = ROOT / ".venv-evalscope"
@@ -55,21 +50,8 @@ def steps(python: str) -> list[Step]:
     ]
 
 
-def set_up(env: Environment, python: str = "") -> None:
-    """Brings the environment up to date: every step that is not done."""
-    prepare(env, python)
-    table = steps(python)
-    run_steps(env, table, [step for step in table if not is_done(step, env)], "0.7 GB")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venv", type=Path, default=VENV, help="where (default: .venv-evalscope)")
-    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
-    options = parser.parse_args(arguments)
-    venv = options.venv.resolve()
-    venv.parent.mkdir(parents=True, exist_ok=True)
-    return locked_set_up(venv.parent, lambda: set_up(Environment(venv), options.python))
+    return set_up_alone(__doc__.splitlines()[0], VENV, steps, "0.7 GB", arguments)
 
 
 if __name__ == "__main__":

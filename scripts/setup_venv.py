@@ -387,6 +387,28 @@ def locked_set_up(folder: Path, work: Callable[[], None]) -> int:
     return 0
 
 
+def set_up_alone(
+    description: str, venv: Path, steps: Callable[[str], list[Step]], size: str, arguments: Sequence[str] | None = None
+) -> int:
+    """The command that sets up an environment of its own for a tool; the exit status as of `locked_set_up`.
+
+    venv: where, unless --venv names another. steps: of a --python. size: on the disk, when complete.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--venv", type=Path, default=venv, help=f"where (default: {venv.name})")
+    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
+    options = parser.parse_args(arguments)
+    env = Environment(options.venv.resolve())
+    env.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def work() -> None:
+        prepare(env, options.python)
+        table = steps(options.python)
+        run_steps(env, table, [step for step in table if not is_done(step, env)], size)
+
+    return locked_set_up(env.path.parent, work)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", action="store_true", help="also install what checks and tests need")
