@@ -49,6 +49,19 @@ def test_a_point_that_does_not_fit_is_left_out_and_said(directory, tmp_path, cap
     assert not (tmp_path / "none.json").exists()
 
 
+def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
+    """Two equal records would be refused when they are written: after everything was measured."""
+    file = tmp_path / "records.json"
+    small = ("--device", "cpu", "--dtype", "float32", "--json", file)
+    decode = ("--batch", 1, 1, "--context", 20, 20, "--steps", 2, "--num-blocks", 10)
+    assert bench("decode", "--model", directory, *decode, *small) == 0
+    assert len(json.loads(file.read_text())["records"]) == 1
+    operations = ("attention.paged", "moe.experts", "moe.experts")
+    sizes = ("--batch", 2, 2, "--context", 20, 20, "--tokens", 2, 9, 9, "--weights", "bf16", "bf16", "--samples", 1)
+    assert bench("kernel", *operations, "--model", directory, *sizes, *small) == 0
+    assert records.problems(json.loads(file.read_text())) == []
+
+
 def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     probe, file = tmp_path / "probe.json", tmp_path / "prefill.json"
     options = ("--device", "cpu", "--tokens", 70, "--repeats", 2, "--num-blocks", 20)

@@ -425,7 +425,7 @@ def test_a_chat_is_words_and_standard_fields_are_no_others(serving, tiny):
 
 def test_rates_are_points_of_their_own(serving, tmp_path):
     server, file = serving(Server([PLAIN])), tmp_path / "serve.json"
-    assert bench("--url", server.url, *SMALL, "--rate", 200, "inf", "--json", file) == 0
+    assert bench("--url", server.url, *SMALL, "--rate", 200, "inf", 200, "--json", file) == 0
     content = json.loads(file.read_text())
     assert [(record["concurrency"], record["rate"]) for record in content["records"]] == [(None, 200.0), (None, "inf")]
     assert content["settings"]["rate"] == [200.0, "inf"]

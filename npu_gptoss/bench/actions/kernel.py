@@ -24,7 +24,7 @@ SUMMARY = "each registered kernel of an operation alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", nargs="*", help="for example moe.experts; default: all")
+    parser.add_argument("operation", nargs="*", action=shared.Once, help="for example moe.experts; default: all")
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels or solutions")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--size", choices=SHAPES, default="20b", help="published shapes (default: 20b)")
@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", default=[1024, 8192], help="of attention's decode (default: 1024 8192)", **counts)
     parser.add_argument("--tokens", default=[8192], help="of a prefill (default: 8192)", **counts)
     parser.add_argument(
-        "--weights", nargs="+", choices=WEIGHT_BYTES, default=["mxfp4"], help="of the experts (default: mxfp4)"
+        "--weights",
+        nargs="+",
+        choices=WEIGHT_BYTES,
+        default=["mxfp4"],
+        action=shared.Once,
+        help="of the experts (default: mxfp4)",
     )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="of the cache (default: 16)")
     parser.add_argument("--samples", type=int, default=20, metavar="N", help="of each timing (default: 20)")

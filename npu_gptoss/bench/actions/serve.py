@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--concurrency", help="requests at a time (default: 1)", **shared.COUNTS)
     how.add_argument(
-        "--rate", nargs="+", type=float, metavar="X", help="requests a second, at random times; inf: all at once"
+        "--rate",
+        nargs="+",
+        type=float,
+        metavar="X",
+        action=shared.Once,
+        help="requests a second, at random times; inf: all at once",
     )
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before those that count")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")

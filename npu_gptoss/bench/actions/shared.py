@@ -30,7 +30,18 @@ from npu_gptoss.model.sharding import EXPERT, TENSOR
 from npu_gptoss.progress import say
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
-COUNTS = {"nargs": "+", "type": int, "metavar": "N"}
+
+
+class Once(argparse.Action):
+    """Values of an option, each one once: a point that is named twice is one point, and its records would be equal."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, list(dict.fromkeys(values)))
+
+
+COUNTS = {"nargs": "+", "type": int, "metavar": "N", "action": Once}
 
 
 def engine_arguments(
