@@ -246,6 +246,9 @@ def _check_records(path: Path, content: Mapping[str, Any], needed: Sequence[str]
         missing = [f for f in needed if not isinstance(record, dict) or f not in record]
         if missing:
             raise InputError(f"{path}: record {number} lacks {', '.join(missing)}")
+        wrong = _misfits(content["what"], record, needed)
+        if wrong:
+            raise InputError(f"{path}: record {number}: {'; '.join(wrong)}")
 
 
 def beside(records: Sequence[Mapping[str, Any]], peer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
@@ -278,17 +281,20 @@ def key_of(what: str, record: Any) -> tuple[Any, ...]:
 def _record_problems(what: str, record: Any) -> list[str]:
     if not isinstance(record, dict):
         return [f"expected an object, got {record!r:.60}"]
-    found = []
-    for name, expected in _FIELDS[what].items():
-        value = record.get(name)
-        if not _fits(value, expected):
-            found.append(f"{name} must be {expected}, got {value!r}")
+    found = _misfits(what, record, _FIELDS[what])
     if not found and what in _FLOOR:
         floor_name, factor = _FLOOR[what]
         percent = 100 * record[floor_name] * factor / record[MEASURED[what]]
         if not math.isclose(percent, record["percent_of_floor"], rel_tol=0.02, abs_tol=0.06):
             found.append(f"percent_of_floor is {record['percent_of_floor']}, but its numbers give {percent:.1f}")
     return found
+
+
+def _misfits(what: str, record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What is wrong with these fields of a record, of those that its kind describes."""
+    expected = {name: fits for name, fits in _FIELDS.get(what, {}).items() if name in names}
+    values = {name: record.get(name) for name in expected}
+    return [f"{name} must be {expected[name]}, got {v!r}" for name, v in values.items() if not _fits(v, expected[name])]
 
 
 def _fits(value: Any, expected: str) -> bool:

@@ -139,6 +139,25 @@ def test_a_peers_file_needs_the_keys_and_the_number_only(tmp_path):
         records.read_peer(file, "prefill")
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"prefill_s": None}, "record 0: prefill_s must be a finite number above 0, got None"),
+        ({"prefill_s": "0.1"}, "record 0: prefill_s must be a finite number above 0, got '0.1'"),
+        ({"prompt_tokens": "8192"}, "record 0: prompt_tokens must be a whole number from 1, got '8192'"),
+    ],
+)
+def test_what_cannot_be_computed_with_is_told_when_the_file_is_read(changed, message, tmp_path):
+    """A peer's file is read before hours of measuring, and laid beside them after."""
+    point = {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": 0.117, **changed}
+    content = {"what": "prefill", "engine": "vLLM", "records": [point], "machine": {}, "versions": {}, "date": ""}
+    file = tmp_path / "peer.json"
+    file.write_text(json.dumps(content))
+    for read in (records.read, lambda file: records.read_peer(file, "prefill")):
+        with pytest.raises(InputError, match=re.escape(message)):
+            read(file)
+
+
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.name)
 def test_committed_records_can_be_read_without_asking(file):
     content = json.loads(file.read_text(encoding="utf-8"))
