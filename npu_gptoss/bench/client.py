@@ -63,7 +63,10 @@ class Stream:
             raise StreamError(f"the server ended the stream: {message_of(event)}")
         if isinstance(event.get("usage"), dict):  # some servers send it along with each event: the last one counts
             self.usage = event["usage"]
-        for choice in event.get("choices") or ():
+        choices = event.get("choices") or []
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise StreamError(f"the choices of an event are no objects: {choices!r:.80}")
+        for choice in choices:
             if self._carries_output(choice):
                 self.outputs.append(now)
             if choice.get("finish_reason"):
@@ -72,25 +75,23 @@ class Stream:
     def answer(self, sent: float) -> Answer:
         if self.finished is None:
             raise StreamError("the stream ended before a finish_reason")
-        if self.usage is None or not isinstance(self.usage.get("completion_tokens"), int):
+        counts = [(self.usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens")]
+        if not all(isinstance(count, int) for count in counts):
             raise StreamError(
                 "the stream has no usage: the server does not know stream_options.include_usage, so nobody can tell "
                 "how many tokens it sent"
             )
-        if not self.outputs or self.usage["completion_tokens"] < 1:
+        prompt_tokens, output_tokens = counts
+        if not self.outputs or output_tokens < 1:
             raise StreamError("no event of the stream carried output")
-        return Answer(
-            sent,
-            max(self.finished, self.outputs[-1]),
-            tuple(self.outputs),
-            int(self.usage.get("prompt_tokens") or 0),
-            self.usage["completion_tokens"],
-        )
+        return Answer(sent, max(self.finished, self.outputs[-1]), tuple(self.outputs), prompt_tokens, output_tokens)
 
     def _carries_output(self, choice: Mapping[str, Any]) -> bool:
         if self.api == COMPLETIONS:
             return bool(choice.get("text"))
         delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise StreamError(f"the delta of an event is no object: {delta!r:.80}")
         return any(delta.get(name) for name in OUTPUT_FIELDS)
 
 

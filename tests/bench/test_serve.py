@@ -141,6 +141,12 @@ FAILURES = {
     "no tokens": ([text("a", "length"), usage(0), DONE], "no event of the stream carried output"),
     "no JSON": ([Event("data: {oops\n\n", seen=False), DONE], "an event of the stream is no JSON"),
     "no object": ([Event("data: 7\n\n"), DONE], "an event of the stream is no object: 7"),
+    "no choices": ([Event({"choices": 7}), DONE], "the choices of an event are no objects: 7"),
+    "no choice": ([Event({"choices": ["a"]}), DONE], "the choices of an event are no objects: ['a']"),
+    "half a usage": (
+        [text("a", "length"), Event({"usage": {"prompt_tokens": "7", "completion_tokens": 1}}), DONE],
+        "the stream has no usage",
+    ),
 }
 
 
@@ -150,6 +156,11 @@ def test_what_goes_wrong_is_a_failure_with_its_reason(name):
     bad, good = asked(script, FINISHED)
     assert bad.error.startswith(reason)
     assert good.error is None, "the next request is not touched by it"
+
+
+def test_a_delta_that_is_no_object_is_a_failure_too():
+    (got,) = asked([Event({"choices": [{"delta": "a"}]}), DONE], api=CHAT)
+    assert got.error == "the delta of an event is no object: 'a'"
 
 
 def test_a_server_that_falls_silent_is_given_up():
