@@ -182,6 +182,24 @@ def problems(content: Any) -> list[str]:
     return found
 
 
+def check_place(path: Path) -> None:
+    """Raises InputError where `write` could not write. Asked before hours of measuring; makes nothing."""
+    folder = next(place for place in path.absolute().parents if place.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path} cannot be written: name a file in a folder of yours")
+
+
+def check_folder(folder: Path, *names: str) -> None:
+    """Raises InputError where files of these names cannot be written, or an earlier run has written one of them.
+
+    A run that measures less than the earlier one would leave some of the earlier one's numbers beside its own.
+    """
+    for name in names:
+        check_place(folder / name)
+        if (folder / name).exists():
+            raise InputError(f"{folder} holds {name} of an earlier run: name another folder with --out, or remove it")
+
+
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all. Content that `problems` objects to is a defect of the caller."""
     wrong = problems(content)

@@ -62,6 +62,15 @@ def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
     assert records.problems(json.loads(file.read_text())) == []
 
 
+@pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",), ("serve",), ("graphs", "--size", "20b")])
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shared, "ceilings_of", None)  # measuring would raise
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "records.json"):
+        assert bench(*words, "--json", place) == 2
+        assert f"{place} cannot be written" in capsys.readouterr().err
+
+
 def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     probe, file = tmp_path / "probe.json", tmp_path / "prefill.json"
     options = ("--device", "cpu", "--tokens", 70, "--repeats", 2, "--num-blocks", 20)

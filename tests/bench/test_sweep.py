@@ -225,6 +225,20 @@ def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["decode.json", "tables.md"])
+def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_path, monkeypatch, capsys):
+    """Where this one measures less, the earlier one's numbers would stand, and be drawn, beside it."""
+    monkeypatch.setattr(action.sweep, "run_layout", None)
+    (tmp_path / name).write_text("hours")
+    assert run(directory, tmp_path, "tp1") == 2
+    assert f"{tmp_path} holds {name} of an earlier run: name another folder with --out" in capsys.readouterr().err
+    options = ("--device", "cpu", "--out", str(tmp_path))
+    if name == "decode.json":
+        assert main(["bench", "engine", "--model", str(directory), *options]) == 2
+        assert f"{tmp_path} holds {name} of an earlier run" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "hours"
+
+
 def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) == "failed with exit status 7"

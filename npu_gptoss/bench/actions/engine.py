@@ -7,6 +7,7 @@ from pathlib import Path
 
 from npu_gptoss.bench import decode as of_decode
 from npu_gptoss.bench import prefill as of_prefill
+from npu_gptoss.bench import records
 from npu_gptoss.bench.actions import decode, prefill, shared
 from npu_gptoss.errors import InputError
 
@@ -30,7 +31,8 @@ def add_points(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    args.profile = False
+    records.check_folder(args.out, "decode.json", "prefill.json")
+    args.json, args.profile = None, False
     with shared.running_engine(args, args.batch) as running:
         nominal, own, device = running.nominal, running.own, running.device
         shared.say_what({}, nominal, own, device, args.gpu_price)

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     peer = None if args.peer is None else records.read_peer(args.peer, "kernel")
     load_kernels()
     shared.check_price(args.gpu_price)
+    if args.json is not None:
+        records.check_place(args.json)
     device = resolve_device(args.device)
     config = full_config(args.size) if args.model is None else GptOssConfig.from_directory(args.model)
     dtype = resolve_dtype(args.dtype, config)

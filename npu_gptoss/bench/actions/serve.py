@@ -93,6 +93,8 @@ def _check(args: argparse.Namespace) -> None:
             raise InputError(f"--{name} must be above 0, got {wrong[0]:g}")
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise InputError(f"--timeout must be a number of seconds above 0, got {args.timeout:g}")
+    if args.json is not None:
+        records.check_place(args.json)
     if args.api == client.CHAT and args.tokenizer is None:
         raise InputError(
             "a chat takes text, and a text of so many tokens needs their tokenizer: name a checkpoint's folder with "

@@ -103,6 +103,8 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int]) -> Iterator
     Every rank must do the same inside; what they print is rank 0's only.
     """
     check_price(args.gpu_price)
+    if args.json is not None:
+        records.check_place(args.json)
     with device_and_ranks(args.device, args.share_experts) as (name, ranks), only_rank_0_speaks():
         device = resolve_device(name)
         nominal, own = ceilings_of(device, 1 if ranks is None else ranks.shard.size)

@@ -18,6 +18,7 @@ from npu_gptoss.errors import InputError
 
 SUMMARY = "decode and prefill, batch by parallel layout: tables of speed and cost"
 DEFINITIONS = {"prefill": prefill.DEFINITIONS, "decode": decode.DEFINITIONS}
+TABLES = "tables.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when a layout that has its GPUs failed."""
     shared.check_price(args.gpu_price)
+    records.check_folder(args.out, *(f"{kind}.json" for kind in DEFINITIONS), TABLES)
     device = resolve_device(args.device)
     if device.index is not None:
         raise InputError(f"each rank takes a device of its own: give the type only, got {args.device!r}")
@@ -92,5 +94,5 @@ def _write(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], mis
             records.write(args.out / f"{kind}.json", written[-1])
     page = "\n".join(sweep.page(written, missing)) + "\n" if written else ""
     if page:
-        (args.out / "tables.md").write_text(page, encoding="utf-8")
+        (args.out / TABLES).write_text(page, encoding="utf-8")
     return page
