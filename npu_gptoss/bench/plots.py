@@ -58,7 +58,7 @@ def decode_figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """For each model and context: speed of a user against cost, a line a layout, a point a batch; and TPOT by batch."""
     keys = ("model", "weights", "projections", "context")
     for (model, weights, projections, context), rows in groups(content["records"], *keys).items():
-        other = () if projections in (None, "bf16") else (f"{projections} projections",)
+        other = _projections(projections)
         title = ", ".join([f"Decode, {model}, {weights} experts", *other, f"context {context}"])
         stem = _stem("decode", model, weights, *other, context)
         priced = _priced(rows)
@@ -80,8 +80,12 @@ def decode_figures(content: Mapping[str, Any]) -> Iterator[Named]:
 
 def prefill_figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """For each model: time to the first token by length; and against cost, a line a layout."""
-    for (model, weights), rows in groups(content["records"], "model", "weights").items():
-        title, stem = f"Prefill, {model}, {weights} experts", _stem("prefill", model, weights)
+    for (model, weights, projections), rows in groups(content["records"], "model", "weights", "projections").items():
+        other = _projections(projections)
+        title, stem = (
+            ", ".join([f"Prefill, {model}, {weights} experts", *other]),
+            _stem("prefill", model, weights, *other),
+        )
         figure, axes = _figure(content, title)
         _with_floor(axes, rows, "prompt_tokens", "prefill_s", 1e-3)
         axes.set(xlabel="tokens of the prompt", ylabel="s to the first token", xscale="log", yscale="log")
@@ -144,6 +148,11 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Iterator[Named]]] = {
     "kernel": kernel_figures,
     "serve": serve_figures,
 }
+
+
+def _projections(kind: str | None) -> tuple[str, ...]:
+    """Named where they are not the usual ones. kind: None of early records, and of another engine's."""
+    return () if kind in (None, "bf16") else (f"{kind} projections",)
 
 
 def _by_layout(rows: Sequence[Record], along: str) -> Iterator[tuple[dict[str, Any], str, list[Record]]]:

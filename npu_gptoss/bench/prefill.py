@@ -61,6 +61,7 @@ def prefill_record(
     nominal: Ceilings,
     measured: Ceilings | None,
     price_per_hour: float,
+    fp8_projections: bool = False,
 ) -> dict[str, Any]:
     """The run beside its floors, as `records` wants it.
 
@@ -68,7 +69,7 @@ def prefill_record(
     """
     seconds = statistics.median(times)
     layout, gpus = layout_of(engine)
-    work = prefill_work(engine.config, tokens, weights)
+    work = prefill_work(engine.config, tokens, weights, fp8_projections=fp8_projections)
     record = {
         "model": model_name(engine.config),
         "weights": weights,
@@ -79,6 +80,7 @@ def prefill_record(
         "prefill_min_s": min(times),
         "prefill_max_s": max(times),
         "repeats": len(times),
+        "projections": "fp8" if fp8_projections else "bf16",
         "max_batch_tokens": engine.scheduler.max_batch_tokens,
         "bytes": round(work.bytes),
         "flops": round(work.flops),

@@ -28,7 +28,7 @@ OURS = "npu_gptoss"
 # the fields that tell records of one kind apart, and the measured one that a peer's record adds
 KEYS = {
     "decode": ("model", "weights", "projections", "layout", "batch", "context"),
-    "prefill": ("model", "weights", "layout", "prompt_tokens"),
+    "prefill": ("model", "weights", "projections", "layout", "prompt_tokens"),
     "kernel": ("operation", "kernel", "case"),
     "agreement": ("model", "weights"),
     "graphs": ("model", "weights", "graphs", "batch", "context"),

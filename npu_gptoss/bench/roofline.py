@@ -164,7 +164,7 @@ def decode_work(
     )
 
 
-def prefill_work(config: GptOssConfig, tokens: int, weights: str) -> Work:
+def prefill_work(config: GptOssConfig, tokens: int, weights: str, *, fp8_projections: bool = False) -> Work:
     """One prompt from an empty cache to the logits of its last token, as one step: all experts are read once.
 
     A causal full layer sees n * n / 2 (query, key) pairs; a window layer n * window, as if the window were full from
@@ -178,7 +178,7 @@ def prefill_work(config: GptOssConfig, tokens: int, weights: str) -> Work:
     distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
     return Work(
         expert_bytes=layers * distinct * expert_bytes(config, weights),
-        dense_bytes=dense_bytes(config),
+        dense_bytes=dense_bytes(config, fp8_projections),
         kv_bytes=layers * tokens * kv_bytes_per_token(config),
         activation_bytes=tokens * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
         flops=tokens * _linear_flops(config)

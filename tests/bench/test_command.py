@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from npu_gptoss.bench import records
+from npu_gptoss.bench import agreement, records
 from npu_gptoss.bench.actions import shared
+from npu_gptoss.bench.decode import run_decode
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -86,6 +87,38 @@ def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     assert record["repeats"] == 2
     assert record["inside"][0]["us"] >= record["inside"][1]["us"] > 0
     assert "another engine: " in capsys.readouterr().out
+
+
+def test_projections_in_eight_bits_are_another_record_with_another_floor(directory, tmp_path):
+    """Of prefill too: the floor would else be that of twice their bytes, and one file be taken for the other."""
+    options = ("--device", "cpu", "--dtype", "float32", "--num-blocks", 20)
+    for words in (("decode", "--batch", 1, "--context", 20, "--steps", 2), ("prefill", "--tokens", 20, "--repeats", 1)):
+        found = {}
+        for name, more in (("bf16", ()), ("fp8", ("--fp8-projections",))):
+            file = tmp_path / f"{words[0]}_{name}.json"
+            assert bench(*words, "--model", directory, *options, *more, "--json", file) == 0
+            (found[name],) = json.loads(file.read_text())["records"]
+            assert found[name]["projections"] == name
+        assert found["fp8"]["bytes"] < found["bf16"]["bytes"]
+        assert records.key_of(words[0], found["fp8"]) != records.key_of(words[0], found["bf16"])
+
+
+def test_graphs_leave_out_what_does_not_fit_too(directory, tmp_path, monkeypatch, capsys):
+    """There are no graphs on a CPU: one that fits has numbers from here."""
+
+    def compared(engine, batch, context, steps, weights):
+        run_decode(engine, batch, context, steps)
+        times = {"tpot_ms": 1.0, "eager_tpot_ms": 2.0, "ratio": 2.0, "tokens_compared": 2, "tokens_identical": 2}
+        return {"model": "m", "weights": weights, "graphs": "full", "batch": batch, "context": context, **times}
+
+    monkeypatch.setattr(agreement, "compare_graphs", compared)
+    file = tmp_path / "graphs.json"
+    options = ("--device", "cpu", "--dtype", "float32", "--steps", 2, "--num-blocks", 8, "--json", file)
+    assert bench("graphs", "--model", directory, *options, "--context", 300) == 2
+    assert "none of these points fits this engine" in capsys.readouterr().err
+    assert bench("graphs", "--model", directory, *options, "--context", 20, 300) == 0
+    assert [record["context"] for record in json.loads(file.read_text())["records"]] == [20]
+    assert "batch 1, context 300: not measured: 1 requests of" in capsys.readouterr().err
 
 
 def test_kernels_of_every_operation_are_measured_at_the_shapes_of_a_checkpoint(directory, tmp_path, capsys):

@@ -70,6 +70,8 @@ def test_prefill_is_seconds_by_length_and_its_floor_in_the_same_unit():
         "tp1, floor": [(8192, pytest.approx(0.4096)), (32768, pytest.approx(1.6384))],
     }
     assert numbers(drawn["prefill_20b_mxfp4_cost"])[(0.01, 0.8192)] == "8192"
+    eight = dict(plots.figures(content("prefill", *({**row, "projections": "fp8"} for row in rows))))
+    assert list(eight) == ["prefill_20b_mxfp4_fp8-projections_ttft", "prefill_20b_mxfp4_fp8-projections_cost"]
 
 
 def test_kernels_are_bars_of_their_share_of_the_floor():

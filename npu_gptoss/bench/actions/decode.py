@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from npu_gptoss.bench import decode
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.roofline import Ceilings
-from npu_gptoss.engine import Engine
-from npu_gptoss.progress import counted, say
+from npu_gptoss.progress import say
 
 SUMMARY = "time per output token, batch by context"
 
@@ -23,35 +20,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside a step of each point")
 
 
-def points(
-    args: argparse.Namespace, engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None
-) -> list[dict[str, Any]]:
-    """A record for each batch and context, printed as it is measured; what does not fit is said and left out."""
-    rows = []
-    wanted = [(batch, context) for context in args.context for batch in args.batch]
-    for batch, context in counted(wanted, len(wanted), "decode", "point"):
-        try:
-            found = decode.run_decode(engine, batch, context, args.steps)
-        except decode.DoesNotFit as error:
-            print(f"batch {batch}, context {context}: not measured: {error}", file=sys.stderr)
-            continue
-        rows.append(
-            decode.decode_record(
-                engine,
-                found,
-                batch=batch,
-                context=context,
-                weights=form,
-                nominal=nominal,
-                measured=own,
-                price_per_hour=args.gpu_price,
-                fp8_projections=args.fp8_projections,
-            )
+def points(args: argparse.Namespace, running: shared.Running) -> list[dict[str, Any]]:
+    """A record for each batch and context, printed as it is measured."""
+
+    def measure(batch: int, context: int) -> dict[str, Any]:
+        record = decode.decode_record(
+            running.engine,
+            decode.run_decode(running.engine, batch, context, args.steps),
+            batch=batch,
+            context=context,
+            weights=running.form,
+            nominal=running.nominal,
+            measured=running.own,
+            price_per_hour=args.gpu_price,
+            fp8_projections=args.fp8_projections,
         )
-        say(decode.decode_line(rows[-1]))
+        say(decode.decode_line(record))
         if args.profile:
-            rows[-1]["inside"] = shared.show_profile(decode.profile_decode(engine, batch, context))
-    return rows
+            record["inside"] = shared.show_profile(decode.profile_decode(running.engine, batch, context))
+        return record
+
+    return shared.each_that_fits("decode", shared.batches_by_contexts(args), measure)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,13 +38,17 @@ def run(args: argparse.Namespace) -> int:
         shared.say_what({}, nominal, own, device, args.gpu_price)
         print("  what each number means stands in the files' `definitions`")
         found = 0
-        for what, of, action in (("decode", of_decode, decode), ("prefill", of_prefill, prefill)):
-            print(of_decode.DECODE_HEAD if what == "decode" else of_prefill.PREFILL_HEAD)
-            rows = action.points(args, running.engine, running.form, nominal, own)
+        kinds = (
+            ("decode", of_decode.DEFINITIONS, of_decode.DECODE_HEAD, decode),
+            ("prefill", of_prefill.DEFINITIONS, of_prefill.PREFILL_HEAD, prefill),
+        )
+        for what, definitions, head, action in kinds:
+            print(head)
+            rows = action.points(args, running)
             found += len(rows)
             if rows:
                 args.json = args.out / f"{what}.json"
-                shared.write(args, what, device, rows, of.DEFINITIONS, nominal, own)
+                shared.write(args, what, device, rows, definitions, nominal, own)
         if not found:
-            raise InputError("none of these points fits this engine; standard error says why for each")
+            raise InputError(shared.NOTHING_FITS)
     return 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from npu_gptoss.bench import agreement
 from npu_gptoss.bench.actions import shared
+from npu_gptoss.errors import InputError
+from npu_gptoss.progress import say
 
 SUMMARY = "decode with graphs against without: times and tokens"
 
@@ -22,10 +25,14 @@ def run(args: argparse.Namespace) -> int:
     with shared.running_engine(args, args.batch) as running:
         nominal, own, device = running.nominal, running.own, running.device
         shared.say_what(definitions, nominal, own, device, args.gpu_price)
-        rows = []
-        for context in args.context:
-            for batch in args.batch:
-                rows.append(agreement.compare_graphs(running.engine, batch, context, args.steps, running.form))
-                print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+
+        def measure(batch: int, context: int) -> dict[str, Any]:
+            record = agreement.compare_graphs(running.engine, batch, context, args.steps, running.form)
+            say(", ".join(f"{name} {value}" for name, value in record.items()))
+            return record
+
+        rows = shared.each_that_fits("graphs", shared.batches_by_contexts(args), measure)
+        if not rows:
+            raise InputError(shared.NOTHING_FITS)
         shared.write(args, "graphs", device, rows, definitions, nominal, own)
     return 0

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from npu_gptoss.bench import prefill
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.decode import DoesNotFit
-from npu_gptoss.bench.roofline import Ceilings
-from npu_gptoss.engine import Engine
-from npu_gptoss.progress import counted, say
+from npu_gptoss.progress import say
 
 SUMMARY = "time to the first token of one prompt"
 
@@ -23,32 +19,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside each prefill")
 
 
-def points(
-    args: argparse.Namespace, engine: Engine, form: str, nominal: Ceilings, own: Ceilings | None
-) -> list[dict[str, Any]]:
-    """A record for each length, printed as it is measured; what does not fit is said and left out."""
-    rows = []
-    for tokens in counted(args.tokens, len(args.tokens), "prefill", "point"):
-        try:
-            times = prefill.run_prefill(engine, tokens, args.repeats)
-        except DoesNotFit as error:
-            print(f"{tokens} tokens: not measured: {error}", file=sys.stderr)
-            continue
-        rows.append(
-            prefill.prefill_record(
-                engine,
-                times,
-                tokens=tokens,
-                weights=form,
-                nominal=nominal,
-                measured=own,
-                price_per_hour=args.gpu_price,
-            )
+def points(args: argparse.Namespace, running: shared.Running) -> list[dict[str, Any]]:
+    """A record for each length, printed as it is measured."""
+
+    def measure(tokens: int) -> dict[str, Any]:
+        record = prefill.prefill_record(
+            running.engine,
+            prefill.run_prefill(running.engine, tokens, args.repeats),
+            tokens=tokens,
+            weights=running.form,
+            nominal=running.nominal,
+            measured=running.own,
+            price_per_hour=args.gpu_price,
+            fp8_projections=args.fp8_projections,
         )
-        say(prefill.prefill_line(rows[-1]))
+        say(prefill.prefill_line(record))
         if args.profile:
-            rows[-1]["inside"] = shared.show_profile(prefill.profile_prefill(engine, tokens))
-    return rows
+            record["inside"] = shared.show_profile(prefill.profile_prefill(running.engine, tokens))
+        return record
+
+    return shared.each_that_fits("prefill", {f"{tokens} tokens": (tokens,) for tokens in args.tokens}, measure)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.bench import profile, provenance, records
+from npu_gptoss.bench.decode import DoesNotFit
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings
@@ -27,9 +29,10 @@ from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
-from npu_gptoss.progress import say
+from npu_gptoss.progress import counted, say
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
+NOTHING_FITS = "none of these points fits this engine; standard error says why for each"
 
 
 class Once(argparse.Action):
@@ -119,7 +122,7 @@ def with_engine(
     definitions: dict[str, str],
     head: str,
     line: Callable[[dict[str, Any]], str],
-    points: Callable[[argparse.Namespace, Engine, str, Ceilings, Ceilings | None], list[dict[str, Any]]],
+    points: Callable[[argparse.Namespace, Running], list[dict[str, Any]]],
     batches: Sequence[int],
 ) -> int:
     """Makes an engine for these batch sizes, prints the table that `points` fills line by line, and writes it."""
@@ -128,15 +131,36 @@ def with_engine(
         nominal, own, device = running.nominal, running.own, running.device
         say_what(definitions, nominal, own, device, args.gpu_price)
         print(head)
-        rows = points(args, running.engine, running.form, nominal, own)
+        rows = points(args, running)
         if not rows:
-            raise InputError("none of these points fits this engine; standard error says why for each")
+            raise InputError(NOTHING_FITS)
         if peer is not None:
             rows = records.beside(rows, peer, what)
             print(f"beside {peer['engine']}:")
             print("\n".join(line(row) for row in rows))
         write(args, what, device, rows, definitions, nominal, own)
     return 0
+
+
+def each_that_fits(
+    what: str, points: Mapping[str, tuple[int, ...]], measure: Callable[..., dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The record that `measure` makes of each point; what does not fit the engine is said and left out.
+
+    points: name -> arguments of `measure`, which prints its record.
+    """
+    rows = []
+    for name, arguments in counted(points.items(), len(points), what, "point"):
+        try:
+            rows.append(measure(*arguments))
+        except DoesNotFit as error:
+            print(f"{name}: not measured: {error}", file=sys.stderr)
+    return rows
+
+
+def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """The points of decode for `each_that_fits`: (batch, context)."""
+    return {f"batch {batch}, context {context}": (batch, context) for context in args.context for batch in args.batch}
 
 
 def make_engine(
