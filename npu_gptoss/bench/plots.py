@@ -82,10 +82,8 @@ def prefill_figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """For each model: time to the first token by length; and against cost, a line a layout."""
     for (model, weights, projections), rows in groups(content["records"], "model", "weights", "projections").items():
         other = _projections(projections)
-        title, stem = (
-            ", ".join([f"Prefill, {model}, {weights} experts", *other]),
-            _stem("prefill", model, weights, *other),
-        )
+        title = ", ".join([f"Prefill, {model}, {weights} experts", *other])
+        stem = _stem("prefill", model, weights, *other)
         figure, axes = _figure(content, title)
         _with_floor(axes, rows, "prompt_tokens", "prefill_s", 1e-3)
         axes.set(xlabel="tokens of the prompt", ylabel="s to the first token", xscale="log", yscale="log")

@@ -166,7 +166,11 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
             ("kernel", "moe.router", "--device", "cpu"),
             "there are no cases of an operation 'moe.router'",
         ),
-        (("kernel", "moe.route", "--device", "cpu", "--kernel", "fast"), "no kernel could run any of these cases"),
+        (
+            ("kernel", "moe.route", "--device", "cpu", "--kernel", "small_ops", "fast"),
+            "no kernel or solution of moe.route is called 'fast', but ",
+        ),
+        (("kernel", "moe.route", "--device", "cpu", "--kernel", "ascend"), "no kernel could run any of these cases"),
         (("kernel", "--gpu-price", "-1"), "--gpu-price must be from 0"),
         (("decode", "--model", "/nonexistent", "--device", "cpu"), "there is no such directory"),
         (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a file of records"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from npu_gptoss.bench.roofline import WEIGHT_BYTES
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import load_kernels
+from npu_gptoss.kernels.registry import registry
 from npu_gptoss.model.config import GptOssConfig
 
 SUMMARY = "each registered kernel of an operation alone"
@@ -62,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
     unknown = sorted(set(args.operation) - builders.keys())
     if unknown:
         raise InputError(f"there are no cases of an operation {unknown[0]!r}, but of {', '.join(sorted(builders))}")
+    operations = args.operation or sorted(builders)
+    _check_kernels(args.kernel or (), operations)
     nominal, own = shared.ceilings_of(device)
     shared.say_what(kernels.DEFINITIONS, nominal, own, device, args.gpu_price)
     print(kernels.KERNEL_HEAD)
     rows: list[dict[str, Any]] = []
     told: set[tuple[str, str]] = set()
     with kernels_for(device):
-        for name in args.operation or sorted(builders):
+        for name in operations:
             for found in kernels.run_kernels(
                 builders[name](), device, wanted=args.kernel, nominal=nominal, measured=own, samples=args.samples
             ):
@@ -87,6 +90,15 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("no kernel could run any of these cases; standard error says why for each")
     shared.write(args, "kernel", device, rows, kernels.DEFINITIONS, nominal, own)
     return 0
+
+
+def _check_kernels(wanted: Sequence[str], operations: Sequence[str]) -> None:
+    """Each has to name a kernel or a solution of one of the operations."""
+    found = [kernel for name in operations for kernel in registry.kernels_of(registry.operations[name])]
+    unknown = [name for name in wanted if name not in {kernel.name for kernel in found} | {k.solution for k in found}]
+    if unknown:
+        there = ", ".join(sorted({kernel.solution for kernel in found}))
+        raise InputError(f"no kernel or solution of {', '.join(operations)} is called {unknown[0]!r}, but {there}")
 
 
 def _builders(
