@@ -8,6 +8,7 @@ of them after a warm-up. Keys that a step sees are counted as they were, experts
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,13 +58,11 @@ class DecodeRun:
 
     @property
     def mean_s(self) -> float:
-        return sum(self.step_s) / len(self.step_s)
+        return statistics.fmean(self.step_s)
 
     @property
     def median_s(self) -> float:
-        ordered = sorted(self.step_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.step_s)
 
 
 class DoesNotFit(InputError):

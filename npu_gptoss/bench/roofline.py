@@ -64,10 +64,6 @@ class Work:
         """Seconds below which no version can run."""
         return max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
 
-    def bound(self, ceilings: Ceilings) -> str:
-        """Which ceiling the floor is at."""
-        return "bytes" if self.bytes / ceilings.bytes_per_s >= self.flops / ceilings.flops_per_s else "operations"
-
 
 def weight_bytes(weights: str) -> float:
     """Bytes a weight in a format of WEIGHT_BYTES."""
