@@ -55,7 +55,7 @@ class MmluRun:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file; the last one may be cut off where a run was interrupted, and evalscope does it anew."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # Unicode has other ends of lines, which may stand in a text
         try:
             row = json.loads(line)
         except ValueError:
@@ -116,31 +116,35 @@ def read_run(folder: Path) -> MmluRun:
     Raises ReportError when there are none, when the run is not finished, or when its report and its answers differ.
     """
     model = _only_model(folder)
-    again = "run the same scripts/mmlu.sh command again: it goes on where it stopped"
-    predictions = folder / "predictions" / model
     try:
-        report = json.loads((folder / "reports" / model / "mmlu.json").read_text())
-    except (FileNotFoundError, ValueError):
-        count = sum(len({row["index"] for row in _rows(path)}) for path in predictions.glob(f"{PREFIX}*.jsonl"))
-        raise ReportError(f"{folder} is not finished: {count} questions are answered; {again}") from None
-    try:
-        metric = report["metrics"][0]
-        answers = tuple(
-            answer
-            for path in sorted((folder / "reviews" / model).glob(f"{PREFIX}*.jsonl"))
-            for answer in _read_subject(path, predictions)
-        )
-    except (KeyError, IndexError, TypeError) as error:
+        return _finished(folder, model)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ReportError(
             f"{folder} is not what evalscope 1.14 writes ({type(error).__name__}: {error}); "
             "the environment that was tested is made by: make setup-evalscope"
         ) from None
+
+
+def _finished(folder: Path, model: str) -> MmluRun:
+    again = "run the same scripts/mmlu.sh command again: it goes on where it stopped"
+    predictions = folder / "predictions" / model
+    try:
+        report = json.loads((folder / "reports" / model / "mmlu.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        count = sum(len({row["index"] for row in _rows(path)}) for path in predictions.glob(f"{PREFIX}*.jsonl"))
+        raise ReportError(f"{folder} is not finished: {count} questions are answered; {again}") from None
+    questions, score = (report["metrics"][0][name] for name in ("num", "score"))
+    answers = tuple(
+        answer
+        for path in sorted((folder / "reviews" / model).glob(f"{PREFIX}*.jsonl"))
+        for answer in _read_subject(path, predictions)
+    )
     if not answers:
         raise ReportError(f"{folder} has a report and no scored answers; {again}")
     right = sum(answer.right for answer in answers)
-    if metric["num"] != len(answers) or abs(metric["score"] - right / len(answers)) > 1e-4:
+    if questions != len(answers) or abs(score - right / len(answers)) > 1e-4:
         raise ReportError(
-            f"{folder}: the report has {metric['num']} questions with a score of {metric['score']}, the reviews "
+            f"{folder}: the report has {questions} questions with a score of {score}, the reviews "
             f"{len(answers)} with {right} right; {again}"
         )
     return MmluRun(folder, model, answers, _settings(folder / "configs" / "task_config.yaml"))

@@ -34,7 +34,7 @@ def review(subject: str, index: int, right: bool, letter: str = "A", prompt: str
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_run(folder: Path, outcomes: Mapping[str, Sequence[bool]], model: str = "gpt-oss-20b") -> Path:

@@ -115,11 +115,25 @@ def test_a_question_scored_again_counts_once_and_the_later_score_counts(tmp_path
     assert [answer.right for answer in read_run(run).answers] == [True, False]
 
 
-def test_a_line_cut_off_by_an_interruption_is_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [b'{"index": 9, "target": ["A"', '{"index": 9, "target": ["é'.encode()[:-1]])
+def test_a_line_cut_off_by_an_interruption_is_no_answer(cut: bytes, tmp_path: Path) -> None:
+    """Within a character too."""
     run = write_run(tmp_path / "run", {"law": LAW})
-    with (run / "reviews/gpt-oss-20b/mmlu_law.jsonl").open("a") as file:
-        file.write('{"index": 9, "target": ["A"')
+    for part in ("reviews", "predictions"):
+        with (run / part / "gpt-oss-20b/mmlu_law.jsonl").open("ab") as file:
+            file.write(cut)
     assert len(read_run(run).answers) == 8
+    (run / "reports/gpt-oss-20b/mmlu.json").unlink()
+    with pytest.raises(ReportError, match="not finished: 8 questions are answered"):
+        read_run(run)
+
+
+def test_what_only_unicode_calls_the_end_of_a_line_is_text(tmp_path: Path) -> None:
+    """evalscope writes it as it is, and MMLU and models use it: an answer would be lost, and no run ever whole."""
+    run = write_run(tmp_path / "run", {"law": [True, False]})
+    rows = [review("law", 0, True, prompt="One\u2028two\x85three\u2029four?"), review("law", 1, False)]
+    write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
+    assert [answer.right for answer in read_run(run).answers] == [True, False]
 
 
 def test_replies_without_a_letter_and_cut_replies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -146,8 +160,16 @@ def test_a_folder_without_answers_is_refused_in_words(tmp_path: Path, capsys: py
     assert "holds no answers to MMLU" in capsys.readouterr().err
 
 
-def test_files_of_another_evalscope_are_refused_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "row"),
+    [
+        ("reviews/gpt-oss-20b/mmlu_law.jsonl", {"index": 0, "score": 1}),
+        ("predictions/gpt-oss-20b/mmlu_law.jsonl", {"index": 0, "model_output": ["stop"]}),
+        ("reports/gpt-oss-20b/mmlu.json", {"metrics": [{"score": 0.75}]}),
+    ],
+)
+def test_files_of_another_evalscope_are_refused_in_words(place: str, row: dict[str, object], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"law": LAW})
-    write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", [{"index": 0, "score": 1}])
+    write_lines(run / place, [row])
     with pytest.raises(ReportError, match=r"is not what evalscope 1\.14 writes"):
         read_run(run)
