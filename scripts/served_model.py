@@ -12,6 +12,7 @@ import http.client
 import json
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 
@@ -31,15 +32,24 @@ def served_models(url: str) -> dict[str, str]:
             return {model["id"]: model.get("root") or "" for model in models}
     except urllib.error.HTTPError as error:
         remedy = "start it without --api-key for this" if error.code == 401 else "is it an OpenAI-compatible server?"
-        raise ServerError(f"{address} answers {error.code} {error.reason}; {remedy}") from None
+        raise ServerError(f"{address} answers {error.code} {error.reason}; {remedy}{proxy_of(address)}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise ServerError(
             f"no server answers at {address} ({reason}). Start one (scripts/serve.sh, make serve), wait until it is "
-            "ready, or name another with --url"
+            f"ready, or name another with --url{proxy_of(address)}"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise ServerError(f"{address} answers something else than a list of models; is --url right?") from None
+
+
+def proxy_of(address: str) -> str:
+    """What to say when a proxy was asked in the server's place; evalscope asks it too."""
+    parts = urllib.parse.urlsplit(address)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy is None or urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    return f"; the proxy {proxy} was asked; for a server that it cannot reach, set no_proxy={parts.hostname}"
 
 
 def choose(models: dict[str, str], wanted: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving import platform
 from scripts import serve_cpu
 from scripts.serve_cpu import ServeError
+from tests.serving.server import free_port
 
 
 def test_a_taken_port_gives_a_sentence_and_a_way_out(capsys: pytest.CaptureFixture) -> None:
@@ -127,6 +129,23 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
             serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=1)
     finally:
         serve_cpu.stop(process)
+
+
+def test_the_proxy_is_not_asked_for_a_server_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would say no for ever, and `make serve` wait for ever."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers what the environment was
+    (tmp_path / "health").touch()
+    port, log = free_port(), tmp_path / "log"
+    words = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    process = serve_cpu.start(words, os.environ, log)
+    try:
+        assert serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=10) < 10
+    finally:
+        serve_cpu.stop(process, patience=1)
 
 
 STUBBORN = """

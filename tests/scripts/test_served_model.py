@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import urllib.request
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_another_server_is_recognised(status: int, body: str, words: str, capsys
     with fake_server({}, status, body) as url:
         assert served_model.main([url]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_proxy_that_was_asked_instead_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It answers for a server that it cannot reach; evalscope would ask it too."""
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with fake_server({}, 502, "") as proxy, fake_server({"a": "/a"}) as url:
+        monkeypatch.setenv("http_proxy", proxy)
+        for host, asked in (("", True), ("127.0.0.1", False)):
+            monkeypatch.setenv("no_proxy", host)
+            monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers what the environment was
+            assert (served_model.main([url]) == 2) == asked
+        printed = capsys.readouterr()
+    assert f"the proxy {proxy} was asked; for a server that it cannot reach, set no_proxy=127.0.0.1" in printed.err
+    assert printed.out == "a\t/a\n"
 
 
 def test_no_server_is_told_with_what_to_do(capsys: pytest.CaptureFixture) -> None:
