@@ -16,8 +16,8 @@ from setup_venv import (
     Runner,
     Step,
     choose_python,
+    install_lock,
     make_environment,
-    pip,
     read_pins,
     set_up_alone,
 )
@@ -28,12 +28,7 @@ LOOSE = ("mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10")  # where a version of the
 
 
 def install_packages(env: Environment, run: Runner) -> str:
-    (env.state / "unlocked").unlink(missing_ok=True)
-    if run.attempt(pip(env, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(LOCK))):
-        return ""
-    (env.state / "unlocked").touch()
-    run.must(pip(env, *LOOSE))
-    return f"not all versions of {LOCK.name} can be had here: took what {' and '.join(LOOSE)} resolve to"
+    return install_lock(env, run, LOCK, LOOSE, "--require-hashes", "--only-binary", ":all:")
 
 
 def steps(python: str) -> list[Step]:

@@ -15,8 +15,8 @@ from setup_venv import (
     Runner,
     Step,
     choose_python,
+    install_lock,
     make_environment,
-    pip,
     read_pins,
     set_up_alone,
 )
@@ -28,12 +28,7 @@ MODULES = ("evalscope.run", "evalscope.benchmarks", "evalscope.perf.main", "eval
 
 
 def install_packages(env: Environment, run: Runner) -> str:
-    (env.state / "unlocked").unlink(missing_ok=True)
-    if run.attempt(pip(env, "--no-deps", "-r", str(LOCK))):
-        return ""
-    (env.state / "unlocked").touch()
-    run.must(pip(env, *LOOSE))
-    return f"not all versions of {LOCK.name} can be had here: took what {' and '.join(LOOSE)} resolve to"
+    return install_lock(env, run, LOCK, LOOSE)
 
 
 def import_modules(env: Environment, run: Runner) -> str:

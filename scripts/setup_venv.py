@@ -150,12 +150,18 @@ class Runner:
 
     def must(self, command: Sequence[str]) -> None:
         if not self.attempt(command):
-            tail = "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-15:])
-            raise SetupError(
-                f"this step failed; the end of its log ({self.log}):\n{tail}\n"
+            raise self.failure(
+                "this step failed",
                 "Mend what it names (often the network or the disk) and run the same command again: "
-                "what is finished is not done twice."
+                "what is finished is not done twice.",
             )
+
+    def failure(self, what: str, remedy: str) -> SetupError:
+        tail = "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-15:])
+        return SetupError(f"{what}; the end of its log ({self.log}):\n{tail}\n{remedy}")
+
+    def logged(self, text: str) -> bool:
+        return text in self.log.read_text(errors="replace")
 
     def done(self, note: str) -> None:
         end = f"{self.seconds():.0f} s" + (f", {note}" if note else "")
@@ -225,13 +231,28 @@ def install_torch(env: Environment, run: Runner) -> str:
     return "the registry's build"
 
 
-def install_packages(env: Environment, run: Runner) -> str:
+def install_lock(env: Environment, run: Runner, lock: Path, loose: Sequence[str], *options: str) -> str:
+    """Installs what a lock names, without a resolver; where a version cannot be had, what pip makes of `loose`.
+
+    options: of pip, for the lock. A file with another hash than the lock's is an error: `loose` would take it all the
+    same.
+    """
     (env.state / "unlocked").unlink(missing_ok=True)
-    if run.attempt(pip(env, "--no-deps", "-r", "requirements/cpu.txt")):
+    if run.attempt(pip(env, "--no-deps", *options, "-r", str(lock))):
         return ""
+    if run.logged("DO NOT MATCH THE HASHES"):
+        raise run.failure(
+            f"a file has another hash than {lock.name} says, and is not installed",
+            "It is damaged, or somebody has replaced it: ask your registry, or take another one.",
+        )
     (env.state / "unlocked").touch()
-    run.must(pip(env, "-r", "requirements/cpu.in"))
-    return "not all versions of requirements/cpu.txt can be had here: took what requirements/cpu.in allows"
+    run.must(pip(env, *loose))
+    taken = " and ".join(word for word in loose if word != "-r")
+    return f"not all versions of {lock.name} can be had here: took what {taken} allows"
+
+
+def install_packages(env: Environment, run: Runner) -> str:
+    return install_lock(env, run, ROOT / "requirements/cpu.txt", ("-r", "requirements/cpu.in"))
 
 
 def install_vllm(env: Environment, run: Runner) -> str:

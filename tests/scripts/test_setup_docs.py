@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,6 @@ from scripts.setup_venv import read_pins
 from tests.docker.test_requirements import read
 from tests.scripts.shell import ROOT
 
-SCRIPT = ROOT / "scripts/setup_docs.py"
 LOCK = ROOT / "requirements/docs.txt"
 PYTHON = ROOT / ".venv-docs/bin/python"
 A, B = "a" * 64, "b" * 64
@@ -35,28 +30,6 @@ def test_nothing_is_missing_and_versions_fit() -> None:
     """The lock is installed without a resolver, so pip has to be asked whether it is complete."""
     done = subprocess.run([str(PYTHON), "-m", "pip", "check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def run(venv: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--venv", str(venv)]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
-
-
-def test_a_folder_that_it_did_not_make_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    done = run(tmp_path)
-    assert done.returncode == 1
-    assert "was not made by this set-up" in done.stderr
-    assert (tmp_path / "mine").exists()
-
-
-@pytest.mark.slow
-def test_without_the_wheels_it_fails_with_the_reason(tmp_path: Path) -> None:
-    variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
-    done = run(tmp_path / "venv", **variables)
-    assert done.returncode == 1, done.stdout
-    assert "No matching distribution found for mkdocs" in done.stderr
-    assert "what is finished is not done twice" in done.stderr
 
 
 def test_the_lock_has_the_hashes_of_all_pythons_and_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +64,3 @@ def test_a_version_that_the_index_lacks_is_an_error_with_pips_words(monkeypatch:
         lock_docs.LockError, match=r"docs on Python 3\.10, aarch64 cannot be resolved\. pip says:\n(.*\n)*.*mkdocs"
     ):
         lock_docs.resolve("3.10", "aarch64", "mkdocs==1.6.1")
-
-
-def test_a_file_with_another_hash_is_not_installed() -> None:
-    """The set-up asks pip for hashes; without the flag a line of another file would lift the check."""
-    source = SCRIPT.read_text(encoding="utf-8")
-    (install,) = re.findall(r"run\.attempt\(pip\(env, (.+?), \"-r\"", source)
-    assert "--require-hashes" in install

@@ -24,14 +24,6 @@ def test_a_missing_compiler_is_named_before_anything_is_made(tmp_path: Path) -> 
     assert not (tmp_path / "venv").exists()
 
 
-def test_a_folder_that_it_did_not_make_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    done = run(tmp_path, CXX=sys.executable)
-    assert done.returncode == 1
-    assert "was not made by this set-up" in done.stderr
-    assert (tmp_path / "mine").exists()
-
-
 @pytest.mark.slow
 def test_without_the_wheels_it_fails_with_the_reason(tmp_path: Path) -> None:
     variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
