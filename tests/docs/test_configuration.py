@@ -11,7 +11,7 @@ import pytest
 
 from npu_gptoss import envs
 from scripts import configuration_page
-from scripts.serve_cpu import serve_command
+from scripts.serve_cpu import cpu_environment, serve_command
 from tests.markdown import ROOT
 
 PAGE = ROOT / "docs/configuration.md"
@@ -96,3 +96,10 @@ def test_the_table_has_every_option_that_the_scripts_pass() -> None:
     named = {option for options, *_ in OPTIONS for option in options}
     assert set(flags(printed)) - {"--served-model-name"} <= named
     assert len(named) >= 15
+
+
+def test_every_variable_that_make_serve_sets_stands_with_its_reason() -> None:
+    page = (ROOT / "docs/serving-on-cpu.md").read_text(encoding="utf-8")
+    table = page.partition("and in the environment\n")[2].partition("\n\n")[2].partition("\n\n")[0]
+    named = re.findall(r"`([A-Z_]+)`", "".join(line.split("|")[1] for line in table.splitlines()))
+    assert set(named) == set(cpu_environment(Path("DIR"), Path("DIR"), {}))
