@@ -219,7 +219,20 @@ def other_lines(records: list[Record]) -> list[str]:
             f"**{100 * r['top1_agreement']:.1f} %** of {r['tokens']} are also our largest logit; where not, ours is "
             f"larger by at most {r['largest_gap']:.3f} and on average {r['mean_gap']:.3f} deviations of all logits."
         )
+        lines += control_table(r)
     return lines
+
+
+def control_table(record: Record) -> list[str]:
+    """What the same comparison says of our engine with a deliberate mistake."""
+    if not record.get("controls"):
+        return []
+    head = ("our engine", "agrees", "gap on average, where not", "choices changed by the mistake")
+    rows = [("as it is", f"**{100 * record['top1_agreement']:.1f} %**", f"{record['mean_gap']:.3f}", "")]
+    for control in record["controls"]:
+        agrees, changed = f"{100 * control['top1_agreement']:.1f} %", f"{100 * control['changed']:.1f} %"
+        rows.append((control["mistake"], agrees, f"{control['mean_gap']:.3f}", changed))
+    return ["", *table(head, rows)]
 
 
 def sources(records: list[Record]) -> list[str]:

@@ -8,9 +8,12 @@ import torch
 from npu_gptoss.bench import records
 from npu_gptoss.bench.agreement import compare, compare_graphs, identical
 from npu_gptoss.bench.decode import random_prompts
+from npu_gptoss.bench.mistakes import MISTAKES, RAMP, mistaken
+from npu_gptoss.bench.random_checkpoint import calm, write_random_checkpoint
 from npu_gptoss.cli import main
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.errors import InputError
+from tests.checkpoints import random_config
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,63 @@ def test_tokens_count_as_identical_up_to_the_first_difference():
     assert identical([1, 2, 3], [1, 2, 3]) == 3
     assert identical([1, 2, 3], [1, 9, 3]) == 1
     assert identical([], [1]) == 0
+
+
+def controls(record: dict) -> dict[str, dict]:
+    return {control["mistake"]: control for control in record["controls"]}
+
+
+def test_a_mistake_that_does_nothing_to_these_prompts_is_told_as_such(engine, greedy):
+    """20 tokens are inside every window: one key less or more of 128 cannot show, and the agreement stays."""
+    found = controls(compare(engine, greedy, "bf16"))
+    assert tuple(found) == MISTAKES
+    for mistake in ("window one key less", "window one key more"):
+        assert found[mistake]["top1_agreement"] == 1.0
+        assert found[mistake]["changed"] == found[mistake]["mean_gap"] == 0.0
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_reaches_the_logits_inside_and_leaves_nothing_behind(engine, mistake):
+    prompt = random_prompts(1, 140, engine.config.vocab_size, 3)[0]
+    before = engine.logits(prompt)
+    with mistaken(engine, mistake):
+        wrong = engine.logits(prompt)
+    assert not torch.equal(wrong, before)
+    if "window" in mistake:
+        assert torch.equal(wrong[:127], before[:127]), "which see all keys either way"
+    assert torch.equal(engine.logits(prompt), before)
+    with pytest.raises(ZeroDivisionError), mistaken(engine, mistake):
+        raise ZeroDivisionError
+    assert torch.equal(engine.logits(prompt), before)
+
+
+@pytest.fixture(scope="module")
+def calm_pair(tmp_path_factory) -> tuple[Engine, list[dict[str, list[int]]]]:
+    """An engine in bfloat16, and what one in fp32 generates from the same calm weights."""
+    path = tmp_path_factory.mktemp("calm")
+    config = random_config(layers=12, hidden=256, intermediate=256, vocab_size=4096, experts=16)
+    write_random_checkpoint(path, config, seed=0, device=torch.device("cpu"), deviations=calm(config))
+    options = {"num_blocks": 60, "max_batch_size": 6}
+    prompts = random_prompts(6, 128, config.vocab_size, 5)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    results = Engine(path, dtype="float32", **options).generate(prompts, params)
+    rows = [
+        {"prompt_token_ids": prompt, "token_ids": list(result.token_ids)}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    return Engine(path, dtype="bfloat16", **options), rows
+
+
+def test_calm_weights_agree_in_bf16_and_mistakes_lower_the_number(calm_pair):
+    engine, rows = calm_pair
+    record = compare(engine, rows, "bf16")
+    assert record["top1_agreement"] > 0.93
+    assert record["largest_gap"] < 0.1, "what is not the same is a near-tie"
+    found = controls(record)
+    for mistake in set(MISTAKES) - {RAMP}:
+        assert found[mistake]["top1_agreement"] < record["top1_agreement"] - 0.08, mistake
+        assert found[mistake]["mean_gap"] > 3 * record["mean_gap"], mistake
+    assert found["sinks dropped"]["top1_agreement"] < 0.75
 
 
 def test_no_tokens_to_compare_is_an_error(engine):

@@ -108,6 +108,31 @@ def test_a_layout_of_several_gpus_is_named():
     assert "| 20b | mxfp4, tp2 | 8 |" in render([decode(layout="tp2")])
 
 
+def agreement(**changes: object) -> dict[str, object]:
+    record = {
+        "model": "20b",
+        "weights": "mxfp4",
+        "tokens": 1024,
+        "top1_agreement": 0.962,
+        "largest_gap": 0.031,
+        "mean_gap": 0.0072,
+        "peer": {"engine": "vLLM 0.25.1"},
+        "controls": [{"mistake": "sinks dropped", "top1_agreement": 0.31, "mean_gap": 0.41, "changed": 0.692}],
+        "_": {**HEADER, "what": "agreement", "file": "agreement.json"},
+    }
+    return {**record, **changes}
+
+
+def test_agreement_stands_beside_what_mistakes_leave_of_it():
+    text = render([agreement()])
+    assert "**96.2 %** of 1024 are also our largest logit" in text
+    assert "| as it is | **96.2 %** | 0.007 |  |" in text
+    assert "| sinks dropped | 31.0 % | 0.410 | 69.2 % |" in text
+    without = agreement()
+    del without["controls"]
+    assert "as it is" not in render([without]), "records of an earlier form"
+
+
 def test_the_section_goes_between_its_marks_and_nothing_else_changes():
     page = f"before\n{BEGIN}\nold\n{END}\nafter <!-- end -->\n"
     assert insert(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter <!-- end -->\n"

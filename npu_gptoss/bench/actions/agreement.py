@@ -26,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
         shared.say_what(definitions, nominal, own, device, args.gpu_price)
         record = agreement.compare(running.engine, peer["records"], running.form)
         record["peer"] = {"engine": peer["engine"]}
-        print(", ".join(f"{name} {value}" for name, value in record.items()))
+        print(", ".join(f"{name} {value}" for name, value in record.items() if name != "controls"))
+        for control in record["controls"]:
+            print("with a mistake: " + ", ".join(f"{name} {value}" for name, value in control.items()))
         shared.write(args, "agreement", device, [record], definitions, nominal, own)
     return 0
