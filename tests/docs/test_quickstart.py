@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -16,41 +12,19 @@ import pytest
 
 from tests.docs.shell import Command, all_commands, blocks
 from tests.markdown import ROOT
-from tests.serving.server import START_LIMIT, free_port
+from tests.scripts.make_serve import made
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 ADDRESS = "http://127.0.0.1:8000/"
 REQUESTS = [command for command in all_commands() if command.text.startswith("curl ") and ADDRESS in command.text]
 
 
-def recipe(port: int) -> list[str]:
-    """What `make serve PORT=…` runs after its set-up."""
-    dry = ["make", "-n", "serve", f"PORT={port}"]
-    lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
-    return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
-
-
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that was started as the pages say; Ctrl-C stops it at the end."""
+    """Of a server that was started as the pages say."""
     pytest.importorskip("vllm")
-    port, out = free_port(), tmp_path_factory.mktemp("make_serve") / "out.txt"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
-    with out.open("w") as file:
-        process = subprocess.Popen(recipe(port), cwd=ROOT, env=kept, stdout=file, stderr=subprocess.STDOUT, text=True)
-    try:
-        deadline = time.monotonic() + START_LIMIT
-        while "Ctrl-C stops" not in out.read_text():
-            assert process.poll() is None, out.read_text()[-6000:]
-            assert time.monotonic() < deadline, out.read_text()[-6000:]
-            time.sleep(0.5)
+    with made("serve", tmp_path_factory.mktemp("make_serve") / "out.txt") as port:
         yield port
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, out.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # its handler stops the server's process group
-            process.wait(60)
 
 
 def promised(request: Command) -> dict[str, Any] | None:

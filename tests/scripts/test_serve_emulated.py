@@ -1,17 +1,10 @@
-"""`make serve-emulated`: the trained tiny checkpoint served on the emulated 910B answers and scores as on the CPU.
-
-Everything as a user has it: the recipe's command, the line that says ready, the request that it prints, Ctrl-C.
-"""
+"""`make serve-emulated`: the trained tiny checkpoint served on the emulated 910B answers and scores as on the CPU."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +20,8 @@ from npu_gptoss.model.tiny_data import evaluation_set
 from npu_gptoss.model.tiny_score import Example, tally
 from tests.emulator.machine import venv
 from tests.model.test_trained_tiny import build, score
-from tests.serving.server import Server, free_port
+from tests.scripts.make_serve import made
+from tests.serving.server import Server
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -39,45 +33,15 @@ FEW = 3  # replies that bfloat16's rounding may turn
 
 @dataclass(frozen=True)
 class Served:
-    process: subprocess.Popen[str]
     printed: str
     url: str
 
 
-def recipe(port: int) -> list[str]:
-    """What `make serve-emulated PORT=…` runs after its set-up."""
-    lines = subprocess.run(
-        ["make", "-n", "serve-emulated", f"PORT={port}", f"EMULATED_VENV={venv()}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.replace("\\\n", " ")
-    return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    port, out = free_port(), tmp_path_factory.mktemp("serve_emulated") / "out.txt"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
-    with out.open("w") as file:
-        process = subprocess.Popen(
-            recipe(port), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
-        )
-    try:
-        deadline = time.monotonic() + START_LIMIT
-        while "Ctrl-C stops" not in out.read_text():
-            assert process.poll() is None, out.read_text()[-6000:]
-            assert time.monotonic() < deadline, out.read_text()[-6000:]
-            time.sleep(0.5)
-        yield Served(process, out.read_text(), f"http://127.0.0.1:{port}")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, out.read_text()[-3000:]
-        assert "stopping" in out.read_text()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # its handler stops the server's process group
-            process.wait(60)
+    out = tmp_path_factory.mktemp("serve_emulated") / "out.txt"
+    with made("serve-emulated", out, f"EMULATED_VENV={venv()}", limit=START_LIMIT) as port:
+        yield Served(out.read_text(), f"http://127.0.0.1:{port}")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""`make serve` and `make serve-emulated` as a user has them: the recipe's command, the line that says ready, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.scripts.shell import ROOT
+from tests.serving.server import START_LIMIT, free_port
+
+
+def recipe(target: str, *variables: str) -> list[str]:
+    """What `make TARGET VARIABLE=…` runs after its set-up."""
+    dry = ["make", "-n", target, *variables]
+    lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
+    return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
+
+
+@contextlib.contextmanager
+def made(target: str, out: Path, *variables: str, limit: float = START_LIMIT) -> Iterator[int]:
+    """The port of a server that is ready; what it prints goes to `out`. Ctrl-C has to end it without an error."""
+    port = free_port()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
+    with out.open("w") as file:
+        command = recipe(target, f"PORT={port}", *variables)
+        process = subprocess.Popen(command, cwd=ROOT, env=kept, stdout=file, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + limit
+        while "Ctrl-C stops" not in out.read_text():
+            assert process.poll() is None, out.read_text()[-6000:]
+            assert time.monotonic() < deadline, out.read_text()[-6000:]
+            time.sleep(0.5)
+        yield port
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, out.read_text()[-3000:]
+        assert "stopping" in out.read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)  # its handler stops the server's process group
+            process.wait(60)
