@@ -73,6 +73,18 @@ def test_a_mistake_that_does_nothing_to_these_prompts_is_told_as_such(engine, gr
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_reaches_the_logits_inside_and_leaves_nothing_behind(engine, mistake):
+    reaches_and_leaves(engine, mistake)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; make test-cuda runs it on one")
+def test_mistakes_reach_the_kernels_of_a_gpu(directory):
+    engine = Engine(directory, device="cuda", num_blocks=60, graphs="none")
+    for mistake in MISTAKES:
+        reaches_and_leaves(engine, mistake)
+
+
+def reaches_and_leaves(engine: Engine, mistake: str) -> None:
     prompt = random_prompts(1, 140, engine.config.vocab_size, 3)[0]
     before = engine.logits(prompt)
     with mistaken(engine, mistake):
