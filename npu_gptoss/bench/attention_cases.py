@@ -105,6 +105,7 @@ def _decode(
     tables = torch.randperm(sets * batch * blocks, device=device).to(torch.int32).view(sets, batch, blocks)
     heads = (config.num_attention_heads, config.head_dim)
     sinks = torch.randn(config.num_attention_heads, device=device, dtype=dtype)
+    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, sliding_window=window, kernel=kernel)
     calls: Calls = []
     for table in tables:
         metadata = DecodeMetadata(
@@ -114,20 +115,7 @@ def _decode(
             max_seq_len=context,
         )
         query = torch.randn(batch, *heads, device=device, dtype=dtype)
-        calls.append(
-            functools.partial(
-                paged_attention,
-                query,
-                keys,
-                values,
-                metadata,
-                sinks,
-                scale=config.head_dim**-0.5,
-                sliding_window=window,
-                out=torch.empty_like(query),
-                kernel=kernel,
-            )
-        )
+        calls.append(functools.partial(attend, query, keys, values, metadata, sinks, out=torch.empty_like(query)))
     return calls
 
 
@@ -153,19 +141,8 @@ def _prefill(
     )
     query = torch.randn(tokens, config.num_attention_heads, config.head_dim, device=device, dtype=dtype)
     sinks = torch.randn(config.num_attention_heads, device=device, dtype=dtype)
-    call = functools.partial(
-        paged_attention,
-        query,
-        keys,
-        values,
-        metadata,
-        sinks,
-        scale=config.head_dim**-0.5,
-        sliding_window=window,
-        out=torch.empty_like(query),
-        kernel=kernel,
-    )
-    return [call]
+    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, sliding_window=window, kernel=kernel)
+    return [functools.partial(attend, query, keys, values, metadata, sinks, out=torch.empty_like(query))]
 
 
 def _write(

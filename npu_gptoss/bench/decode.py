@@ -21,7 +21,7 @@ from npu_gptoss.bench.cost import dollars_per_million
 from npu_gptoss.bench.measure import percentile, synchronize
 from npu_gptoss.bench.profile import DeviceKernel, kernels_of, recording
 from npu_gptoss.bench.random_checkpoint import model_name
-from npu_gptoss.bench.roofline import Ceilings, decode_work
+from npu_gptoss.bench.roofline import Ceilings, beside_floor, decode_work
 from npu_gptoss.bench.routing import distinct_experts
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine.request import Request
@@ -215,18 +215,11 @@ def decode_record(
         "mean_keys": round(sum(run.contexts) / batch, 1),
         "distinct_experts": None if run.distinct is None else round(sum(run.distinct) / layers, 2),
         "distinct_source": "uniform" if run.distinct is None else "counted",
-        "bytes": round(work.bytes),
-        "flops": round(work.flops),
-        "floor_ms": work.floor_s(nominal) * 1e3,
+        **beside_floor(work, seconds, nominal, measured, "ms"),
         "floor_uniform_ms": uniform.floor_s(nominal) * 1e3,
-        "TBps": work.bytes / seconds / 1e12,
-        "TFLOPs": work.flops / seconds / 1e12,
-        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
         "tokens_per_s": batch / seconds,
         "dollars_per_million_tokens": dollars_per_million(batch, seconds, price_per_hour * gpus),
     }
-    if measured is not None:
-        record["floor_measured_ms"] = work.floor_s(measured) * 1e3
     return {name: significant(value) for name, value in record.items()}
 
 

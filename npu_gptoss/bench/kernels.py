@@ -14,7 +14,7 @@ import torch
 from npu_gptoss.bench.decode import significant
 from npu_gptoss.bench.measure import Timing, measure
 from npu_gptoss.bench.profile import DeviceKernel, as_records, device_kernels
-from npu_gptoss.bench.roofline import Ceilings, Work
+from npu_gptoss.bench.roofline import Ceilings, Work, beside_floor
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelSpec, Operation, Priority, Signature, current_platform
 from npu_gptoss.kernels.registry import registry
@@ -117,26 +117,18 @@ def kernel_record(
     selected: bool,
 ) -> dict[str, Any]:
     """One kernel's time beside the floor, as `records` wants it."""
-    seconds, work = timing.median_s, case.work
     record: dict[str, Any] = {
         "operation": case.operation.name,
         "kernel": kernel.name,
         "case": case.name,
         "selected": selected,
-        "us": seconds * 1e6,
+        "us": timing.median_s * 1e6,
         "min_us": timing.min_s * 1e6,
         "spread": timing.spread,
         "samples": timing.samples,
         "method": timing.method,
-        "bytes": round(work.bytes),
-        "flops": round(work.flops),
-        "floor_us": work.floor_s(nominal) * 1e6,
-        "TBps": work.bytes / seconds / 1e12,
-        "TFLOPs": work.flops / seconds / 1e12,
-        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+        **beside_floor(case.work, timing.median_s, nominal, measured, "us"),
     }
-    if measured is not None:
-        record["floor_measured_us"] = work.floor_s(measured) * 1e6
     record = {name: significant(value) for name, value in record.items()}
     record["inside"] = as_records(inside, most=8)
     return record

@@ -10,7 +10,7 @@ from npu_gptoss.bench.cost import dollars_per_million
 from npu_gptoss.bench.decode import check_fits, layout_of, random_prompts, significant
 from npu_gptoss.bench.profile import DeviceKernel, device_kernels
 from npu_gptoss.bench.random_checkpoint import model_name
-from npu_gptoss.bench.roofline import Ceilings, prefill_work
+from npu_gptoss.bench.roofline import Ceilings, beside_floor, prefill_work
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.errors import InputError
 
@@ -82,17 +82,10 @@ def prefill_record(
         "repeats": len(times),
         "projections": "fp8" if fp8_projections else "bf16",
         "max_batch_tokens": engine.scheduler.max_batch_tokens,
-        "bytes": round(work.bytes),
-        "flops": round(work.flops),
-        "floor_ms": work.floor_s(nominal) * 1e3,
-        "TBps": work.bytes / seconds / 1e12,
-        "TFLOPs": work.flops / seconds / 1e12,
-        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+        **beside_floor(work, seconds, nominal, measured, "ms"),
         "tokens_per_s": tokens / seconds,
         "dollars_per_million_tokens": dollars_per_million(tokens, seconds, price_per_hour * gpus),
     }
-    if measured is not None:
-        record["floor_measured_ms"] = work.floor_s(measured) * 1e3
     return {name: significant(value) for name, value in record.items()}
 
 

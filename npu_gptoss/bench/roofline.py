@@ -65,6 +65,22 @@ class Work:
         return max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
 
 
+def beside_floor(
+    work: Work, seconds: float, nominal: Ceilings, measured: Ceilings | None, unit: str
+) -> dict[str, float | int]:
+    """The fields of a record that say what a time is worth: work, rates, floors in `unit` ("ms" or "us")."""
+    scale = {"ms": 1e3, "us": 1e6}[unit]
+    found = {
+        "bytes": round(work.bytes),
+        "flops": round(work.flops),
+        f"floor_{unit}": work.floor_s(nominal) * scale,
+        "TBps": work.bytes / seconds / 1e12,
+        "TFLOPs": work.flops / seconds / 1e12,
+        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+    }
+    return found if measured is None else {**found, f"floor_measured_{unit}": work.floor_s(measured) * scale}
+
+
 def weight_bytes(weights: str) -> float:
     """Bytes a weight in a format of WEIGHT_BYTES."""
     if weights not in WEIGHT_BYTES:
