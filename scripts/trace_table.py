@@ -345,24 +345,39 @@ def page_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
     )
 
 
-def main() -> int:
+class PageError(Exception):
+    """What the page lacks."""
+
+
+def around(page: str) -> tuple[str, str]:
+    """What stands before the table and behind it. Raises PageError where it has not one place."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest:
+        raise PageError(f"{PAGE} needs one place for the table, between {BEGIN} and {END}")
+    return before, after
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        if args.write:
+            around(PAGE.read_text(encoding="utf-8"))
         with tempfile.TemporaryDirectory() as directory:
             found = measure(Path(directory))
-    except EmulationError as error:
+    except (EmulationError, PageError) as error:
         print(error, file=sys.stderr)
         return 2
     text = page_text(found)
     print(text)
     if args.write:
-        page = PAGE.read_text()
-        before, rest = page.split(BEGIN)
-        after = rest.split(END, 1)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+        before, after = around(PAGE.read_text(encoding="utf-8"))  # as it is now
+        half = PAGE.with_suffix(".new")
+        half.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        half.replace(PAGE)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +212,30 @@ def test_only_decode_steps_of_the_batch_are_counted_and_what_is_captured_is_not(
     found = read_trace(lines(*prefill, *decode), 2)
     assert [(c.launches, c.bytes) for c in found["attention"]] == [(0, 0)]
     assert found["attention"][0].needed == found["step"][0].needed == (128 + 100) * 2 * 2 * 64 * 2
+
+
+def test_a_page_without_a_place_for_the_table_is_told_before_it_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Counting takes half an hour."""
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(trace_table, "PAGE", page)
+    monkeypatch.setattr(trace_table, "measure", lambda directory: pytest.fail("it counted"))
+    for text in ("no marks", trace_table.END + trace_table.BEGIN, trace_table.BEGIN * 2 + trace_table.END):
+        page.write_text(text)
+        assert trace_table.main(["--write"]) == 2
+        assert f"{page} needs one place for the table" in capsys.readouterr().err
+        assert page.read_text() == text
+
+
+def test_the_table_takes_its_place_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before {trace_table.BEGIN} old {trace_table.END} after {trace_table.END}")
+    monkeypatch.setattr(trace_table, "PAGE", page)
+    monkeypatch.setattr(trace_table, "measure", lambda directory: {})
+    monkeypatch.setattr(trace_table, "page_text", lambda found: "new")
+    assert trace_table.main([]) == 0
+    assert " old " in page.read_text()
+    assert trace_table.main(["--write"]) == 0
+    assert page.read_text() == f"before {trace_table.BEGIN}\n\nnew\n\n{trace_table.END} after {trace_table.END}"
+    assert list(tmp_path.iterdir()) == [page]
