@@ -8,6 +8,7 @@ what does not (the role that a chat begins with, the usage at the end), and toke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ PATHS = {COMPLETIONS: "/completions", CHAT: "/chat/completions"}
 # fields of a chat's delta in which a server sends what the model wrote
 OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 LONGEST_REASON = 200
+BODY_END_S = 0.5  # it comes right behind [DONE]
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,11 @@ async def ask(session: aiohttp.ClientSession, url: str, api: str, body: Mapping[
                 return failed(f"HTTP {response.status}: {message_of(await _body(response))}")
             async for event in events(response.content.iter_any()):
                 stream.take(event, clock())
-            return stream.answer(sent)
+            answer = stream.answer(sent)
+            # a connection whose body was not read to its end is closed, and the next request pays for another
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError):
+                await asyncio.wait_for(response.content.read(), BODY_END_S)
+            return answer
     except StreamError as error:
         return failed(str(error))
     except (asyncio.TimeoutError, TimeoutError):

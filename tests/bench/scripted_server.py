@@ -56,23 +56,32 @@ class Silence:
     """Nothing more comes, and the connection stays."""
 
 
-Step = Wait | Event | Status | type[Hangup] | type[Silence]
+class Later:
+    """What follows is sent a moment later in real time, in a packet of its own."""
+
+
+Step = Wait | Event | Status | type[Hangup] | type[Silence] | type[Later]
 
 
 @dataclass
 class Server:
-    """Requests get the scripts in turn, the last one again and again. `bodies`: what was asked for."""
+    """Requests get the scripts in turn, the last one again and again.
+
+    bodies: what was asked for. connections: the clients' addresses.
+    """
 
     scripts: Sequence[Sequence[Step]]
     models: Sequence[str] | None = ("gpt-oss",)
     clock: Clock = field(default_factory=Clock)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
     under_way: int = 0
     most_under_way: int = 0
     url: str = ""
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append({"path": request.path, **await request.json()})
+        self.connections.add(request.transport.get_extra_info("peername"))
         script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -94,6 +103,9 @@ class Server:
             if response is None:
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
+            if step is Later:
+                await asyncio.sleep(0.02)
+                continue
             if step is Hangup:
                 request.transport.abort()
                 return response

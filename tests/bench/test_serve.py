@@ -27,6 +27,7 @@ from tests.bench.scripted_server import (
     DONE,
     Event,
     Hangup,
+    Later,
     Server,
     Silence,
     Status,
@@ -120,6 +121,25 @@ def test_events_that_come_in_pieces_and_with_comments_are_read_whole():
     script = [Event(": ping\n\n", seen=False), Event(f"data: {half[:20]}", seen=False), Wait(0.5)]
     (got,) = asked([*script, Event(f"{half[20:]}\n\n"), usage(1), DONE])
     assert latency.ttft(got) == seconds(0.5)
+
+
+def test_the_next_request_does_not_pay_for_another_connection():
+    """The body ends behind [DONE]; left unread, its connection is closed, and the next TTFT has a handshake in it."""
+
+    async def use(server: Server) -> list[Answer]:
+        async with aiohttp.ClientSession() as session:
+            return [await client.ask(session, server.url, COMPLETIONS, {}, server.clock) for _ in range(3)]
+
+    server = Server([[*answer(0.5, [0.25]), Later]])
+    assert [got.error for got in run(server, use)] == [None] * 3
+    assert len(server.connections) == 1
+
+
+def test_a_body_that_does_not_end_is_no_failure_of_an_answer_that_did(monkeypatch):
+    monkeypatch.setattr(client, "BODY_END_S", 0.05)
+    first, second = asked([*answer(0.5, [0.25]), Silence], answer(0.5, [0.25]))
+    assert first.error is None
+    assert second.error is None
 
 
 # -- what counts for nothing, and why
