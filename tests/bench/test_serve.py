@@ -443,6 +443,19 @@ def test_what_is_asked_for_and_no_prompt_twice(serving):
     assert len({tuple(body["prompt"]) for body in server.bodies}) == len(server.bodies), "a cache would answer"
 
 
+def test_a_second_run_is_not_answered_from_the_first_ones_cache(serving, tmp_path, capsys):
+    """Without a seed of the user's each run has another one, which its file and its output tell."""
+    server, file = serving(Server([PLAIN])), tmp_path / "serve.json"
+    seeds = []
+    for _ in range(2):
+        assert bench("--url", server.url, *SMALL, "--json", file) == 0
+        seeds.append(json.loads(file.read_text())["settings"]["seed"])
+        assert f"seed {seeds[-1]}" in capsys.readouterr().out
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == len(server.bodies)
+    assert bench("--url", server.url, *SMALL, "--seed", seeds[0]) == 0
+    assert [body["prompt"] for body in server.bodies[:8]] == [body["prompt"] for body in server.bodies[16:]]
+
+
 def test_a_chat_is_words_and_standard_fields_are_no_others(serving, tiny):
     script = [Event({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}, seen=False)]
     server = serving(Server([[*script, Event(usage(4).content, seen=False), DONE]]))

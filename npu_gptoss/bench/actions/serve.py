@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import math
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests a second, at random times; inf: all at once",
     )
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="requests before those that count")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    parser.add_argument("--seed", type=int, help="of prompts and arrivals (default: another one each run)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="prompts are words of this checkpoint's tokenizer.json, not ids"
     )
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         import aiohttp  # noqa: F401 - comes with vLLM, and is not needed for anything else here
     except ImportError:
         raise InputError("bench serve needs aiohttp, which is not installed: pip install 'npu-gptoss[bench]'") from None
+    if args.seed is None:  # a server's cache would answer the prompts of the run before
+        args.seed = random.SystemRandom().randrange(1 << 30)
     args.url = args.url.rstrip("/") if urlsplit(args.url).path.strip("/") else args.url.rstrip("/") + "/v1"
     return asyncio.run(_run(args))
 
@@ -115,7 +118,7 @@ async def _run(args: argparse.Namespace) -> int:
     ) as session:
         model = await client.served_model(session, args.url, args.model)
         version = await client.server_version(session, args.url)
-        print(f"{model} at {args.url}" + ("" if version is None else f", vLLM {version}"))
+        print(f"{model} at {args.url}" + ("" if version is None else f", vLLM {version}") + f", seed {args.seed}")
         for name, meaning in latency.DEFINITIONS.items():
             print(f"  {name}: {meaning}")
         rows, failed = [], 0
