@@ -257,6 +257,8 @@ def measure_engine(args: argparse.Namespace) -> None:
         for context in args.context:
             for batch in args.batch:
                 if batch * context > args.most_tokens:
+                    more = f"more tokens than --most-tokens {args.most_tokens}"
+                    print(f"batch {batch}, context {context}: left out, {more}", flush=True)
                     continue
                 times = peer.steady_steps(batch, context, args.steps)
                 rows.append(

@@ -125,6 +125,12 @@ def test_two_files_never_draw_over_each_other(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_is_no_folder_is_told(tmp_path, capsys):
+    (tmp_path / "out").touch()
+    assert main(["bench", "plot", str(COMMITTED / "h200_decode_20b.json"), "--out", str(tmp_path / "out")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_nothing_to_draw_is_an_error(tmp_path, capsys):
     file = tmp_path / "peer.json"
     rows = [{"operation": "attention.paged", "kernel": "FlashAttention-3", "case": "prefill", "us": 1.0}]

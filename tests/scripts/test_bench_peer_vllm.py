@@ -51,6 +51,18 @@ def test_a_gap_in_the_steady_steps_starts_them_again(monkeypatch):
         peer([*few, [1], *few], monkeypatch).steady_steps(2, 10, 3)
 
 
+def test_a_point_that_is_left_out_is_said(tmp_path, monkeypatch, capsys):
+    made = SimpleNamespace(settings={"start_s": 1}, model="20b", config={"vocab_size": 100})
+    made.steady_steps = lambda batch, context, steps: [0.001] * steps
+    monkeypatch.setattr(script, "Peer", lambda args, traces: made)
+    monkeypatch.setattr(script, "document", lambda what, definitions, settings, rows: list(rows))
+    options = {"tokens": [], "context": [10], "batch": [1, 8], "most_tokens": 79, "steps": 2, "repeats": 1}
+    options |= {"weights": "mxfp4", "greedy": 0, "profile": False, "out": tmp_path}
+    script.measure_engine(SimpleNamespace(**options))
+    assert [row["batch"] for row in json.loads((tmp_path / "decode.json").read_text())] == [1]
+    assert "batch 8, context 10: left out, more tokens than --most-tokens 79" in capsys.readouterr().out
+
+
 def test_a_profile_holds_steady_steps_only(monkeypatch):
     made = peer([[1], *[[1, 1]] * (script.WARM_UP_STEPS + 4), [1]], monkeypatch)
     marks = []

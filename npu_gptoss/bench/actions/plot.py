@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     twice = sorted({stem for stem in stems if stems.count(stem) > 1})
     if twice:
         raise InputError(f"two of these files make the same picture {twice[0]}: give each a command and a folder")
+    records.check_place(args.out / f"{stems[0]}.svg")
     for file in plots.save(drawn, args.out):
         print(file)
     return 0
