@@ -171,7 +171,9 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
             "no kernel or solution of moe.route is called 'fast', but ",
         ),
         (("kernel", "moe.route", "--device", "cpu", "--kernel", "ascend"), "no kernel could run any of these cases"),
-        (("kernel", "--gpu-price", "-1"), "--gpu-price must be from 0"),
+        (("kernel", "--gpu-price", "-1"), "--gpu-price must be a number from 0, got -1"),
+        (("kernel", "--gpu-price", "nan"), "--gpu-price must be a number from 0, got nan"),
+        (("kernel", "--gpu-price", "inf"), "--gpu-price must be a number from 0, got inf"),
         (("decode", "--model", "/nonexistent", "--device", "cpu"), "there is no such directory"),
         (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a file of records"),
     ],
@@ -179,6 +181,29 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
 def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
     assert bench(*words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("decode", "--size", "20b", "--batch", 1, 0),
+        ("decode", "--size", "20b", "--steps", 0),
+        ("prefill", "--size", "20b", "--max-batch-tokens", -1),
+        ("graphs", "--size", "20b", "--context", "many"),
+        ("engine", "--size", "20b", "--out", "x", "--repeats", 0),
+        ("sweep", "--size", "20b", "--out", "x", "--tokens", "1.5"),
+        ("kernel", "--block-size", 0),
+        ("kernel", "--samples", 0),
+        ("serve", "--prompts", 0),
+        ("serve", "--concurrency", 4, 0),
+    ],
+)
+def test_a_number_that_counts_nothing_is_refused_when_it_is_read(words, capsys):
+    """Not after weights of full size were made, nor by a division or an empty table in the middle of the measuring."""
+    with pytest.raises(SystemExit) as end:
+        bench(*words)
+    assert end.value.code == 2
+    assert f"expected a whole number from 1, got '{words[-1]}'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")

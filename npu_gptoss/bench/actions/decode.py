@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.engine_arguments(parser)
     parser.add_argument("--batch", default=[1, 8, 32, 128], help="requests (default: 1 8 32 128)", **shared.COUNTS)
     parser.add_argument("--context", default=[1024], help="tokens of each prompt (default: 1024)", **shared.COUNTS)
-    parser.add_argument("--steps", type=int, default=128, metavar="N", help="steady steps measured (default: 128)")
+    parser.add_argument("--steps", default=128, help="steady steps measured (default: 128)", **shared.COUNT)
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside a step of each point")
 
 

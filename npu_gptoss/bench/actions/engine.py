@@ -24,9 +24,9 @@ def add_points(parser: argparse.ArgumentParser) -> None:
     shared.engine_arguments(parser, peer=False, share=False, json=False)
     parser.add_argument("--batch", default=[1, 8, 32, 128], help="of decode (default: 1 8 32 128)", **shared.COUNTS)
     parser.add_argument("--context", default=[1024, 8192], help="of decode (default: 1024 8192)", **shared.COUNTS)
-    parser.add_argument("--steps", type=int, default=64, metavar="N", help="steady steps measured (default: 64)")
+    parser.add_argument("--steps", default=64, help="steady steps measured (default: 64)", **shared.COUNT)
     parser.add_argument("--tokens", default=[8192, 32768], help="of prefill (default: 8192 32768)", **shared.COUNTS)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="prompts measured (default: 3)")
+    parser.add_argument("--repeats", default=3, help="prompts measured (default: 3)", **shared.COUNT)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where decode.json and prefill.json go")
 
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.engine_arguments(parser, peer=False)
     parser.add_argument("--batch", default=[1], help="requests (default: 1)", **shared.COUNTS)
     parser.add_argument("--context", default=[1024], help="tokens of each prompt (default: 1024)", **shared.COUNTS)
-    parser.add_argument("--steps", type=int, default=64, metavar="N", help="steady steps measured (default: 64)")
+    parser.add_argument("--steps", default=64, help="steady steps measured (default: 64)", **shared.COUNT)
 
 
 def run(args: argparse.Namespace) -> int:

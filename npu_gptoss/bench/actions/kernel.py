@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=shared.Once,
         help="of the experts (default: mxfp4)",
     )
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="of the cache (default: 16)")
-    parser.add_argument("--samples", type=int, default=20, metavar="N", help="of each timing (default: 20)")
+    parser.add_argument("--block-size", default=16, help="of the cache (default: 16)", **shared.COUNT)
+    parser.add_argument("--samples", default=20, help="of each timing (default: 20)", **shared.COUNT)
     parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's kernels, to be laid beside ours")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     parser.add_argument("--dtype", default="bfloat16", metavar="float32|bfloat16")

@@ -15,7 +15,7 @@ SUMMARY = "time to the first token of one prompt"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.engine_arguments(parser)
     parser.add_argument("--tokens", default=[8192], help="of the prompt (default: 8192)", **shared.COUNTS)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="prompts measured (default: 3)")
+    parser.add_argument("--repeats", default=3, help="prompts measured (default: 3)", **shared.COUNT)
     parser.add_argument("--profile", action="store_true", help="show the device's kernels inside each prefill")
 
 

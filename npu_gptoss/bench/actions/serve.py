@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=URL, help=f"as an OpenAI client takes it (default: {URL})")
     parser.add_argument("--model", metavar="NAME", help="the served name (default: the only one there)")
     parser.add_argument("--api", choices=client.PATHS, default=client.COMPLETIONS, help="default: completions")
-    parser.add_argument("--prompts", type=int, default=32, metavar="N", help="requests of each point (default: 32)")
-    parser.add_argument("--input-tokens", type=int, default=128, metavar="N", help="of each prompt (default: 128)")
-    parser.add_argument("--output-tokens", type=int, default=128, metavar="N", help="of each answer (default: 128)")
+    parser.add_argument("--prompts", default=32, help="requests of each point (default: 32)", **shared.COUNT)
+    parser.add_argument("--input-tokens", default=128, help="of each prompt (default: 128)", **shared.COUNT)
+    parser.add_argument("--output-tokens", default=128, help="of each answer (default: 128)", **shared.COUNT)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--concurrency", help="requests at a time (default: 1)", **shared.COUNTS)
     how.add_argument(
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="prompts are words of this checkpoint's tokenizer.json, not ids"
     )
-    parser.add_argument("--vocabulary", type=int, default=load.VOCABULARY, metavar="N", help="ids are drawn below it")
+    parser.add_argument("--vocabulary", default=load.VOCABULARY, help="ids are drawn below it", **shared.COUNT)
     parser.add_argument(
         "--standard-fields",
         action="store_true",
@@ -85,15 +85,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("prompts", "input_tokens", "output_tokens", "vocabulary"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.warm_up < 0:
         raise InputError(f"--warm-up must be from 0, got {args.warm_up}")
-    for name in ("concurrency", "rate"):
-        wrong = [value for value in getattr(args, name) or () if not value > 0]
-        if wrong:
-            raise InputError(f"--{name} must be above 0, got {wrong[0]:g}")
+    wrong = [rate for rate in args.rate or () if not rate > 0]
+    if wrong:
+        raise InputError(f"--rate must be above 0, got {wrong[0]:g}")
     if not (args.timeout > 0 and math.isfinite(args.timeout)):
         raise InputError(f"--timeout must be a number of seconds above 0, got {args.timeout:g}")
     if args.json is not None:

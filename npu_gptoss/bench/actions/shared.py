@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +37,13 @@ PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-o
 NOTHING_FITS = "none of these points fits this engine; standard error says why for each"
 
 
+def count(text: str) -> int:
+    """Of what there has to be at least one; for argparse, which prints the sentence."""
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
 class Once(argparse.Action):
     """Values of an option, each one once: a point that is named twice is one point, and its records would be equal."""
 
@@ -44,7 +53,8 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
-COUNTS = {"nargs": "+", "type": int, "metavar": "N", "action": Once}
+COUNT = {"type": count, "metavar": "N"}
+COUNTS = {"nargs": "+", "action": Once, **COUNT}
 
 
 def engine_arguments(
@@ -56,9 +66,9 @@ def engine_arguments(
     source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
     parser.add_argument("--dtype", default="auto", metavar="auto|float32|bfloat16")
-    parser.add_argument("--max-batch-tokens", type=int, default=16384, metavar="N", help="of a step (default: 16384)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in one block of the cache")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: what memory allows)")
+    parser.add_argument("--max-batch-tokens", default=16384, help="of a step (default: 16384)", **COUNT)
+    parser.add_argument("--block-size", default=16, help="tokens in one block of the cache", **COUNT)
+    parser.add_argument("--num-blocks", help="blocks of the cache (default: what memory allows)", **COUNT)
     parser.add_argument(
         "--weights", choices=assembly.WEIGHTS, default=assembly.AUTO, help="the experts' format on the device"
     )
@@ -215,8 +225,8 @@ def say_what(
 
 
 def check_price(price: float) -> None:
-    if price < 0:
-        raise InputError(f"--gpu-price must be from 0, got {price}")
+    if not 0 <= price < math.inf:
+        raise InputError(f"--gpu-price must be a number from 0, got {price:g}")
 
 
 def show_profile(found: list[profile.DeviceKernel]) -> list[dict[str, Any]]:
