@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from npu_gptoss.bench import agreement, records
+from npu_gptoss.bench import agreement, decode, records
 from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.decode import run_decode
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -54,8 +53,8 @@ def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
     """Two equal records would be refused when they are written: after everything was measured."""
     file = tmp_path / "records.json"
     small = ("--device", "cpu", "--dtype", "float32", "--json", file)
-    decode = ("--batch", 1, 1, "--context", 20, 20, "--steps", 2, "--num-blocks", 10)
-    assert bench("decode", "--model", directory, *decode, *small) == 0
+    points = ("--batch", 1, 1, "--context", 20, 20, "--steps", 2, "--num-blocks", 10)
+    assert bench("decode", "--model", directory, *points, *small) == 0
     assert len(json.loads(file.read_text())["records"]) == 1
     operations = ("attention.paged", "moe.experts", "moe.experts")
     sizes = ("--batch", 2, 2, "--context", 20, 20, "--tokens", 2, 9, 9, "--weights", "bf16", "bf16", "--samples", 1)
@@ -70,6 +69,25 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(word
     for place in (tmp_path, tmp_path / "file" / "records.json"):
         assert bench(*words, "--json", place) == 2
         assert f"{place} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["decode", "engine"])
+def test_what_was_measured_before_a_failure_or_a_ctrl_c_is_in_the_file(action, directory, tmp_path, monkeypatch):
+    """Of a long list of points the largest may run out of memory, or be one too many to wait for."""
+    measured = decode.run_decode
+
+    def fails_at_two(engine, batch, *rest):
+        if batch == 2:
+            raise KeyboardInterrupt
+        return measured(engine, batch, *rest)
+
+    monkeypatch.setattr(decode, "run_decode", fails_at_two)
+    where = ("--json", tmp_path / "decode.json") if action == "decode" else ("--out", tmp_path)
+    options = ("--device", "cpu", "--dtype", "float32", "--batch", 1, 2, "--context", 20, "--steps", 2)
+    with pytest.raises(KeyboardInterrupt):
+        bench(action, "--model", directory, *options, "--num-blocks", 20, *where)
+    (record,) = json.loads((tmp_path / "decode.json").read_text())["records"]
+    assert record["batch"] == 1
 
 
 def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
@@ -107,7 +125,7 @@ def test_graphs_leave_out_what_does_not_fit_too(directory, tmp_path, monkeypatch
     """There are no graphs on a CPU: one that fits has numbers from here."""
 
     def compared(engine, batch, context, steps, weights):
-        run_decode(engine, batch, context, steps)
+        decode.run_decode(engine, batch, context, steps)
         times = {"tpot_ms": 1.0, "eager_tpot_ms": 2.0, "ratio": 2.0, "tokens_compared": 2, "tokens_identical": 2}
         return {"model": "m", "weights": weights, "graphs": "full", "batch": batch, "context": context, **times}
 

@@ -494,6 +494,20 @@ def test_nothing_but_failures_is_an_error_and_no_file(serving, tmp_path, capsys)
     assert not (tmp_path / "serve.json").exists()
 
 
+def test_points_before_a_ctrl_c_are_in_the_file(serving, tmp_path, monkeypatch):
+    server, file, measured = serving(Server([PLAIN])), tmp_path / "serve.json", action._measure
+
+    async def one_point(session, args, model, point, *rest):
+        if point.concurrency == 2:
+            raise KeyboardInterrupt
+        return await measured(session, args, model, point, *rest)
+
+    monkeypatch.setattr(action, "_measure", one_point)
+    with pytest.raises(KeyboardInterrupt):
+        bench("--url", server.url, *SMALL, "--concurrency", 1, 2, "--json", file)
+    assert [record["concurrency"] for record in json.loads(file.read_text())["records"]] == [1]
+
+
 def test_answers_that_are_too_short_are_told(serving, capsys):
     server = serving(Server([PLAIN]))
     assert bench("--url", server.url, "--prompts", 2, "--output-tokens", 5) == 0

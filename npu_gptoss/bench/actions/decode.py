@@ -40,7 +40,8 @@ def points(args: argparse.Namespace, running: shared.Running) -> list[dict[str, 
             record["inside"] = shared.show_profile(decode.profile_decode(running.engine, batch, context))
         return record
 
-    return shared.each_that_fits("decode", shared.batches_by_contexts(args), measure)
+    points = shared.batches_by_contexts(args)
+    return shared.each_that_fits(args, "decode", running, decode.DEFINITIONS, points, measure)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
         )
         for what, definitions, head, action in kinds:
             print(head)
+            args.json = args.out / f"{what}.json"
             rows = action.points(args, running)
             found += len(rows)
             if rows:
-                args.json = args.out / f"{what}.json"
                 shared.write(args, what, device, rows, definitions, nominal, own)
         if not found:
             raise InputError(shared.NOTHING_FITS)

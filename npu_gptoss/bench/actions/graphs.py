@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
             say(", ".join(f"{name} {value}" for name, value in record.items()))
             return record
 
-        rows = shared.each_that_fits("graphs", shared.batches_by_contexts(args), measure)
+        points = shared.batches_by_contexts(args)
+        rows = shared.each_that_fits(args, "graphs", running, definitions, points, measure)
         if not rows:
             raise InputError(shared.NOTHING_FITS)
         shared.write(args, "graphs", device, rows, definitions, nominal, own)

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     rows.append(found)
                     print(kernels.kernel_line(found), flush=True)
+            if rows:
+                shared.write(args, "kernel", device, rows, kernels.DEFINITIONS, nominal, own, last=False)
     if peer is not None:
         rows = records.beside(rows, peer, "kernel")
         print(f"beside {peer['engine']}:")

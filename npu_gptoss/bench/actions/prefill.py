@@ -38,7 +38,8 @@ def points(args: argparse.Namespace, running: shared.Running) -> list[dict[str, 
             record["inside"] = shared.show_profile(prefill.profile_prefill(running.engine, tokens))
         return record
 
-    return shared.each_that_fits("prefill", {f"{tokens} tokens": (tokens,) for tokens in args.tokens}, measure)
+    points = {f"{tokens} tokens": (tokens,) for tokens in args.tokens}
+    return shared.each_that_fits(args, "prefill", running, prefill.DEFINITIONS, points, measure)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -127,9 +127,11 @@ async def _run(args: argparse.Namespace) -> int:
                 continue
             failed += rows[-1]["failed"]
             say("\n".join(latency.table(rows[-1])))
+            _write(args, rows, version)  # now, because the next load may take long and be ended
     if not rows:
         raise InputError("no request succeeded; the reasons stand above")
-    _write(args, rows, version)
+    if args.json is not None:
+        print(f"{args.json}: {len(rows)} records")
     return 1 if failed else 0
 
 
@@ -217,4 +219,3 @@ def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], version: st
     content["machine"] = {"client": content["machine"]["processor"]}
     content["engine"] = "an OpenAI-compatible server" if version is None else f"vLLM {version}"
     records.write(args.json, content)
-    print(f"{args.json}: {len(rows)} records")

@@ -153,11 +153,17 @@ def with_engine(
 
 
 def each_that_fits(
-    what: str, points: Mapping[str, tuple[int, ...]], measure: Callable[..., dict[str, Any]]
+    args: argparse.Namespace,
+    what: str,
+    running: Running,
+    definitions: dict[str, str],
+    points: Mapping[str, tuple[int, ...]],
+    measure: Callable[..., dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The record that `measure` makes of each point; what does not fit the engine is said and left out.
 
-    points: name -> arguments of `measure`, which prints its record.
+    points: name -> arguments of `measure`, which prints its record. The file is written after each one, because the
+    next may take long, be ended, or fail.
     """
     rows = []
     for name, arguments in counted(points.items(), len(points), what, "point"):
@@ -165,6 +171,8 @@ def each_that_fits(
             rows.append(measure(*arguments))
         except DoesNotFit as error:
             print(f"{name}: not measured: {error}", file=sys.stderr)
+            continue
+        write(args, what, running.device, rows, definitions, running.nominal, running.own, last=False)
     return rows
 
 
@@ -242,8 +250,10 @@ def write(
     definitions: dict[str, str],
     nominal: Ceilings | None,
     own: Ceilings | None,
+    *,
+    last: bool = True,
 ) -> None:
-    """The records into --json, by rank 0."""
+    """The records into --json, by rank 0. last: whether these are all, so that it is said."""
     if args.json is None or not is_rank_0():
         return
     left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
@@ -258,4 +268,5 @@ def write(
         settings=settings,
     )
     records.write(args.json, content)
-    print(f"{args.json}: {len(rows)} records")
+    if last:
+        print(f"{args.json}: {len(rows)} records")
