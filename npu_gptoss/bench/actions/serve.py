@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import math
 import os
 import random
@@ -182,7 +183,13 @@ async def _measure(
 def _prompts(args: argparse.Namespace, count: int, seed: int) -> list[load.Prompt]:
     if args.tokenizer is None:
         return load.random_ids(count, args.input_tokens, args.vocabulary, seed)
-    return load.Words(args.tokenizer).prompts(count, args.input_tokens, seed)
+    return _words(args.tokenizer).prompts(count, args.input_tokens, seed)
+
+
+@functools.lru_cache(maxsize=1)
+def _words(directory: Path) -> load.Words:
+    """Once for all points: a published tokenizer.json is 28 MB."""
+    return load.Words(directory)
 
 
 def _body(args: argparse.Namespace, model: str, prompt: load.Prompt) -> dict[str, Any]:
