@@ -70,7 +70,7 @@ def test_the_story_has_the_six_problems_and_says_how_each_ends() -> None:
         ("npu-gptoss sing", "no command 'sing'"),
         ("npu-gptoss verify --mutilate", "unrecognized arguments: --mutilate"),
         ("npu-gptoss bench sweat", "invalid choice: 'sweat'"),
-        ("npu-gptoss bench decode --batch many --model DIR", "invalid"),
+        ("npu-gptoss bench decode --batch many --model DIR", "expected a whole number from 1, got 'many'"),
         ("sliding_window", "neither a test"),
         ("vllm serve", "neither a test"),
     ],
