@@ -163,6 +163,10 @@ def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}: {before[name]}, then {after[name]}"
     if alone:
         yield f"only one of the files tells its {', '.join(alone)}"
+    before, after = (content.get("environment") or {} for content in (old, new))
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{name}: {before.get(name, 'unset')}, then {after.get(name, 'unset')}"
     before, after = (content.get("definitions") or {} for content in (old, new))
     changed = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
     if changed:

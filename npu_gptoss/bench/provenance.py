@@ -1,7 +1,8 @@
-"""Where a number comes from: the machine and its driver, the versions, the commit."""
+"""Where a number comes from: the machine and its driver, the versions, the commit, kernels chosen by hand."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -49,6 +50,13 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def environment() -> dict[str, str]:
+    """The variables that are set and decide which kernels compute."""
+    names = {"NPU_GPTOSS_DISABLE_PLUGINS", "NPU_GPTOSS_PLATFORM"}
+    names |= {name for name in os.environ if name.startswith(envs.KERNEL_OVERRIDE_PREFIX)}
+    return {name: os.environ[name] for name in sorted(names) if os.environ.get(name)}
 
 
 def commit() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench.provenance import machine, versions
+from npu_gptoss.bench.provenance import environment, machine, versions
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.errors import InputError
 
@@ -149,6 +149,7 @@ def document(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(device),
         "versions": versions(),
+        "environment": environment(),
         "settings": dict(settings),
         "definitions": dict(definitions),
         "ceilings": {

@@ -149,6 +149,7 @@ def test_a_file_from_before_layouts_is_of_one_gpu():
         ({"versions": {"torch": "2.12.0"}}, "torch: 2.11.0, then 2.12.0"),
         ({"engine": "vLLM 0.25.1"}, "engine: npu_gptoss, then vLLM 0.25.1"),
         ({"machine": {"device": "NVIDIA H200"}}, "only one of the files tells its driver"),
+        ({"environment": {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "x"}}, "NPU_GPTOSS_KERNEL_MOE_EXPERTS: unset, then x"),
         ({"definitions": {"tpot_ms": "median"}}, "the definitions of tpot_ms differ: read both"),
     ],
 )
@@ -158,6 +159,7 @@ def test_what_else_differs_is_a_warning(change, warning):
     assert found.warnings[0].startswith(warning)
     assert compare.table(found)[0].startswith(f"warning: {warning}")
     assert not compare.compare(content(decode_row(2.0)), content(decode_row(2.0))).warnings
+    assert not compare.compare(content(decode_row(2.0)), content(decode_row(2.0), environment={})).warnings
 
 
 def test_what_measures_different_things_is_refused():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_a_file_says_what_ran_where_and_when(tmp_path):
     assert content["machine"]["device"] == "CPU"
     assert content["ceilings"] == {"H200 nominal": {"TBps": 4.8, "TFLOPs": 790.0}}
     assert content["date"][:2] == "20"
+
+
+def test_a_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
+    """Two files of one machine and commit would else differ for no reason that they tell."""
+    for name in os.environ:
+        if name.startswith("NPU_GPTOSS_"):
+            monkeypatch.delenv(name)
+    assert document()["environment"] == {}
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_ROUTE", "")
+    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "1")
+    monkeypatch.setenv("NPU_GPTOSS_EMULATED_VENV", "/a/path/of/this/machine")
+    want = {"NPU_GPTOSS_DISABLE_PLUGINS": "1", "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
+    assert document()["environment"] == want
 
 
 MISTAKES = {

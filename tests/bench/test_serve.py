@@ -421,6 +421,7 @@ def test_the_command_writes_a_record_for_each_load_and_warm_up_is_in_none(servin
         assert record["short_answers"] == 0
     assert content["engine"] == "vLLM 0.11.0"
     assert set(content["machine"]) == {"client"}, "where the server ran is not known"
+    assert "environment" not in content, "nor with which variables"
     assert server.url not in file.read_text(), "a place of this machine is in the record"
     assert content["definitions"] == latency.DEFINITIONS
     out = capsys.readouterr().out

@@ -221,7 +221,7 @@ def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], version: st
         price_per_hour=0.0,
         settings=settings | {"rate": args.rate and [_number(rate) for rate in args.rate]},
     )
-    del content["dollars_per_gpu_hour"]
+    del content["dollars_per_gpu_hour"], content["environment"]
     # the server's machine is not known here: only where the client ran
     content["machine"] = {"client": content["machine"]["processor"]}
     content["engine"] = "an OpenAI-compatible server" if version is None else f"vLLM {version}"
