@@ -19,6 +19,15 @@ number() {
     esac
 }
 
+# fraction OPTION VALUE: above 0, at most 1
+fraction() {
+    case $2 in
+    0.*[!0-9]*) ;;
+    1 | 1.0 | 0.*[1-9]*) return ;;
+    esac
+    fail "$1 wants a fraction such as 0.95, got '$2'."
+}
+
 # numbers OPTION LIST: whole numbers above 0, separated by commas
 numbers() {
     case ,$2, in

@@ -55,10 +55,7 @@ while [ $# -gt 0 ]; do
     --max-len) number "$1" "$2" && max_len=$2 ;;
     --max-seqs) number "$1" "$2" && max_seqs=$2 ;;
     --max-batched-tokens) number "$1" "$2" && batched=$2 ;;
-    --memory)
-        case $2 in 0.[0-9]* | 1 | 1.0) ;; *) fail "--memory wants a fraction such as 0.95, got '$2'." ;; esac
-        memory=$2
-        ;;
+    --memory) fraction "$1" "$2" && memory=$2 ;;
     --name) name=$2 ;;
     --host) host=$2 ;;
     --port) number "$1" "$2" && port=$2 ;;

@@ -115,6 +115,8 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
         (("--model", "openai/gpt-oss-20b", "--capture-sizes", "16,,1"), "commas between them, got '16,,1'"),
         (("--model", "openai/gpt-oss-20b", "--devices", "npu0"), "numbers of NPUs such as 0,1, got 'npu0'"),
         (("--model", "openai/gpt-oss-20b", "--memory", "95"), "a fraction such as 0.95, got '95'"),
+        (("--model", "openai/gpt-oss-20b", "--memory", "0.9GB"), "a fraction such as 0.95, got '0.9GB'"),
+        (("--model", "openai/gpt-oss-20b", "--memory", "0.00"), "a fraction such as 0.95, got '0.00'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(options: tuple[str, ...], words: str) -> None:
