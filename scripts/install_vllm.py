@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from importlib import metadata
@@ -91,8 +90,12 @@ def fetch(folder: Path, override: str = "") -> Path:
     """The checked source release in `folder`, from `override` (a path or a URL) when given, otherwise through pip."""
     target = folder / FILE_NAME
     if "://" in override:
-        with contextlib.closing(urllib.request.urlopen(override, timeout=60)) as response, target.open("wb") as file:
-            shutil.copyfileobj(response, file, CHUNK)
+        try:
+            response = urllib.request.urlopen(override, timeout=60)
+            with contextlib.closing(response), target.open("wb") as file:
+                shutil.copyfileobj(response, file, CHUNK)
+        except (OSError, ValueError) as error:  # of the address, the network, the disk
+            raise InstallError(f"{override}: {error}") from None
     elif override:
         if not Path(override).is_file():
             raise InstallError(f"VLLM_SDIST={override} is not a file. Expected the path or the URL of {FILE_NAME}.")
@@ -132,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sdist = fetch(Path(folder), os.environ.get("VLLM_SDIST", ""))
             print(f"{FILE_NAME}: {sdist.stat().st_size / 1e6:.1f} MB, SHA-256 as published; building it as pure Python")
             install(sdist, pip_arguments)
-    except (InstallError, urllib.error.URLError) as error:
+    except InstallError as error:
         print(f"install_vllm: {error}", file=sys.stderr)
         return 1
     return 0

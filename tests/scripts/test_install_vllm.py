@@ -52,6 +52,21 @@ def test_an_url_is_fetched_and_checked_like_a_path(tmp_path: Path) -> None:
         install_vllm.fetch(tmp_path / "to", (tmp_path / "copy.tar.gz").as_uri())
 
 
+def test_a_download_that_stalls_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    class Stalled:
+        def read(self, size: int) -> bytes:
+            raise TimeoutError("the read operation timed out")
+
+        def close(self) -> None:
+            pass
+
+    _installed(monkeypatch, None)
+    monkeypatch.setattr(install_vllm.urllib.request, "urlopen", lambda *_, **__: Stalled())
+    monkeypatch.setenv("VLLM_SDIST", "https://mirror/vllm-0.11.0.tar.gz")
+    assert install_vllm.main([]) == 1
+    assert "install_vllm: https://mirror/vllm-0.11.0.tar.gz: the read operation timed out" in capsys.readouterr().err
+
+
 def test_a_wrong_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match=r"VLLM_SDIST=.*nowhere is not a file"):
         install_vllm.fetch(tmp_path, str(tmp_path / "nowhere"))
