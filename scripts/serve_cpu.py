@@ -279,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"\nmake {TARGET}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the server was started; after that, Ctrl-C is how to stop it
+        print(f"\nmake {TARGET}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -84,6 +84,17 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
     assert (place / "model.safetensors").exists()
 
 
+def test_a_ctrl_c_before_the_server_starts_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def interrupted() -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_cpu, "tiny_checkpoint", interrupted)
+    assert serve_cpu.main(["--port", str(free_port())]) == 130
+    assert "make serve: interrupted" in capsys.readouterr().err
+
+
 def test_what_the_user_sets_wins(tmp_path: Path) -> None:
     environment = serve_cpu.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
     assert environment["OMP_NUM_THREADS"] == "7"
