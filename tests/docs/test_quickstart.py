@@ -1,11 +1,14 @@
-"""`make serve` as the Makefile has it, and every request of the pages to the server that it starts, in a shell."""
+"""`make serve` as the Makefile has it; every request of the pages to the server that it starts, and every load test."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +51,21 @@ def test_make_serve_answers_the_pages_request(request_: Command, port: int) -> N
             assert same(choice["message"][key], value), f"{key}: {choice['message'][key]}"
 
 
+LOADS = [command for command in all_commands() if command.text.startswith("npu-gptoss bench serve ")]
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda command: command.place)
+def test_make_serve_bears_the_pages_load(load: Command, port: int, tmp_path: Path) -> None:
+    """With fewer requests. Each succeeds: the model has something to say to prompts of this kind and length."""
+    pytest.importorskip("aiohttp")
+    text = f"{load.text.replace('--json serve.json', '')} --url {ADDRESS.replace('8000', str(port))}v1"
+    words = [*shlex.split(text)[1:], "--prompts", "4", "--json", str(tmp_path / "serve.json")]
+    done = subprocess.run([sys.executable, "-m", "npu_gptoss.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for record in json.loads((tmp_path / "serve.json").read_text())["records"]:
+        assert (record["failed"], record["short_answers"]) == (0, 0)
+
+
 def same(got: Any, shown: Any) -> bool:
     """Whether an answer holds what a page shows of it, which may leave fields out (ids of calls)."""
     if isinstance(shown, dict):
@@ -60,6 +78,7 @@ def same(got: Any, shown: Any) -> bool:
 def test_readme_and_quickstart_promise_an_answer() -> None:
     pages = {request.page for request in REQUESTS if promised(request)}
     assert {"README.md", "README.zh.md", "docs/quickstart.md"} <= pages
+    assert len(LOADS) == 2
     request = next(request for request in REQUESTS if request.page == "README.md")
     assert promised(request)["message"]["content"] == "3 + 4 = 7."
     assert not same({"content": "3 + 4 = 8.", "id": 1}, {"content": "3 + 4 = 7."})
