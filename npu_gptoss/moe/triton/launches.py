@@ -12,7 +12,7 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_opt
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, MOST_ROWS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, gluon_tiles, tiles, unroll
+from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
@@ -87,6 +87,11 @@ def expert_mlp_few(
     """Three launches for a single token (`one`), else four."""
     hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
     (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
+    if one and one_in_gluon(experts, hidden.device.index):
+        from npu_gptoss.moe.triton import one_hopper
+
+        shares = one_hopper.shares_of(hidden, experts, expert_map, topk_weights, topk_ids, swiglu_limit, ONE)
+        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
     gate_up, down = experts.gate_up, experts.down
     up_shape, down_shape = tiles(experts.format, "few", tokens)
     splits = down_shape.splits
@@ -180,6 +185,11 @@ def expert_mlp_many(
         **_constants(down, down_shape),
     )
     return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+
+
+def one_in_gluon(experts: TiledExperts, device: int | None) -> bool:
+    """Whether `one_hopper` computes with these weights on this device."""
+    return experts.format == "mxfp4" and has_hopper(device)
 
 
 def gluon_fits(experts: TiledExperts, device: int | None) -> bool:

@@ -79,6 +79,25 @@ GLUON: tuple[tuple[int, GluonTiles], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class OneTiles:
+    """A tile of `one_hopper`: 16 rows of weights for each warp.
+
+    deep, down_deep: steps of 256 inputs that a thread holds in its registers, in gate_up and in down.
+    splits: shares of the inputs that `down` sums apart. registers: of a thread, at most; what three programs leave no
+    fourth (see TABLE) and need no shared memory for.
+    """
+
+    warps: int
+    deep: int
+    down_deep: int
+    splits: int
+    registers: int
+
+
+ONE = OneTiles(warps=4, deep=4, down_deep=6, splits=2, registers=168)
+
+
 def gluon_tiles(slots: int, experts: int) -> GluonTiles | None:
     """For MXFP4 on Hopper; None where the Triton kernels are faster."""
     return next((shape for least, shape in GLUON if slots >= least * experts), None)
