@@ -4,7 +4,8 @@
     python scripts/bench_table.py --write    # and puts them into docs/performance.md
 
 No number is typed: each is in a record that a command wrote (docs/benchmarks/README.md), and what this page says of it
-follows from the record. Goals are those that were set before anything was measured.
+follows from the record. Peers' numbers stand beside ours of the same point, from their own files. Goals are those that
+were set before anything was measured.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from npu_gptoss.bench.records import beside
+
+ROOT = Path(__file__).resolve().parents[1]
 PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
 BEGIN, END = "<!-- written by scripts/bench_table.py: begin -->", "<!-- bench_table: end -->"
 OURS = "npu_gptoss"
+EARLIER = "earlier"  # ends the name of a peer that was measured on another day; one measured beside ours goes before it
 GOALS_ARE_FOR = "NVIDIA H200"
 
 Record = dict[str, Any]
@@ -52,12 +58,19 @@ KERNEL_GOALS: dict[tuple[str, str], float | str] = {
 
 
 def load(folder: Path = FOLDER) -> list[Record]:
-    """Every record of every file, with its file's engine, kind, machine and date."""
+    """Every record of every file, with its file's engine, kind, machine and date; ours with the peers' numbers."""
+    contents = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
+    theirs = [content for content in contents.values() if content["engine"] != OURS]
+    theirs.sort(key=lambda content: not content["engine"].endswith(EARLIER))
     found = []
-    for file in sorted(folder.glob("*.json")):
-        content = json.loads(file.read_text(encoding="utf-8"))
+    for name, content in contents.items():
         header = {name: content[name] for name in ("engine", "what", "machine", "versions", "date")}
-        found += [{**record, "_": {**header, "file": file.name}} for record in content["records"]]
+        rows = content["records"]
+        for peer in theirs:
+            if content["engine"] == OURS and peer["what"] == content["what"]:
+                both = zip(rows, beside(rows, peer, peer["what"]), strict=True)
+                rows = [new if new["peer"] else old for old, new in both]
+        found += [{**row, "_": {**header, "file": name}} for row in rows]
     return found
 
 
@@ -86,7 +99,7 @@ def peers(record: Record, name: str, digits: int) -> str:
     peer = record.get("peer")
     if not peer:
         return "–"
-    return f"{peer[name]:.{digits}f}" + (", earlier" if peer["engine"].endswith("earlier") else "")
+    return f"{peer[name]:.{digits}f}" + (", earlier" if peer["engine"].endswith(EARLIER) else "")
 
 
 def decode_goal(record: Record) -> float | None:

@@ -75,6 +75,20 @@ def test_a_peers_number_of_another_day_says_so():
     assert "| 4.985, earlier | ≤ 3.12 | met |" in render([decode(peer=earlier)])
 
 
+def test_a_peer_measured_beside_ours_goes_before_one_of_another_day(tmp_path):
+    def written(name: str, engine: str, **rows: float) -> None:
+        points = [{**decode(batch=int(batch[1:])), "tpot_ms": value} for batch, value in rows.items()]
+        points = [{field: row[field] for field in row if field not in ("_", "peer")} for row in points]
+        header = {**HEADER, "what": "decode", "engine": engine}
+        (tmp_path / name).write_text(json.dumps({**header, "records": points}))
+
+    written("h200_decode.json", "npu_gptoss", b1=2.0, b8=3.0, b32=4.0)
+    written("peer_decode.json", "vLLM 1", b1=5.0)
+    written("peer_decode_earlier.json", "vLLM 1, earlier", b1=6.0, b8=7.0)
+    ours = [record for record in load(tmp_path) if record["_"]["engine"] == "npu_gptoss"]
+    assert [record.get("peer", {}).get("tpot_ms") for record in ours] == [5.0, 7.0, None]
+
+
 def test_a_peers_own_file_makes_no_row():
     peer = decode(_={**HEADER, "engine": "vLLM 0.25.1", "what": "decode", "file": "peer.json"})
     assert "| 20b |" not in render([peer])
