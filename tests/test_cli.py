@@ -44,3 +44,12 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     command.stdin.close()
     assert command.stderr.read() == ""
     assert command.wait() == 0
+
+
+def test_a_command_that_is_stopped_with_ctrl_c_says_so_without_a_traceback(monkeypatch, capsys):
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(COMMANDS["doctor"][0]), "run", run)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "npu-gptoss: stopped\n"
