@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -113,10 +114,11 @@ class TestSelected:
             assert all(torch.equal(a, b) for a, b in zip(mine, repeated, strict=True))
 
 
-def mutated(folder: Path, old: str, new: str) -> object:
+def mutated(folder: Path, old: str, new: str, of: ModuleType | None = None) -> ModuleType:
+    """The projections' module (or `of`) with one change."""
     from npu_gptoss.dense.triton import hopper
 
-    text = Path(hopper.__file__).read_text()
+    text = Path((of or hopper).__file__).read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times; mend the mutation"
     path = folder / "mutated_hopper.py"
     path.write_text(text.replace(old, new))

@@ -159,9 +159,12 @@ def router(
     top_k: int,
     live: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One launch: add, norm, router, top-k, softmax."""
-    from npu_gptoss.dense.triton import launches
+    """One launch: add, norm, router, top-k, softmax. On Hopper for many logits two: add and norm, then the rest."""
+    from npu_gptoss.dense.triton import launch_hopper, launches
 
+    if launch_hopper.routes(residual, weight):
+        hidden, normed = launches.add_norm(residual, delta, norm_weight, eps)
+        return hidden, normed, *launch_hopper.router(normed, weight, bias, top_k, live)
     return launches.router(residual, delta, norm_weight, eps, weight, bias, top_k, live)
 
 

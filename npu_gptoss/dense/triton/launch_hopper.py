@@ -1,4 +1,4 @@
-"""Launches of the Gluon projections (`hopper.py`): which calls they take, and how large the ring of a program is."""
+"""Launches of the Gluon kernels: which calls they take, and how large the ring of a projection's program is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.launches import arrivals, flat
 from npu_gptoss.dense.weights import Weight
 from npu_gptoss.kernels.triton_launch import has_hopper, launch_options
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 64
 MOST_ROWS = 32  # of x, as far as it was measured; each program reads all of them
+# From where on the router is worth a launch besides the norm's: rows, and rows times experts
+FEWEST_ROUTED, FEWEST_LOGITS = 33, 4096
+ROUTER_WARPS = 16
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,22 @@ def takes(x: torch.Tensor, weight: Weight) -> bool:
         and x.shape[1] % 8 == 0  # the tensor memory accelerator wants rows that begin at multiples of 16 bytes
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and has_hopper(x.device.index)
+    )
+
+
+def routes(residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the Gluon router can take these rows and experts, and is the better one."""
+    experts, hidden = weight.shape
+    return (
+        len(residual) >= FEWEST_ROUTED
+        and len(residual) * experts >= FEWEST_LOGITS
+        and residual.dtype == weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and experts >= 32
+        and triton.next_power_of_2(experts) == experts
+        and hidden % 8 == 0
+        and min(halves(hidden)) >= 64 * ROUTER_WARPS  # what the matrix instructions of a warp take, of both
+        and has_hopper(residual.device.index)
     )
 
 
@@ -142,3 +162,40 @@ def linear(
         **launch_options(x, 4),
     )
     return out
+
+
+def router(
+    normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, live: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """normed [tokens, inputs] -> weights [tokens, top_k] float32 and ids int32, as `dense.router`."""
+    from npu_gptoss.dense.triton import router_hopper
+
+    tokens, hidden = normed.shape
+    experts = weight.shape[0]
+    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=normed.device)
+    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=normed.device)
+    parts, groups = experts // router_hopper.SHARE.value, triton.cdiv(tokens, router_hopper.ROWS.value)
+    sums = topk_weights  # not touched
+    if parts > 1:
+        sums = torch.empty(tokens, experts, dtype=torch.float32, device=normed.device)
+    block_a, block_b = halves(hidden)
+    router_hopper.router_kernel[(parts, groups)](
+        normed,
+        weight,
+        bias,
+        topk_ids if live is None else live,
+        topk_weights,
+        topk_ids,
+        sums,
+        arrivals(groups, normed.device),
+        tokens,
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        BLOCK_A=block_a,
+        BLOCK_B=block_b,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        HAS_LIVE=live is not None,
+        **launch_options(normed, ROUTER_WARPS),
+    )
+    return topk_weights, topk_ids
