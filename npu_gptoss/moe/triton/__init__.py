@@ -1,7 +1,8 @@
 """Routing and experts as Triton kernels for CUDA.
 
 Three paths share one layout of the weights (`layout.py`): a single token (`few.py`; on Hopper, in MXFP4,
-`one_hopper.py`), a decode batch (`few.py`), a prefill (`many.py`; on Hopper, for long ones in MXFP4, `many_hopper.py`).
+`one_hopper.py`), a decode batch (`few.py`; on Hopper, for small ones in MXFP4, `few_hopper.py`), a prefill (`many.py`;
+on Hopper, for long ones in MXFP4, `many_hopper.py`).
 Weights stay in bfloat16, FP8 or MXFP4 and are opened in registers (`device.py`). `tuned.py` is the table of tile sizes,
 `launches.py` the host's side. Triton is imported at the first call, so that a machine without it can list these
 kernels.

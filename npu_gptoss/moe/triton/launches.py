@@ -12,12 +12,13 @@ from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_opt
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, MOST_ROWS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, gluon_tiles, tiles, unroll
+from npu_gptoss.moe.triton.tuned import ONE, FewTiles, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
 _SORT_PROGRAMS = 128  # at most: each reads what all others counted
 _COMBINE_ROWS = 1024
+_STAGED_BYTES = 112 * 1024  # of inputs that `few_hopper` keeps in shared memory
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
@@ -75,6 +76,24 @@ def _scales(matrix: TiledMatrix) -> torch.Tensor:
     return matrix.bias if matrix.scales is None else matrix.scales
 
 
+def _assigned(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor, experts: TiledExperts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each local expert's slots [experts, slots] int32, and how many they are [experts] int32."""
+    slots = topk_ids.numel()
+    lists = torch.empty(experts.num_experts, slots, dtype=torch.int32, device=topk_ids.device)
+    counts = torch.empty(experts.num_experts, dtype=torch.int32, device=topk_ids.device)
+    _launch(
+        few.assign,
+        (experts.num_experts,),
+        (topk_ids, expert_map, lists, counts, slots),
+        warps=4,
+        HAS_MAP=experts.expert_map is not None,
+        BS=max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
+    )
+    return lists, counts
+
+
 def expert_mlp_few(
     hidden: torch.Tensor,
     experts: TiledExperts,
@@ -92,31 +111,25 @@ def expert_mlp_few(
 
         shares = one_hopper.shares_of(hidden, experts, expert_map, topk_weights, topk_ids, swiglu_limit, ONE)
         return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+    lists, counts = (topk_ids, topk_ids) if one else _assigned(topk_ids, expert_map, experts)
+    shape = None if one else few_gluon_tiles(tokens)
+    if shape is not None and few_in_gluon(experts, shape, hidden.device.index):
+        from npu_gptoss.moe.triton import few_hopper
+
+        shares = few_hopper.shares_of(hidden, experts, lists, counts, topk_weights, swiglu_limit, shape)
+        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
     gate_up, down = experts.gate_up, experts.down
     up_shape, down_shape = tiles(experts.format, "few", tokens)
     splits = down_shape.splits
     inner = hidden.new_empty(slots, down.inputs)
     shares = torch.empty(slots, splits, down.rows, dtype=torch.float32, device=hidden.device)
-    has_map = experts.expert_map is not None
     common = {
         "FORMAT": experts.format,
-        "HAS_MAP": has_map,
+        "HAS_MAP": experts.expert_map is not None,
         "ONE": one,
         "EXPERTS": experts.num_experts,
         "BE": triton.next_power_of_2(experts.num_experts),
     }
-    lists = counts = topk_ids
-    if not one:
-        lists = torch.empty(experts.num_experts, slots, dtype=torch.int32, device=hidden.device)
-        counts = torch.empty(experts.num_experts, dtype=torch.int32, device=hidden.device)
-        _launch(
-            few.assign,
-            (experts.num_experts,),
-            (topk_ids, expert_map, lists, counts, slots),
-            warps=4,
-            HAS_MAP=has_map,
-            BS=max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
-        )
     routing = (topk_ids, expert_map, lists, counts)
     programs = slots if one else min(slots, experts.num_experts)
     _launch(
@@ -190,6 +203,13 @@ def expert_mlp_many(
 def one_in_gluon(experts: TiledExperts, device: int | None) -> bool:
     """Whether `one_hopper` computes with these weights on this device."""
     return experts.format == "mxfp4" and has_hopper(device)
+
+
+def few_in_gluon(experts: TiledExperts, shape: FewTiles, device: int | None) -> bool:
+    """Whether `few_hopper` computes with these weights on this device: rows of inputs for all columns must fit into
+    what a multiprocessor has of shared memory, of which half is enough for any model here."""
+    widest = max(experts.gate_up.inputs, experts.down.inputs)
+    return experts.format == "mxfp4" and 2 * widest * shape.slots <= _STAGED_BYTES and has_hopper(device)
 
 
 def gluon_fits(experts: TiledExperts, device: int | None) -> bool:

@@ -98,6 +98,34 @@ class OneTiles:
 ONE = OneTiles(warps=4, deep=4, down_deep=6, splits=2, registers=168)
 
 
+@dataclass(frozen=True)
+class FewTiles:
+    """A tile of `few_hopper`: `rows` of weights (16 to 128) by `slots` of an expert (2, 4 or 8).
+
+    warps: of a program; each has 16 of the rows or a multiple. deep: steps of 128 inputs that a thread holds in its
+    registers. registers: of a thread, at most.
+    """
+
+    slots: int
+    rows: int
+    warps: int
+    deep: int
+    registers: int
+
+
+# (tokens up to) -> tiles; the first that fits. More tokens: the Triton kernels.
+FEW: tuple[tuple[int, FewTiles], ...] = (
+    (3, FewTiles(slots=4, rows=64, warps=4, deep=6, registers=168)),
+    (6, FewTiles(slots=4, rows=64, warps=4, deep=3, registers=96)),
+    (48, FewTiles(slots=8, rows=64, warps=4, deep=5, registers=128)),
+)
+
+
+def few_gluon_tiles(tokens: int) -> FewTiles | None:
+    """For MXFP4 on Hopper; None where the Triton kernels are faster."""
+    return next((shape for most, shape in FEW if tokens <= most), None)
+
+
 def gluon_tiles(slots: int, experts: int) -> GluonTiles | None:
     """For MXFP4 on Hopper; None where the Triton kernels are faster."""
     return next((shape for least, shape in GLUON if slots >= least * experts), None)
