@@ -2,9 +2,9 @@
 
 python scripts/sweep_page.py --write
 
-The tables of one GPU are of the records that docs/performance.md shows. Each folder docs/benchmarks/sweep_* holds what
-one `npu-gptoss bench sweep --out` wrote, but its tables.md, and the pictures that `npu-gptoss bench plot` drew of it;
-`note` in a file says how it differs from that. Python with torch, as the package needs.
+Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md, and pictures
+that `npu-gptoss bench plot` drew of it; `note` in a file says how it differs from that. Python with torch,
+as the package needs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from scripts.page_tables import ROOT, Tables
 PAGE = "docs/benchmarking.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 KINDS = ("prefill", "decode")
-ONE_GPU = tuple(f"h200_{kind}_{size}.json" for size in ("20b", "120b") for kind in KINDS)
 
 
 def measured(folder: Path = FOLDER) -> str:
-    """The tables of one GPU, then those and the pictures of every sweep, in the order of the folders' names."""
-    lines = shown([file for name in ONE_GPU if (file := folder / name).is_file()])
+    """The tables and pictures of every sweep, in the order of the folders' names."""
+    lines: list[str] = []
     for each in sorted(folder.glob("sweep_*")):
         lines += shown([file for kind in KINDS if (file := each / f"{kind}.json").is_file()])
         for picture in sorted(each.glob("*.svg")):
@@ -42,7 +41,7 @@ def shown(files: Sequence[Path]) -> list[str]:
     contents = [records.read(file) for file in files]
     missing = {name: why for content in contents for name, why in content.get("not_measured", {}).items()}
     links = ", ".join(f"[{file.name}]({file.relative_to(ROOT / 'docs').as_posix()})" for file in files)
-    notes = [f"Of it: {content['note']}." for content in contents if "note" in content]
+    notes = dict.fromkeys(f"Of it: {content['note']}." for content in contents if "note" in content)
     return ["", f"From {links}. {' '.join(notes)}".rstrip(), "", *sweep.page(contents, missing)]
 
 

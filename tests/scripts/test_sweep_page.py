@@ -49,7 +49,7 @@ def test_tables_pictures_and_what_was_not_measured(tmp_path: Path, monkeypatch: 
     write(folder / "sweep_20b", "prefill", {**row, "prompt_tokens": 8192, "prefill_s": 0.1})
     (folder / "sweep_20b" / "decode_cost.svg").write_text("<svg/>")
     alone = {**row, "layout": "tp1", "prompt_tokens": 4096, "prefill_s": 0.3}
-    write(folder, "h200_prefill_20b", alone, what="prefill")
+    write(folder / "sweep_120b", "prefill", alone)
     lines = measured(folder).splitlines()
     assert lines.index("| tp1 | 0.300 s, $0.500 |") < lines.index("| ep2 | 0.100 s, $0.500 |")
     where = "[prefill.json](benchmarks/sweep_20b/prefill.json), [decode.json](benchmarks/sweep_20b/decode.json)"
