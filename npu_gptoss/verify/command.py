@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -26,6 +27,9 @@ from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, subjects, verify
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
+# of the definition, at most: its tensors are small, and more threads wait, spinning, for each other in each operation,
+# on a busy machine of 32 cores a minute for a kernel that takes three seconds
+THREADS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
     load_kernels()
     device = resolve_device(args.device)
-    with kernels_for(device), torch.inference_mode():
+    with kernels_for(device), torch.inference_mode(), few_threads():
         found, elsewhere = subjects(device, args.filter)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
@@ -56,6 +60,17 @@ def run(args: argparse.Namespace) -> int:
             write_json(args.json, record(args, device, reports, elsewhere))
     print(summary(reports, elsewhere, time.monotonic() - started))
     return 0 if all(report.ok for report in reports) else 1
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """No more than THREADS of torch's inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def lines(report: Report, args: argparse.Namespace) -> list[str]:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from npu_gptoss.cli import main
-from npu_gptoss.verify import function_checks
+from npu_gptoss.verify import command, function_checks
 
 QUICK = ["--device", "cpu", "--cases", "1"]
 
@@ -48,6 +49,22 @@ def test_something_wrong_is_one_and_shows_the_worst_elements(
     (entry,) = json.loads(file.read_text())["kernels"]
     assert not entry["ok"]
     assert {call["error"] for call in entry["calls"]} == {None}, "JSON has no infinity"
+
+
+def test_the_definition_does_not_take_all_the_cores_of_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, verify, before = [], command.verify, torch.get_num_threads()
+
+    def seeing(*arguments: object, **options: object) -> object:
+        seen.append(torch.get_num_threads())
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(command, "verify", seeing)
+    torch.set_num_threads(8)
+    try:
+        assert main(["verify", "rope.rotate", *QUICK]) == 0
+        assert (seen, torch.get_num_threads()) == ([command.THREADS], 8)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
