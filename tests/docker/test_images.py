@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,24 @@ def test_a_server_that_is_not_there_is_not_healthy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PORT", "1")
     assert healthcheck.main() == 1
     assert "http://127.0.0.1:1/health" in capsys.readouterr().out
+
+
+def test_a_proxy_of_the_user_s_is_not_asked_for_the_server_in_the_container() -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+        environment |= {"PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:1"}
+        check = [sys.executable, str(ROOT / "docker/healthcheck.py")]
+        told = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
+        server.shutdown()
+    assert (told.returncode, told.stdout) == (0, f"http://127.0.0.1:{server.server_port}/health: healthy\n"), told
 
 
 def test_the_cpu_image_sets_what_make_serve_would_look_for() -> None:
