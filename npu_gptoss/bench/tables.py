@@ -41,10 +41,11 @@ def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list
 def prefill_tables(records: Iterable[Record]) -> list[str]:
     """One table for each model and format: layouts by lengths."""
     lines: list[str] = []
-    for (model, weights), rows in groups(records, "model", "weights").items():
+    for (model, weights, projections), rows in groups(records, "model", "weights", "projections").items():
         lengths = sorted({row["prompt_tokens"] for row in rows})
         cells = {(layout_of(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
-        lines += _titled(f"Prefill, {model}, {weights} experts: time to the first token, $ a million input tokens")
+        of = _formats(model, weights, projections)
+        lines += _titled(f"Prefill, {of}: time to the first token, $ a million input tokens")
         lines += _table("layout", _layouts(rows), lengths, cells, "{} tokens".format)
     return lines
 
@@ -56,10 +57,14 @@ def decode_tables(records: Iterable[Record]) -> list[str]:
     for (model, weights, projections, context), rows in groups(records, *keys).items():
         batches = sorted({row["batch"] for row in rows})
         cells = {(r["batch"], layout_of(r)): f"{speed_per_user(r):.0f} tok/s{_dollars(r)}" for r in rows}
-        of = f"{model}, {weights} experts" + ("" if projections in (None, "bf16") else f", {projections} projections")
+        of = _formats(model, weights, projections)
         lines += _titled(f"Decode, {of}, context {context}: tokens/s of each user, $ a million output tokens")
         lines += _table("batch", batches, _layouts(rows), cells, str)
     return lines
+
+
+def _formats(model: str, weights: str, projections: str | None) -> str:
+    return f"{model}, {weights} experts" + ("" if projections in (None, "bf16") else f", {projections} projections")
 
 
 def _layouts(rows: Iterable[Record]) -> list[str]:

@@ -125,6 +125,14 @@ def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own(
     rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
     titles = [line for line in tables.decode_tables(rows) if line.startswith("Decode")]
     assert len(titles) == len(set(titles)) == 5
+    eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "projections": "fp8"}
+    lines = tables.prefill_tables([prefill_row("tp1", 8192, 2.0, 2.0), eight])
+    titles = [line for line in lines if line.startswith("Prefill")]
+    assert len(titles) == len(set(titles)) == 2
+    assert [line for line in lines if line.startswith("| tp1")] == [
+        "| tp1 | 2.000 s, $2.000 |",
+        "| tp1 | 1.000 s, $1.000 |",
+    ]
 
 
 def test_merging_keeps_every_record_and_the_ceilings_of_all():
