@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.bench.tables import groups, layout_of, layout_order, speed_per_user
+from npu_gptoss.bench.tables import groups, layout_of, layout_order, speed_per_user, unusual_projections
 from npu_gptoss.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def decode_figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """For each model and context: speed of a user against cost, a line a layout, a point a batch; and TPOT by batch."""
     keys = ("model", "weights", "projections", "context")
     for (model, weights, projections, context), rows in groups(content["records"], *keys).items():
-        other = _projections(projections)
+        other = unusual_projections(projections)
         title = ", ".join([f"Decode, {model}, {weights} experts", *other, f"context {context}"])
         stem = _stem("decode", model, weights, *other, context)
         priced = _priced(rows)
@@ -81,7 +81,7 @@ def decode_figures(content: Mapping[str, Any]) -> Iterator[Named]:
 def prefill_figures(content: Mapping[str, Any]) -> Iterator[Named]:
     """For each model: time to the first token by length; and against cost, a line a layout."""
     for (model, weights, projections), rows in groups(content["records"], "model", "weights", "projections").items():
-        other = _projections(projections)
+        other = unusual_projections(projections)
         title = ", ".join([f"Prefill, {model}, {weights} experts", *other])
         stem = _stem("prefill", model, weights, *other)
         figure, axes = _figure(content, title)
@@ -146,11 +146,6 @@ DRAWN: dict[str, Callable[[Mapping[str, Any]], Iterator[Named]]] = {
     "kernel": kernel_figures,
     "serve": serve_figures,
 }
-
-
-def _projections(kind: str | None) -> tuple[str, ...]:
-    """Named where they are not the usual ones. kind: None of early records, and of another engine's."""
-    return () if kind in (None, "bf16") else (f"{kind} projections",)
 
 
 def _by_layout(rows: Sequence[Record], along: str) -> Iterator[tuple[dict[str, Any], str, list[Record]]]:

@@ -30,6 +30,11 @@ def speed_per_user(record: Record) -> float:
     return 1e3 / record["tpot_ms"]
 
 
+def unusual_projections(kind: str | None) -> tuple[str, ...]:
+    """Named where they are not the usual ones. kind: None of early records, and of another engine's."""
+    return () if kind in (None, "bf16") else (f"{kind} projections",)
+
+
 def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
     """Records by these fields, in the order in which they appear."""
     found: dict[tuple[Any, ...], list[Record]] = {}
@@ -44,7 +49,7 @@ def prefill_tables(records: Iterable[Record]) -> list[str]:
     for (model, weights, projections), rows in groups(records, "model", "weights", "projections").items():
         lengths = sorted({row["prompt_tokens"] for row in rows})
         cells = {(layout_of(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
-        of = _formats(model, weights, projections)
+        of = ", ".join([model, f"{weights} experts", *unusual_projections(projections)])
         lines += _titled(f"Prefill, {of}: time to the first token, $ a million input tokens")
         lines += _table("layout", _layouts(rows), lengths, cells, "{} tokens".format)
     return lines
@@ -57,14 +62,10 @@ def decode_tables(records: Iterable[Record]) -> list[str]:
     for (model, weights, projections, context), rows in groups(records, *keys).items():
         batches = sorted({row["batch"] for row in rows})
         cells = {(r["batch"], layout_of(r)): f"{speed_per_user(r):.0f} tok/s{_dollars(r)}" for r in rows}
-        of = _formats(model, weights, projections)
+        of = ", ".join([model, f"{weights} experts", *unusual_projections(projections)])
         lines += _titled(f"Decode, {of}, context {context}: tokens/s of each user, $ a million output tokens")
         lines += _table("batch", batches, _layouts(rows), cells, str)
     return lines
-
-
-def _formats(model: str, weights: str, projections: str | None) -> str:
-    return f"{model}, {weights} experts" + ("" if projections in (None, "bf16") else f", {projections} projections")
 
 
 def _layouts(rows: Iterable[Record]) -> list[str]:
