@@ -48,6 +48,9 @@ while [ $# -gt 0 ]; do
     --cards) number "$1" "$2" && cards=$2 ;;
     --devices)
         case ,$2, in *,,* | *[!0-9,]*) fail "--devices wants numbers of NPUs such as 0,1, got '$2'." ;; esac
+        # CANN refuses other orders (EE1001)
+        [ "$(printf '%s\n' "$2" | tr ',' '\n' | sort -nu | paste -sd , -)" = "$2" ] ||
+            fail "--devices wants each NPU once, in ascending order, got '$2'."
         devices=$2
         ;;
     --mode) mode=$2 ;;

@@ -259,4 +259,22 @@ def device_files(here: Machine) -> Iterator[Finding]:
         return
     visible = here.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     chosen = f" ASCEND_RT_VISIBLE_DEVICES={visible} chooses among them." if visible else ""
+    if visible and not _can_be_chosen(visible, len(cards)):
+        yield failed(
+            "device-files",
+            f"ASCEND_RT_VISIBLE_DEVICES={visible} cannot be met: CANN counts the cards in /dev from 0, here to "
+            f"{len(cards) - 1}, and wants them in ascending order.",
+            "Name cards by these counts, not by the numbers of the host: "
+            f"ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(len(cards))))} is all of them.",
+        )
+        return
     yield ok("device-files", f"{len(cards)} card{'s' if len(cards) > 1 else ''} in /dev, open to this user.{chosen}")
+
+
+def _can_be_chosen(visible: str, cards: int) -> bool:
+    """Whether CANN takes a value of ASCEND_RT_VISIBLE_DEVICES: the rules of its error EE1001, by reports of users."""
+    numbers = visible.split(",")
+    if not all(re.fullmatch(r" *\d+ *", number) for number in numbers):
+        return False
+    chosen = [int(number) for number in numbers]
+    return chosen == sorted(set(chosen)) and chosen[-1] < cards

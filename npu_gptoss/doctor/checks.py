@@ -60,7 +60,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "device-files",
         "CANN and driver",
-        "whether this user may open `/dev/davinci<n>`, `davinci_manager`, `devmm_svm` and `hisi_hdc`",
+        "whether this user may open `/dev/davinci<n>`, `davinci_manager`, `devmm_svm` and `hisi_hdc`, and whether "
+        "`ASCEND_RT_VISIBLE_DEVICES` names cards that are there",
         "`--device` flags of the container; the group HwHiAiUser",
     ),
     Check(

@@ -163,10 +163,23 @@ def test_device_files(tmp_path, monkeypatch):
         write(tmp_path / "dev" / name)
     only(cann.device_files(ascend(tmp_path)), "failed", "Not there: /dev/hisi_hdc.")
     write(tmp_path / "dev/hisi_hdc")
-    here = ascend(tmp_path, ASCEND_RT_VISIBLE_DEVICES="5")
-    only(cann.device_files(here), "ok", "2 cards", "ASCEND_RT_VISIBLE_DEVICES=5")
+    here = ascend(tmp_path, ASCEND_RT_VISIBLE_DEVICES="1")
+    only(cann.device_files(here), "ok", "2 cards", "ASCEND_RT_VISIBLE_DEVICES=1")
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "davinci5")
     only(cann.device_files(here), "failed", "may not open /dev/davinci5.", "HwHiAiUser")
+
+
+@pytest.mark.parametrize(
+    ("visible", "state"),
+    [("0", "ok"), ("1", "ok"), ("0,1", "ok"), ("5", "failed"), ("2", "failed"), ("1,0", "failed"), ("0,0", "failed")]
+    + [(wrong, "failed") for wrong in ("0,", "-1", "all")],
+)
+def test_cards_that_cann_would_not_give_are_a_failure(tmp_path, visible, state):
+    """In a container that sees davinci0 and davinci5 these are 0 and 1."""
+    for name in ("davinci0", "davinci5", *cann.COMMON_DEVICE_FILES):
+        write(tmp_path / "dev" / name)
+    phrase = {"ok": "chooses among them", "failed": "ASCEND_RT_VISIBLE_DEVICES=0,1 is all of them"}[state]
+    only(cann.device_files(ascend(tmp_path, ASCEND_RT_VISIBLE_DEVICES=visible)), state, phrase)
 
 
 def test_none_of_it_applies_elsewhere_and_on_the_emulated_910b_only_the_toolkit_does(tmp_path):

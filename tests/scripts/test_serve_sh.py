@@ -48,7 +48,7 @@ def test_the_defaults_are_the_flags_of_the_ascend_article() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "options", "cards"),
-    [(24, (), "1"), (36, (), "4"), (36, ("--cards", "8"), "8"), (24, ("--devices", "4,5"), "2"), (4, (), "1")],
+    [(24, (), "1"), (36, (), "4"), (36, ("--cards", "8"), "8"), (24, ("--devices", "9,10"), "2"), (4, (), "1")],
 )
 def test_cards_fit_the_model(layers: int, options: tuple[str, ...], cards: str, tmp_path: Path) -> None:
     _, words = serve("--model", checkpoint(tmp_path / "model", layers), *options)
@@ -114,6 +114,9 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
         (("--model", "openai/gpt-oss-20b", "--max-len", "16k"), "--max-len wants a whole number above 0, got '16k'"),
         (("--model", "openai/gpt-oss-20b", "--capture-sizes", "16,,1"), "commas between them, got '16,,1'"),
         (("--model", "openai/gpt-oss-20b", "--devices", "npu0"), "numbers of NPUs such as 0,1, got 'npu0'"),
+        (("--model", "openai/gpt-oss-20b", "--devices", "1,0"), "each NPU once, in ascending order, got '1,0'"),
+        (("--model", "openai/gpt-oss-20b", "--devices", "10,9"), "in ascending order, got '10,9'"),
+        (("--model", "openai/gpt-oss-20b", "--devices", "4,4"), "in ascending order, got '4,4'"),
         (("--model", "openai/gpt-oss-20b", "--memory", "95"), "a fraction such as 0.95, got '95'"),
         (("--model", "openai/gpt-oss-20b", "--memory", "0.9GB"), "a fraction such as 0.95, got '0.9GB'"),
         (("--model", "openai/gpt-oss-20b", "--memory", "0.00"), "a fraction such as 0.95, got '0.00'"),
