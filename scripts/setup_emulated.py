@@ -206,7 +206,7 @@ def set_up(env: Environment, with_tools: bool, python: str) -> None:
     to_do = [step for step in table if not is_done(step, env)]
     if any(step.name in ("wheels", "vllm-ascend") for step in to_do):  # the stubs are made for these wheels
         to_do += [step for step in table if step.name == "libraries" and step not in to_do]
-    run_steps(env, table, to_do, "2.6 GB")
+    run_steps(env, table, to_do, "2.8 GB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

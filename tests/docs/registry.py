@@ -176,7 +176,7 @@ RULES = (
     ),
     Rule(r"python scripts/bench_peer_vllm\.py (?:engine|attention) .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
-    Rule(r"python -c .*< (?:/tmp/)?trace\.jsonl", Here()),
+    Rule(r"python3 -c .*< (?:/tmp/)?trace\.jsonl", Here()),
     # scripts that write pages and train
     Rule(
         r"python scripts/trace_table\.py --write",

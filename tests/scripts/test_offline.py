@@ -84,3 +84,20 @@ def test_it_answers_and_writes_a_trace(tmp_path: Path) -> None:
     traces = list((tmp_path / "trace").glob("*.pt.trace.json*"))
     assert traces
     assert all(trace.stat().st_size > 10_000 for trace in traces)
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_it_answers_with_captured_graphs_on_the_emulated_910b(tmp_path: Path) -> None:
+    from npu_gptoss.model.tiny import write_tiny
+    from tests.emulator.machine import emulate
+
+    write_tiny(tmp_path / "model", trained=True)
+    options = ("--model", tmp_path / "model", "--prompt", "What is 3 + 4?", "--max-len", 2048)
+    script = str(SCRIPTS / "offline.py")
+    done = emulate(script, *map(str, options), timeout=600, PYTHONPATH=str(SCRIPTS.parent))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = done.stdout + done.stderr
+    assert "Platform plugin ascend is activated" in said
+    assert "Starting to capture ACL graphs for cases: [16, 4, 2, 1], mode: PIECEWISE" in said
+    assert "answer: 3 + 4 = 7." in done.stdout
