@@ -279,15 +279,11 @@ class Engine:
         """Whether the step after `launch` can be launched before its tokens are known.
 
         Its rows must be the same whatever the tokens are (but for stop tokens: what follows one is thrown away), the
-        tokens must be those that the device chose, and each request needs a place for the token to come.
+        tokens must be those that the device chose, and each request needs a place for the token to come. They are the
+        same as long as none of them ends: the scheduler takes the oldest first, and what waits has no room until then.
         """
         requests = launch.requests
-        return (
-            len(requests) == len(self.scheduler.running)
-            and not self.scheduler.could_admit()
-            and all(request.is_greedy and request.goes_on for request in requests)
-            and self.scheduler.reserve(requests)
-        )
+        return all(request.is_greedy and request.goes_on for request in requests) and self.scheduler.reserve(requests)
 
     def _collect(self, launch: Launch) -> None:
         """The tokens of a launched step. A request that has ended since takes none."""
@@ -322,14 +318,15 @@ class Engine:
     def _report_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
         """Logits or log-probabilities of a chunk's prompt rows but those already reported; hidden [rows, hidden]."""
         request = chunk.request
-        for start in range(
-            max(chunk.start, request.prompt_rows_reported), min(chunk.end, request.prompt_length), LOGITS_ROWS
-        ):
-            end = min(start + LOGITS_ROWS, chunk.end, request.prompt_length)
+        stop = min(chunk.end, request.prompt_length)
+        for start in range(max(chunk.start, request.prompt_rows_reported), stop, LOGITS_ROWS):
+            end = min(start + LOGITS_ROWS, stop)
             logits = self._finite_logits(hidden[start - chunk.start : end - chunk.start])
             if request.prompt_logits is not None:
                 request.prompt_logits.append(logits)
-            following = request.token_ids[start + 1 : min(end + 1, request.prompt_length)]
+            following = request.token_ids[
+                start + 1 : end + 1
+            ]  # nothing is generated before the whole prompt is reported
             if request.params.prompt_logprobs is not None and following:
                 chosen = torch.tensor(following, device=logits.device)
                 counts = [request.params.prompt_logprobs] * len(following)

@@ -52,7 +52,6 @@ class Scheduler:
         """The next step: running requests first, then waiting ones, as far as tokens and blocks go."""
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
-        preemptions = self.num_preemptions
         index = 0
         while index < len(self.running) and budget:
             request = self.running[index]
@@ -60,14 +59,10 @@ class Scheduler:
                 break  # it was the youngest itself and waits again
             budget -= self._take(request, budget, chunks)
             index += 1
-        # nothing is admitted into blocks that a preemption has just freed: they are the older requests' to grow into
-        while budget and preemptions == self.num_preemptions and self._admit():
+        # one that was preempted is not admitted at once: it needs more blocks than its own leave, first in the queue
+        while budget and self._admit():
             budget -= self._take(self.running[-1], budget, chunks)
         return chunks
-
-    def could_admit(self) -> bool:
-        """Whether the next `schedule` might start a waiting request."""
-        return bool(self.waiting) and len(self.running) < self.max_batch_size
 
     def reserve(self, requests: Sequence[Request]) -> bool:
         """Blocks for one token more than each request has, if there are that many; nobody gives up blocks for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from npu_gptoss.engine import Engine, SamplingParams, decode
 from npu_gptoss.engine import engine as engine_module
+from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 from npu_gptoss.graphs import state as state_module
 from npu_gptoss.graphs.advance import advance
@@ -90,6 +91,29 @@ def test_steps_are_launched_ahead_and_loaded_by_the_host_once(
     assert counts == {"launch": 1, "launch_next": 38}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_alone_are_computed_without_graphs(
+    temperature: float, graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose place in the cache the host loses track of would compute its last tokens again."""
+    steps = []
+    right = graphed._compute
+    monkeypatch.setattr(graphed, "_compute", lambda chunks: (steps.append(len(chunks)), right(chunks)))
+    graphed.generate(prompts[:3], [SamplingParams(max_tokens=n, temperature=temperature) for n in (5, 30, 12)])
+    assert steps == [3]
+
+
+def test_steps_are_launched_ahead_while_a_request_waits_for_blocks(
+    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks come free with the end of another, which no step is launched behind."""
+    engine = Engine(directory, dtype="float32", num_blocks=5, graphs="full", graph_sizes=SIZES)
+    counts = count_launches(engine, monkeypatch)
+    pair, params = [prompts[5], prompts[5][::-1]], SamplingParams(max_tokens=30)  # 3 blocks each, 5 at the end
+    assert tokens(engine, pair, params) == tokens(plain, pair, params)
+    assert counts == {"launch": 2, "launch_next": 2 * 28}
+
+
 def test_requests_that_end_at_different_times_hand_their_rows_on(
     plain: Engine, graphed: Engine, prompts: list[list[int]]
 ) -> None:
@@ -121,6 +145,33 @@ def test_sampled_tokens_and_logprobs_are_those_without_graphs(
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
     for mine, theirs in zip(got[2].logprobs, want[2].logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_greedy_requests_get_their_logprobs_from_graphs_too(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    """The device chooses their tokens as well, but only the host can report on them."""
+    params = SamplingParams(max_tokens=9, logprobs=2)
+    want, got = plain.generate(prompts[:3], params), graphed.generate(prompts[:3], params)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert [entry.token_id for entry in mine.logprobs] == list(theirs.token_ids)
+        assert [entry.logprob for entry in mine.logprobs] == pytest.approx(
+            [e.logprob for e in theirs.logprobs], abs=1e-4
+        )
+
+
+def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    def interrupt(requests: Sequence[Request]) -> None:
+        if requests[0].num_generated == 4:  # the step of the last token is under way
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        graphed.generate(prompts[:1], SamplingParams(max_tokens=5), on_step=interrupt)
+    params = SamplingParams(max_tokens=5)
+    assert tokens(graphed, prompts[1:3], params) == tokens(plain, prompts[1:3], params)
 
 
 def test_a_cache_too_small_for_all_preempts_and_loses_nothing(

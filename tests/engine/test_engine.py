@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from npu_gptoss.engine import Engine, Result, SamplingParams
-from npu_gptoss.engine.engine import HARMONY_STOP_TOKENS, NonFiniteLogits
+from npu_gptoss.engine.engine import NonFiniteLogits
 from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
@@ -162,6 +162,9 @@ def test_generation_ends_where_the_context_ends(tmp_path: Path) -> None:
     assert (len(result.token_ids), result.finish_reason) == (17, "length")
     with pytest.raises(InputError, match="the prompt has 20 tokens, but the model's context is 20"):
         engine.generate([[1] * 20])
+    engine = Engine(tmp_path, dtype="float32", num_blocks=5, block_size=4)  # a cache of 20 tokens is not what limits it
+    with pytest.raises(InputError, match="the model's context is 20"):
+        engine.generate([[1] * 20])
 
 
 # Sampling
@@ -181,6 +184,7 @@ def test_other_seeds_and_no_seed_give_other_tokens(engine: Engine) -> None:
 
     assert len({sample(1), sample(2), sample(None), sample(None)}) == 4
     assert sample(1) == sample(1)
+    assert sample(0) == sample(0)
 
 
 def test_sampled_tokens_follow_the_distribution_of_transformers(engine: Engine, oracle: GptOssForCausalLM) -> None:
@@ -219,8 +223,9 @@ def test_a_stop_token_ends_the_answer_and_ignore_eos_goes_past_it(directory: Pat
     [
         ('{"eos_token_id": [3, 4]}', {3, 4, 9}),
         ('{"eos_token_id": 3}', {3, 9}),
+        ('{"eos_token_id": null}', {9}),
         ("{}", {9}),
-        (None, {9, *HARMONY_STOP_TOKENS}),
+        (None, {9, 200002, 200012, 199999}),  # return, call, endoftext
     ],
 )
 def test_stop_tokens_come_from_both_configurations(
@@ -257,6 +262,29 @@ def test_logprobs_are_those_of_transformers(engine: Engine, oracle: GptOssForCau
         assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=TOLERANCE)
         assert [token for token, _ in entry.top] == best.indices.tolist()
         assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+
+
+def test_logprobs_go_to_the_requests_that_asked_for_them(engine: Engine) -> None:
+    """The rows of a step that report are not its first ones."""
+    prompts = random_prompts([5, 9, 6, 8], 512, seed=6)
+    silent, asking = SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logprobs=1)
+    results = engine.generate(prompts, [silent, asking, silent, asking])
+    assert [result.logprobs is None for result in results] == [True, False, True, False]
+    for result in (results[1], results[3]):
+        assert [entry.token_id for entry in result.logprobs] == list(result.token_ids)
+        for entry in result.logprobs:  # greedy: the token is the likeliest one
+            assert entry.top == ((entry.token_id, entry.logprob),)
+
+
+def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the published vocabulary those of 100 000 tokens would take 80 GB."""
+    rows = []
+    right = engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda hidden: (rows.append(len(hidden)), right(hidden))[1])
+    engine.generate([[1] * 600], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert rows == [256, 256, 88, 1]
 
 
 def test_logprobs_come_only_where_they_were_asked_for(engine: Engine) -> None:
@@ -301,8 +329,11 @@ def test_params_must_match_the_prompts(engine: Engine) -> None:
     assert engine.generate([]) == []
     with pytest.raises(InputError, match="2 prompts need as many SamplingParams, or one for all; got 1"):
         engine.generate([[1], [2]], [SamplingParams()])
-    with pytest.raises(InputError, match="logprobs is 513, but the vocabulary has 512"):
-        engine.generate([[1]], SamplingParams(logprobs=513))
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(InputError, match=f"^prompt 0 .*: {name} is 513, but the vocabulary has 512"):
+            engine.generate([[1]], SamplingParams(**{name: 513}))
+    (entry,) = engine.generate([[1]], SamplingParams(max_tokens=1, logprobs=512))[0].logprobs
+    assert {token for token, _ in entry.top} == set(range(512))
 
 
 @pytest.mark.parametrize("settings", [{"num_blocks": 0}, {"block_size": 0, "num_blocks": 1}, {"max_batch_tokens": 0}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,9 @@ def test_releasing_a_block_twice_is_noticed() -> None:
     allocator.release(blocks)
     with pytest.raises(AssertionError, match="released twice"):
         allocator.release(copy)
+    allocator.grow(blocks, 4)
+    with pytest.raises(AssertionError, match="released twice"):
+        allocator.release([*blocks, *blocks])
 
 
 def test_slots_follow_the_block_table_not_the_order_of_blocks() -> None:
@@ -82,6 +87,15 @@ def test_a_cpu_cache_fills_its_budget_but_no_more_than_a_full_batch_needs() -> N
     assert default_num_blocks(random_config(max_positions=100), 16, torch.float32, CPU, 3) == 3 * 7
 
 
+def test_an_accelerators_cache_leaves_a_fifth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 16 * 4096  # bytes, as above
+    device = SimpleNamespace(mem_get_info=lambda device: (100 * block, 1000 * block))
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: device)
+    assert default_num_blocks(random_config(layers=4), 16, torch.float32, torch.device("cuda"), 256) == 80
+
+
 def test_a_block_larger_than_the_memory_is_refused() -> None:
+    config, tokens = random_config(layers=4, max_positions=1 << 20), CPU_CACHE_BYTES // 4096
+    assert default_num_blocks(config, tokens, torch.float32, CPU, 1) == 1
     with pytest.raises(InputError, match="do not hold one block"):
-        default_num_blocks(random_config(layers=4), 1 << 30, torch.float32, CPU, 1)
+        default_num_blocks(config, tokens + 1, torch.float32, CPU, 1)

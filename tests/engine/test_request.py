@@ -59,3 +59,29 @@ def test_a_stop_token_at_the_last_place_is_a_stop() -> None:
     request = Request(1, [1], SamplingParams(max_tokens=1), 0, frozenset({9}), max_length=2)
     request.append(9)
     assert request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("generated", "max_tokens", "max_length", "expected"),
+    [
+        (0, 2, 100, True),
+        (0, 1, 100, False),
+        (1, 2, 100, False),  # the next token is the second of two
+        (0, 9, 4, True),
+        (1, 9, 4, False),  # the next token fills the context
+        (2, 9, 4, False),  # it has ended
+    ],
+)
+def test_no_step_is_launched_behind_a_requests_last_token(
+    generated: int, max_tokens: int, max_length: int, expected: bool
+) -> None:
+    request = Request(2, [1, 1], SamplingParams(max_tokens=max_tokens), 0, frozenset(), max_length)
+    for _ in range(generated):
+        request.append(5)
+    assert request.goes_on is expected
+
+
+def test_a_request_that_stopped_early_does_not_go_on() -> None:
+    request = Request(1, [1], SamplingParams(max_tokens=50), 0, frozenset({9}), max_length=100)
+    request.append(9)
+    assert not request.goes_on

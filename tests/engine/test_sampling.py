@@ -46,6 +46,22 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -
     assert torch.allclose(draw_many(10_000, top_p=top_p), expected / expected.sum(), atol=2e-4)
 
 
+def test_a_probability_or_a_draw_exactly_at_the_edge_belongs_to_one_side() -> None:
+    """Halves are exact in floating point: a set that has reached top_p takes no more, and a draw of 1/2 passes 1/2."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+
+    def chosen(draw: float, top_p: float) -> int:
+        return choose(logits, [SamplingParams(temperature=1.0, top_p=top_p)], [draw]).item()
+
+    assert [chosen(draw, 0.5) for draw in (0.0, 0.5, 0.99)] == [0, 0, 0]
+    assert [chosen(draw, 0.75) for draw in (0.0, 0.66, 0.67, 0.99)] == [0, 0, 1, 1]
+    assert [chosen(draw, 1.0) for draw in (0.499, 0.5, 0.749, 0.75)] == [0, 1, 1, 2]
+
+
+def test_without_top_k_the_least_likely_token_of_many_can_be_drawn() -> None:
+    assert choose(torch.zeros(1, 1000), [SamplingParams(temperature=1.0)], [0.9999]).item() == 999
+
+
 def test_top_p_counts_what_top_k_has_left() -> None:
     """Of {0.4, 0.3} the first alone is 0.57: enough for 0.5, which it would not be of all five."""
     assert draw_many(100, top_k=2, top_p=0.5)[1] == 1

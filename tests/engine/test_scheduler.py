@@ -38,6 +38,7 @@ def step(scheduler: Scheduler) -> list[Chunk]:
     chunks = scheduler.schedule()
     sampling = [chunk for chunk in chunks if chunk.samples]
     for chunk in chunks:
+        assert chunk.end <= len(chunk.request.block_ids) * scheduler.allocator.block_size  # a slot for each new key
         chunk.request.num_computed = chunk.end
     for chunk in sampling:
         chunk.request.append(7)
@@ -159,7 +160,11 @@ def test_whatever_the_load_every_request_finishes_once_and_no_block_is_shared(lo
             if not arrivals:
                 break
             continue
+        before, preemptions = list(scheduler.running), scheduler.num_preemptions
         chunks = step(scheduler)
+        if scheduler.num_preemptions > preemptions:  # blocks that became free are the older requests' to grow into
+            assert {chunk.request for chunk in chunks} <= set(before)
+        assert all(0 <= chunk.start < chunk.end for chunk in chunks)
         owned = [block for request in scheduler.running for block in request.block_ids]
         assert len(set(owned)) == len(owned)
         assert len(owned) + scheduler.allocator.num_free == load.blocks
