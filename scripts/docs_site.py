@@ -100,3 +100,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if source.startswith("patches/"):  # searches find the pages of the package first, then those of the diffs
         page.meta.setdefault("search", {"boost": 0.2})
     return in_the_site(markdown, source, site)
+
+
+def breakable(html: str) -> str:
+    """The HTML of a page in which names of tests within tables may be broken after `::`, or some tables never fit."""
+    cells = re.compile(r"<td\b.*?</td>", re.S)
+    return cells.sub(lambda cell: re.sub(r"(<code>[^<]*?::)(?=\w)", r"\1<wbr>", cell[0]), html)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return breakable(html)

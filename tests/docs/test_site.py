@@ -99,6 +99,28 @@ def test_tables_lists_and_code_are_what_the_sources_have(site: Path) -> None:
         assert made.count("<table>") == len(re.findall(r"^\|[ :|-]+\|$", prose, re.M)), page
 
 
+def least_width(table: str) -> int:
+    """Of a table as HTML, in characters: the longest piece of each column that no browser breaks, and its margins."""
+    longest: dict[int, int] = {}
+    for row in re.findall(r"<tr>.*?</tr>", table, re.S):
+        for column, cell in enumerate(re.findall(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", row, re.S)):
+            pieces = html.unescape(re.sub(r"<[^>]+>", "", cell.replace("<wbr>", " "))).split()
+            longest[column] = max(longest.get(column, 0), *map(len, pieces or [""]))
+    return sum(longest.values()) + 3 * len(longest)
+
+
+def test_no_table_is_wider_than_its_page(site: Path) -> None:
+    """A page is 1026 pixels wide (stylesheets/wide.css), a character of code in a table 6.5; or it scrolls."""
+    widths = {
+        page: max(map(least_width, re.findall(r"<table>.*?</table>", article(site / html_of(page)), re.S)), default=0)
+        for page in pages().values()
+    }
+    assert {page: width for page, width in widths.items() if width > 150} == {}
+    with_names_in_one_piece = article(site / "features.html").replace("<wbr>", "")
+    tables = re.findall(r"<table>.*?</table>", with_names_in_one_piece, re.S)
+    assert max(map(least_width, tables)) > max(widths["features.md"], 130), "names of tests are broken after ::"
+
+
 def test_no_page_needs_anything_from_elsewhere(site: Path) -> None:
     """Fonts, scripts and pictures come from the site itself."""
     for path in site.rglob("*.html"):
