@@ -22,6 +22,11 @@ def recipe(target: str, *variables: str) -> list[str]:
     return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
 
 
+def _hears_ctrl_c() -> None:
+    """What a script starts in the background (`make test &`), and all below it, would ignore Ctrl-C otherwise."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def made(target: str, out: Path, *variables: str, limit: float = START_LIMIT) -> Iterator[int]:
     """The port of a server that is ready; what it prints goes to `out`. Ctrl-C has to end it without an error."""
@@ -29,7 +34,15 @@ def made(target: str, out: Path, *variables: str, limit: float = START_LIMIT) ->
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
     with out.open("w") as file:
         command = recipe(target, f"PORT={port}", *variables)
-        process = subprocess.Popen(command, cwd=ROOT, env=kept, stdout=file, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=kept,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_hears_ctrl_c,
+        )
     try:
         deadline = time.monotonic() + limit
         while "Ctrl-C stops" not in out.read_text():
