@@ -89,7 +89,7 @@ def _plan(metadata: StepMetadata, before: int | None, block_size: int, device: t
         blocks = metadata.block_table.long()[request, key_at // block_size]
         query_at = (position + row_offset)[:, :, None]
         distance = query_at - (key_start + key_offset)[:, None, :]
-        hidden = (distance < 0) | (key_offset >= keys)[:, None, :]
+        hidden = distance < 0  # padding keys too: by their offset they lie behind the piece's last row
         if before is not None:
             hidden |= distance > before
         plan.append(Batch(len(pieces), (row + row_offset).flatten(), blocks * block_size + key_at % block_size, hidden))

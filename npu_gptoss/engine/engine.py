@@ -218,7 +218,7 @@ class Engine:
         own = frozenset() if params.ignore_eos else self.stop_token_ids
         return Request(
             prompt_length=len(token_ids),
-            token_ids=list(token_ids),
+            token_ids=token_ids,
             params=params,
             seed=self._drawn_seed() if params.seed is None else params.seed,
             stop_token_ids=own | frozenset(params.stop_token_ids),

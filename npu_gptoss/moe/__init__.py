@@ -65,7 +65,8 @@ def route(router_logits: torch.Tensor, top_k: int, *, kernel: str | None = None)
     """
     if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
         raise InputError(
-            f"router_logits must be [tokens, experts] with at least {top_k} experts, got {list(router_logits.shape)}"
+            "router_logits must be [tokens, experts] and top_k 1 to experts, "
+            f"got {list(router_logits.shape)} and {top_k}"
         )
     run = select_kernel(ROUTE, signature(logits=router_logits.dtype), {}, override=kernel)
     return run(logits=router_logits, top_k=top_k)

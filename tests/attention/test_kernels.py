@@ -119,6 +119,14 @@ def test_long_prompts_are_cut_into_pieces_of_bounded_size(monkeypatch):
     assert all(batch.pieces == 1 or batch.hidden.numel() <= 16 * 200 for batch in plan)
 
 
+def test_keys_are_padded_within_the_budget_whatever_the_order_of_the_requests(monkeypatch):
+    monkeypatch.setattr(small_ops, "SCORES", 3200)
+    step = make_step([(1, keys) for keys in (700, 600, 20, 30, 40, 50)])
+    check(lambda s, w: s.run(sliding_window=w), step, None)
+    plan = next(iter(step.metadata.plans.values()))
+    assert all(batch.pieces == 1 or batch.hidden.numel() <= 3200 for batch in plan)
+
+
 def test_index_tensors_are_built_once_per_step_and_window():
     step = make_step(STEPS["one token"])
     step.run()

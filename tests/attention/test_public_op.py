@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention
+from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
-from tests.attention.cases import HEAD_DIM, HEADS, SCALE, make_step
+from npu_gptoss.kernels import KernelError, platform_override
+from tests.attention.cases import HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,36 @@ def test_too_few_rows_and_wrong_shapes_are_refused():
         arguments = {"query": step.query, "key_cache": step.key_cache, "value_cache": step.value_cache, **change}
         with pytest.raises(InputError, match=says):
             paged_attention(*arguments.values(), step.metadata, step.sinks, scale=SCALE)
+    no_heads = step.key_cache[:, :, :0], step.value_cache[:, :, :0]
+    with pytest.raises(InputError, match="8 query heads cannot share 0 key heads"):
+        paged_attention(step.query, *no_heads, step.metadata, step.sinks, scale=SCALE)
     with pytest.raises(InputError, match="out must have the shape of query"):
         step.run(out=torch.empty(2, HEADS, HEAD_DIM))
+
+
+def test_a_cache_that_the_new_keys_do_not_fit_is_refused():
+    step = make_step([(3, 5)])
+    key = torch.zeros(3, KV_HEADS, HEAD_DIM)
+    for keys, values, says in (
+        (step.key_cache[..., :32], step.value_cache, "key_cache must be .* with 2 heads of 64"),
+        (step.key_cache, step.value_cache[:, :, :1], "value_cache must be .* with 2 heads of 64"),
+    ):
+        with pytest.raises(InputError, match=says):
+            write_kv_cache(key, key, keys, values, step.metadata)
+    with pytest.raises(InputError, match="value has 2 rows for 3 tokens"):
+        write_kv_cache(key, key[:2], step.key_cache, step.value_cache, step.metadata)
+
+
+def test_kernels_are_selected_by_the_dtype_of_the_cache_too():
+    """Ascend's operators take bfloat16 only; a float32 cache would be read as if it were that."""
+    step = make_step([(1, 5)], torch.bfloat16)
+    wide = step.key_cache.float(), step.value_cache.float()
+    key = torch.zeros(1, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    with platform_override("ascend", frozenset({"torch_npu"})):
+        with pytest.raises(KernelError, match="needs bfloat16 kv, got float32"):
+            write_kv_cache(key, key, *wide, step.metadata, kernel="ascend")
+        with pytest.raises(KernelError, match="needs bfloat16 kv, got float32"):
+            paged_attention(step.query, *wide, step.metadata, step.sinks, scale=SCALE, kernel="ascend")
 
 
 @pytest.mark.parametrize(

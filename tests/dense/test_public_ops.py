@@ -70,6 +70,10 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
         dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
     with pytest.raises(InputError, match="values must be"):
         RowScaled(case.lm_head, torch.ones(300))
+    eight = dense.quantize_rows(case.lm_head)
+    for scales in (eight.scales[:299], eight.scales[:, None], eight.scales.bfloat16()):
+        with pytest.raises(InputError, match=r"scales must be \[300\] float32"):
+            RowScaled(eight.values, scales)
 
 
 def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.graphs import state as state_module
 from npu_gptoss.graphs.advance import advance
 from npu_gptoss.graphs.state import DecodeState
+from npu_gptoss.kernels import platform_override
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.oracle import random_prompts
@@ -183,6 +185,16 @@ def test_a_cache_too_small_for_all_preempts_and_loses_nothing(
     assert tight.scheduler.num_preemptions > 0
 
 
+def test_graphs_reach_the_end_of_a_context_that_fills_no_whole_block(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1, max_positions=20)
+    plain = Engine(tmp_path, dtype="float32", num_blocks=10)
+    graphed = Engine(tmp_path, dtype="float32", num_blocks=10, graphs="full", graph_sizes=(2,))
+    params = SamplingParams(max_tokens=100)
+    pair = [[1, 2, 3], [4]]
+    assert [len(answer) for answer in tokens(plain, pair, params)] == [17, 19]
+    assert tokens(graphed, pair, params) == tokens(plain, pair, params)
+
+
 def test_a_batch_above_the_largest_graph_runs_without(
     directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,3 +321,17 @@ def test_a_format_that_does_not_exist_is_refused(directory: Path) -> None:
 
 def test_a_cpu_has_no_graphs_by_default(plain: Engine) -> None:
     assert plain.graphs is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "features"),
+    [("cuda", torch.float32, {"triton"}), ("cuda", torch.bfloat16, set()), ("npu", torch.bfloat16, {"triton"})],
+)
+def test_steps_of_plain_torch_operations_are_not_captured_by_default(
+    device: str, dtype: torch.dtype, features: set[str]
+) -> None:
+    """They ask the device for lengths, which a capture refuses: the engine would not start."""
+    kinds = {"cuda": "cuda", "npu": "ascend"}
+    engine = SimpleNamespace(device=SimpleNamespace(type=device), model=SimpleNamespace(dtype=dtype))
+    with platform_override(kinds[device], frozenset(features)):
+        assert Engine._capture(engine, "auto", None, False) is None

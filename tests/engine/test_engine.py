@@ -214,6 +214,8 @@ def test_a_stop_token_ends_the_answer_and_ignore_eos_goes_past_it(directory: Pat
     engine_with_eos = Engine(directory, dtype="float32", num_blocks=20)
     engine_with_eos.stop_token_ids = frozenset({stop})
     assert engine_with_eos.generate([[1, 2, 3]], SamplingParams(max_tokens=30))[0].token_ids == upto
+    another = SamplingParams(max_tokens=30, stop_token_ids=(511,))  # in addition to the model's own
+    assert engine_with_eos.generate([[1, 2, 3]], another)[0].token_ids == upto
     ignoring = engine_with_eos.generate([[1, 2, 3]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
     assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
 
@@ -364,6 +366,22 @@ def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
     assert is_idle(engine)
     before = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
     assert before == engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
+
+
+def test_a_stop_token_is_no_part_of_the_text(worded_directory: Path) -> None:
+    engine = Engine(worded_directory, num_blocks=10)
+    free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0]
+    words = free.text.split()
+    assert len(words) == 5
+    assert free.token_ids[2] not in free.token_ids[:2]
+    stopped = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, stop_token_ids=free.token_ids[2:3]))[0]
+    assert stopped.token_ids == free.token_ids[:3]
+    assert stopped.text.split() == words[:2]
+
+
+def test_a_step_on_a_cpu_has_2048_rows_where_nobody_says_how_many(engine: Engine) -> None:
+    """An accelerator's 16384 would take minutes, in which an interrupt waits."""
+    assert engine.scheduler.max_batch_tokens == 2048
 
 
 def test_the_dtype_follows_the_checkpoint(tmp_path: Path) -> None:

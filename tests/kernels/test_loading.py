@@ -5,7 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from npu_gptoss.kernels import ANY, Platform, accepts, loading, register_kernel, select_kernel, signature
+from npu_gptoss.kernels import (
+    ANY,
+    Platform,
+    accepts,
+    explain,
+    loading,
+    register_kernel,
+    select_kernel,
+    selected_kernels,
+    signature,
+)
 from npu_gptoss.kernels.registry import registry
 
 
@@ -65,6 +75,16 @@ def test_the_switch_keeps_third_party_kernels_out(operation, monkeypatch, switch
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", switch)
     loading.load_plugins()
     assert bool(registry.kernels_of(operation)) is loaded
+
+
+@pytest.mark.parametrize("ask", [explain, select_kernel])
+def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
+    monkeypatch.setattr(loading, "_plugins_loaded", False)
+    monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
+    found = ask(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu"))
+    assert (found.selected if ask is explain else found.kernel).name == "theirs"
+    if ask is select_kernel:
+        assert selected_kernels() == (("toy.add", "theirs", "theirs"),)
 
 
 def test_plugins_are_loaded_once(operation, monkeypatch):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,6 +58,33 @@ def test_override_ends_with_its_block():
         assert current_platform() is there
         assert there.device_type == "npu"
     assert current_platform() == before
+
+
+def test_override_keeps_what_is_installed_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(platform, "_detected", lambda: Platform("cpu", frozenset({"triton"})))
+    with platform_override("cuda") as there:
+        assert there == Platform("cuda", frozenset({"triton"}))
+    with platform_override("cuda", frozenset()) as bare:
+        assert bare == Platform("cuda")
+
+
+def test_a_half_installed_module_is_no_feature(tmp_path, monkeypatch):
+    """Python then raises ValueError instead of finding nothing."""
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    assert "torch_npu" not in detect(machine(tmp_path)).features
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_fp32_in_place_of_bf16_is_asked_for(tmp_path, monkeypatch, value):
+    """No hardware does it, so that a kernel for it must not be selected by chance."""
+    monkeypatch.setenv("NPU_GPTOSS_EMULATED_FP32", value)
+    assert ("emulated_fp32" in detect(machine(tmp_path)).features) is (value == "1")
+
+
+def test_a_kernel_for_a_platform_that_does_not_exist_is_refused():
+    """It would never run, and nobody would know why."""
+    with pytest.raises(InputError, match="no platform 'npu'"):
+        Capability.of("npu")
 
 
 def test_capability_gives_every_reason_at_once():

@@ -122,6 +122,13 @@ def test_falling_to_the_reference_is_a_warning_with_reasons(operation, caplog):
     assert "runs on cuda; this is cpu" in caplog.text
 
 
+def test_a_reference_that_was_asked_for_is_no_warning(operation, caplog):
+    kernel("reference", priority=0)
+    with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
+        select(operation, override="reference")
+    assert not caplog.records
+
+
 def test_explain_tells_selected_possible_and_refused(operation):
     kernel("reference", priority=0)
     kernel("slow")

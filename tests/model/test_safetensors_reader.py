@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from npu_gptoss.model import safetensors_reader
-from npu_gptoss.model.safetensors_reader import CheckpointError, find_tensors, read_header, read_tensor
+from npu_gptoss.model.safetensors_reader import CheckpointError, find_tensors, listed, read_header, read_tensor
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -207,6 +207,11 @@ def test_pickles_are_refused_without_opening_them(tmp_path: Path, name: str, mon
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was loaded"))
     with pytest.raises(CheckpointError, match=rf"got {re.escape(name)}, a pickle.*never loaded.*convert"):
         find_tensors(tmp_path)
+
+
+def test_a_list_of_names_says_how_many_it_leaves_out() -> None:
+    assert listed("abc") == "a, b, c"
+    assert listed("abcde") == "a, b, c and 2 more"
 
 
 def test_directories_without_a_checkpoint_are_told_apart(tmp_path: Path) -> None:

@@ -322,6 +322,7 @@ def test_formats_that_cannot_be_are_refused_in_words(mxfp4_config: GptOssConfig)
 def test_auto_keeps_mxfp4_where_a_kernel_computes_with_it(mxfp4_config: GptOssConfig) -> None:
     with platform_override("cuda", frozenset({"triton"})):
         assert expert_format(mxfp4_config, "auto", torch.bfloat16) == "mxfp4"
+        assert expert_format(replace(mxfp4_config, quantization=None), "auto", torch.bfloat16) == "bf16"
     for kind in ("cpu", "ascend"):
         with platform_override(kind):
             assert expert_format(mxfp4_config, "auto", torch.bfloat16) == "bf16"

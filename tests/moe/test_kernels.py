@@ -205,8 +205,9 @@ def test_misshapen_weights_and_calls_are_refused_in_words():
         expert_mlp(torch.zeros(3, 32), prepared, *routing)
     with pytest.raises(InputError, match=r"must both be \[2, k\]"):
         expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
-    with pytest.raises(InputError, match="at least 9 experts"):
-        route(torch.zeros(2, EXPERTS), 9)
+    for top_k in (0, 9):
+        with pytest.raises(InputError, match=rf"top_k 1 to experts, got \[2, 8\] and {top_k}"):
+            route(torch.zeros(2, EXPERTS), top_k)
 
 
 def test_float16_experts_are_refused_with_the_dtypes_that_work():
