@@ -28,8 +28,8 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.buckets import capture_sizes, checked_sizes
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.kernels import current_platform
-from npu_gptoss.model.assembly import FP8, expert_format
-from npu_gptoss.model.checkpoint import expected_tensors
+from npu_gptoss.model.assembly import FLOATS, FP8, expert_format
+from npu_gptoss.model.checkpoint import expand_stream, expected_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
@@ -96,9 +96,10 @@ class Engine:
             if tensors is None:
                 self.model = GptOss.load(directory, self.device, dtype, progress=progress, ranks=ranks, weights=weights)
             else:
-                fp8 = expert_format(config, weights, dtype) == FP8
+                form = expert_format(config, weights, dtype)
                 tensors = counted(tensors, len(expected_tensors(config)), "making weights", "tensor", shown=progress)
-                self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=fp8)
+                tensors = expand_stream(tensors, dtype) if form == FLOATS else tensors
+                self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=form == FP8)
             if fp8_projections:
                 self.model = self.model.with_fp8_projections()
         config = self.model.config  # this rank's share

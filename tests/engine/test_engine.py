@@ -15,6 +15,8 @@ from npu_gptoss.engine import Engine, Result, SamplingParams
 from npu_gptoss.engine.engine import NonFiniteLogits
 from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
+from npu_gptoss.model import assembly
+from npu_gptoss.model.checkpoint import iterate_tensors
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
 from tests.oracle import oracle_greedy, oracle_logits, random_prompts
 
@@ -266,6 +268,10 @@ def test_logprobs_are_those_of_transformers(engine: Engine, oracle: GptOssForCau
         assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
 
 
+def test_the_first_token_of_a_prompt_has_no_logprob_even_alone(engine: Engine) -> None:
+    assert engine.generate([[5]], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs == (None,)
+
+
 def test_logprobs_go_to_the_requests_that_asked_for_them(engine: Engine) -> None:
     """The rows of a step that report are not its first ones."""
     prompts = random_prompts([5, 9, 6, 8], 512, seed=6)
@@ -377,6 +383,29 @@ def test_a_stop_token_is_no_part_of_the_text(worded_directory: Path) -> None:
     stopped = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, stop_token_ids=free.token_ids[2:3]))[0]
     assert stopped.token_ids == free.token_ids[:3]
     assert stopped.text.split() == words[:2]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [("auto", "float32"), ("bf16", "float32"), ("mxfp4", "mxfp4"), ("fp8", "float8_e4m3fn")],
+)
+def test_experts_reach_their_kernel_in_the_format_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, expected: str, streamed: bool
+) -> None:
+    """A CPU computes the same with either, so that only the format itself tells; "bf16" is floats in the dtype."""
+    config = write_random_checkpoint(tmp_path, layers=2, mxfp4=True)
+    formats = []
+    right = assembly.prepare_experts
+    monkeypatch.setattr(assembly, "prepare_experts", lambda w, **o: (formats.append(w.format), right(w, **o))[1])
+    tensors = iterate_tensors(tmp_path, config, dtype=torch.float32, progress=False, expand=False) if streamed else None
+    Engine(tmp_path, dtype="float32", num_blocks=1, weights=weights, tensors=tensors)
+    assert formats == [expected] * 2
+
+
+def test_the_cache_is_no_larger_than_the_batch_can_use(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, layers=1, max_positions=100)
+    assert Engine(tmp_path, max_batch_size=3).scheduler.allocator.num_blocks == 3 * 7
 
 
 def test_a_step_on_a_cpu_has_2048_rows_where_nobody_says_how_many(engine: Engine) -> None:
