@@ -119,6 +119,15 @@ def test_long_prompts_are_cut_into_pieces_of_bounded_size(monkeypatch):
     assert all(batch.pieces == 1 or batch.hidden.numel() <= 16 * 200 for batch in plan)
 
 
+def test_the_scores_of_a_long_prompt_stay_below_128_mib():
+    """Of the published 64 heads, in fp32."""
+    step = make_step([(2000, 2000)])
+    for before in (None, WINDOW - 1):
+        plan = small_ops._plan(step.metadata, before, BLOCK_SIZE, step.query.device)
+        assert sum(len(batch.rows) for batch in plan) == 2000
+        assert max(batch.hidden.numel() for batch in plan) * 64 * 4 <= 128 << 20
+
+
 def test_keys_are_padded_within_the_budget_whatever_the_order_of_the_requests(monkeypatch):
     monkeypatch.setattr(small_ops, "SCORES", 3200)
     step = make_step([(1, keys) for keys in (700, 600, 20, 30, 40, 50)])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from npu_gptoss import attention
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError, platform_override
-from tests.attention.cases import HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,34 @@ def test_kernels_are_selected_by_the_dtype_of_the_cache_too():
             write_kv_cache(key, key, *wide, step.metadata, kernel="ascend")
         with pytest.raises(KernelError, match="needs bfloat16 kv, got float32"):
             paged_attention(step.query, *wide, step.metadata, step.sinks, scale=SCALE, kernel="ascend")
+
+
+def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch):
+    asked = []
+
+    def ask(operation, call, traits, *, override):
+        asked.append((operation.name, str(call), traits))
+        return lambda **arguments: None
+
+    monkeypatch.setattr(attention, "select_kernel", ask)
+    step = make_step([(2, 5)], torch.bfloat16)
+    key = torch.zeros(2, KV_HEADS, HEAD_DIM)
+    write_kv_cache(key, key, step.key_cache, step.value_cache, step.metadata)
+    paged_attention(step.query.float(), step.key_cache, step.value_cache, step.metadata, step.sinks.half(), scale=SCALE)
+    sizes = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
+    assert asked == [
+        ("attention.write_kv", "key float32, kv bfloat16", sizes),
+        ("attention.paged", "kv bfloat16, query float32, sinks float16", {**sizes, "sliding_window": False}),
+    ]
+
+
+def test_a_step_without_rows_runs_no_kernel():
+    """An operator may refuse empty tensors; this one does not exist here."""
+    step = make_step([(0, 5)], padding=2)
+    key = torch.zeros(2, KV_HEADS, HEAD_DIM)
+    with platform_override("ascend", frozenset({"torch_npu"})):
+        write_kv_cache(key, key, step.key_cache, step.value_cache, step.metadata, kernel="ascend")
+        assert not step.run(kernel="ascend").any()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from npu_gptoss.graphs import state as state_module
 from npu_gptoss.graphs.advance import advance
 from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels.profiling import observing
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.oracle import random_prompts
@@ -193,6 +194,55 @@ def test_graphs_reach_the_end_of_a_context_that_fills_no_whole_block(tmp_path: P
     pair = [[1, 2, 3], [4]]
     assert [len(answer) for answer in tokens(plain, pair, params)] == [17, 19]
     assert tokens(graphed, pair, params) == tokens(plain, pair, params)
+
+
+def test_logits_of_a_prompt_of_one_token_do_not_come_from_a_graph(
+    plain: Engine, graphed: Engine, prompts: list[list[int]]
+) -> None:
+    """The step looks like decode, but somebody wants more of it than the next token."""
+    assert len(prompts[0]) == 1
+    assert torch.equal(graphed.logits(prompts[0]), plain.logits(prompts[0]))
+
+
+def test_a_chunk_of_one_token_in_the_middle_of_a_prompt_is_no_decode_step(
+    directory: Path, plain: Engine, prompts: list[list[int]]
+) -> None:
+    engine = Engine(directory, dtype="float32", num_blocks=100, max_batch_tokens=1, graphs="full", graph_sizes=SIZES)
+    params = SamplingParams(max_tokens=4)
+    assert tokens(engine, prompts[1:2], params) == tokens(plain, prompts[1:2], params)
+
+
+def test_no_expert_is_read_for_padding_rows(graphed: Engine, prompts: list[list[int]]) -> None:
+    """Each would cost its weights' bytes; results would be the same."""
+    ids = []
+
+    def observe(name: str, arguments: Mapping[str, object]) -> None:
+        if name.startswith("moe.experts"):
+            ids.append(arguments["topk_ids"].clone())
+
+    with observing(observe):
+        graphed.generate(prompts[:3], SamplingParams(max_tokens=3))
+    decode_steps = [each for each in ids if len(each) == 4]
+    assert len(decode_steps) == 2 * 2  # steps times layers
+    for each in decode_steps:
+        assert bool((each[:3] >= 0).all())
+        assert bool((each[3:] == -1).all())
+
+
+def test_each_new_block_is_sent_to_the_device_once(
+    graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    right = DecodeState.set_blocks
+    monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: (sent.extend(entries), right(self, entries)))
+    graphed.generate(prompts[:3], SamplingParams(max_tokens=40))
+    assert len(sent) > 3
+    assert len({(row, index) for row, index, _ in sent}) == len(sent)
+
+
+def test_a_graph_reaches_as_far_as_the_longest_request(graphed: Engine) -> None:
+    """Kernels cut what lies beyond: no error, only forgotten keys."""
+    assert graphed.graphs._metadata(graphed.graphs.state).max_seq_len >= graphed.max_length - 1
 
 
 def test_a_batch_above_the_largest_graph_runs_without(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def test_an_unknown_device_is_refused_with_the_known_ones(name: str) -> None:
 def test_a_device_that_is_not_here_is_refused() -> None:
     with pytest.raises(InputError, match=r"the device 'cuda' cannot be used here: torch .* finds no such hardware"):
         resolve_device("cuda")
+
+
+def test_a_number_beyond_the_devices_that_torch_sees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: two)
+    assert [resolve_device(name).index for name in ("cuda", "cuda:0", "cuda:1")] == [None, 0, 1]
+    with pytest.raises(InputError, match="no device 'cuda:2': torch sees 2 of that type, numbered from 0"):
+        resolve_device("cuda:2")
 
 
 def test_npu_without_torch_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ def test_the_rows_of_a_bucket_are_views_that_every_load_reaches() -> None:
     assert bucket.tokens.tolist() == [1, 2]
     for name in ("cursor", "block_table", "ints", "seq_lens"):
         assert getattr(bucket, name).data_ptr() == getattr(state, name).data_ptr(), name
+    shapes = {name: tuple(getattr(bucket, name).shape) for name in ("cursor", "block_table", "ints", "seq_lens")}
+    assert shapes == {"cursor": (2, 2), "block_table": (2, 6), "ints": (3, 2), "seq_lens": (2,)}
 
 
 @pytest.mark.parametrize(

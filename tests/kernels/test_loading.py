@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
     assert (found.selected if ask is explain else found.kernel).name == "theirs"
     if ask is select_kernel:
         assert selected_kernels() == (("toy.add", "theirs", "theirs"),)
+
+
+def test_loading_all_kernels_loads_those_of_plugins_in_the_order_of_their_names(operation, monkeypatch):
+    """Whichever comes second may find its name taken: that must not depend on the order of installation."""
+    monkeypatch.setattr(loading, "_plugins_loaded", False)
+    points = [entry_point(lambda n=name: lambda: register(n, 16), name) for name in ("second", "first")]
+    monkeypatch.setattr(loading, "entry_points", lambda group: points)
+    loading.load_kernels()
+    assert [name for name in registry.kernels if name in ("first", "second")] == ["first", "second"]
+
+
+def test_a_plugin_may_be_a_module_whose_import_registers(operation):
+    loading.load_plugin(entry_point(lambda: register() or sys))
+    assert registry.kernels["theirs"].origin == "their-package:fast"
 
 
 def test_plugins_are_loaded_once(operation, monkeypatch):

@@ -104,6 +104,10 @@ def test_a_call_that_leaves_a_trait_unsaid_is_refused(operation):
         select_kernel(operation, CALL, {})
     with pytest.raises(KernelError, match="missing or not known: sinks"):
         select_kernel(operation, CALL, {"size": 1, "sinks": True})
+    with pytest.raises(KernelError, match="missing or not known: y"):
+        select_kernel(operation, signature(x="bfloat16", y="bfloat16"), {"size": 1})
+    with pytest.raises(KernelError, match="missing or not known: x"):
+        select_kernel(operation, signature(), {"size": 1})
 
 
 def test_automatic_choice_logs_one_line_once(operation, caplog):

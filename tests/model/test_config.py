@@ -248,6 +248,7 @@ IMPOSSIBLE = [
     ("rope_scaling.type", "llama3", "'yarn', got 'llama3'"),
     ("rope_scaling.attention_factor", 1.0, "null or absent"),
     ("rope_scaling.mscale", 1.0, "null or absent"),
+    ("rope_scaling.mscale_all_dim", 1.0, "null or absent"),
     ("rope_scaling.partial_rotary_factor", 0.5, "must be 1.0"),
     ("initial_context_length", 8192, r"original_max_position_embeddings \(4096\), got 8192"),
     ("experts_per_token", 2, r"equal to num_experts_per_tok \(4\)"),

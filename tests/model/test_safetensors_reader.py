@@ -60,6 +60,21 @@ def test_tensors_are_read_as_the_library_wrote_them(tmp_path: Path) -> None:
     assert torch.equal(read_tensor(found["a"]), TENSORS["a"])
 
 
+def test_the_header_may_name_tensors_in_any_order(tmp_path: Path) -> None:
+    """Empty ones share their offset with the next."""
+    entries = {
+        "last": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
+        "first": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "empty": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},
+    }
+    text = json.dumps(entries).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(5)))
+    found = read_header(file)
+    assert list(found) == ["empty", "first", "last"]
+    assert read_tensor(found["last"]).tolist() == [3, 4]
+
+
 def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     sharded(tmp_path, {first: {"b": TENSORS["b"]}, second: {"a": TENSORS["a"], "c": TENSORS["c"]}})
@@ -172,6 +187,10 @@ def _no_map(directory: Path, weight_map: dict[str, str]) -> None:
     write_index(directory, [])
 
 
+def _empty_map(directory: Path, weight_map: dict[str, str]) -> None:
+    write_index(directory, {})
+
+
 def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
     (directory / "model.safetensors.index.json").write_text("{")
 
@@ -189,6 +208,7 @@ def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
         (_elsewhere, r"c should lie in a safetensors file of this directory, got '\.\./"),
         (_pickle, r"c should lie in a safetensors file of this directory, got 'pytorch_model\.bin'"),
         (_no_map, "weight_map"),
+        (_empty_map, "expected a `weight_map`"),
         (_no_json, "expected JSON"),
     ],
 )

@@ -226,6 +226,15 @@ def test_a_whole_missing_layer_is_an_error(config: GptOssConfig, tensors: Tensor
         build(config, {n: t for n, t in tensors.items() if not n.startswith("model.layers.3.")})
 
 
+def test_a_stream_in_another_dtype_is_converted(config: GptOssConfig, tensors: Tensors) -> None:
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    got = build(config, rounded)
+    attention, moe = got.layers[1].attention, got.layers[1].moe
+    for tensor in (got.embedding, got.lm_head, attention.qkv_weight, attention.sinks, moe.router_bias):
+        assert tensor.dtype == torch.float32
+    assert torch.equal(got.embedding, rounded["model.embed_tokens.weight"].float())
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias"])
 def test_a_parameter_filled_twice_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
     stream = [*tensors.items(), (name, tensors[name])]

@@ -85,6 +85,10 @@ def test_a_rank_to_which_no_token_comes_gives_zero_and_not_nan(calls):
     assert bool((out == 0).all())
 
 
+def test_a_rank_without_experts_has_an_empty_range():
+    assert ascend.expert_range(local_share(make_layer(1, BF16).weights, 3, 3)) == (0, 0, EXPERTS)
+
+
 def test_experts_of_a_rank_must_be_a_range(calls):
     share = local_share(make_layer(1, BF16).weights, 2, 4)
     scattered = share.expert_map.roll(3)

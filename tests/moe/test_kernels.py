@@ -191,6 +191,18 @@ def test_activation_clamps_gate_on_one_side_and_up_on_both():
     assert_close(got, torch.tensor([7.0, -9.0, 8.0, -6.0, 1.5]) * sigmoid)
 
 
+@pytest.mark.parametrize("device_has_it", [True, False])
+def test_groups_of_any_size_meet_their_own_weight(monkeypatch, device_has_it):
+    """Older releases of torch have no grouped product for a CPU, and on accelerators it takes some shapes only."""
+    if not device_has_it:
+        monkeypatch.setattr(small_ops, "_grouped_mm", None)
+    rows, weight, counts = torch.randn(8, 16), torch.randn(5, 16, 24), [2, 0, 1, 0, 4]
+    got = small_ops.grouped_matmul(rows, weight, torch.tensor(counts))
+    group_of_row = [0, 0, 2, 4, 4, 4, 4]  # the last row is in no group
+    for row, group in enumerate(group_of_row):
+        assert_close(got[row], rows[row] @ weight[group])
+
+
 def test_misshapen_weights_and_calls_are_refused_in_words():
     weights = make_layer(1).weights
     with pytest.raises(InputError, match=r"down_proj must be \[8, 96, 64\], got \[8, 64, 96\]"):
@@ -205,6 +217,8 @@ def test_misshapen_weights_and_calls_are_refused_in_words():
         expert_mlp(torch.zeros(3, 32), prepared, *routing)
     with pytest.raises(InputError, match=r"must both be \[2, k\]"):
         expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
+    with pytest.raises(InputError, match=r"must both be \[3, k\], got \[3, 3\] and \[3, 4\]"):
+        expert_mlp(torch.zeros(3, HIDDEN), prepared, routing[0][:, :3], routing[1])
     for top_k in (0, 9):
         with pytest.raises(InputError, match=rf"top_k 1 to experts, got \[2, 8\] and {top_k}"):
             route(torch.zeros(2, EXPERTS), top_k)
