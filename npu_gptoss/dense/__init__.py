@@ -68,7 +68,10 @@ def qkv(
     _check_rows(residual, delta, norm_weight)
     _check_weight(weight, residual.shape[1], bias, "weight")
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
-        raise InputError(f"the caches must be [blocks, block_size, kv_heads, head_dim], got {list(key_cache.shape)}")
+        raise InputError(
+            "the caches must be alike [blocks, block_size, kv_heads, head_dim], "
+            f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
+        )
     kv_heads, head_dim = key_cache.shape[2:]
     heads, rest = divmod(weight.shape[0] - 2 * kv_heads * head_dim, head_dim)
     if heads < 1 or rest:

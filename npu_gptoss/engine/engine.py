@@ -281,7 +281,7 @@ class Engine:
 
         Its rows must be the same whatever the tokens are (but for stop tokens: what follows one is thrown away), the
         tokens must be those that the device chose, and each request needs a place for the token to come. They are the
-        same as long as none of them ends: the scheduler takes the oldest first, and what waits has no room until then.
+        same as long as none of them ends: all that run are in every step, and what waits has no room until then.
         """
         requests = launch.requests
         return all(request.is_greedy and request.goes_on for request in requests) and self.scheduler.reserve(requests)

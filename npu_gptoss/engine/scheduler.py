@@ -53,7 +53,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
         index = 0
-        while index < len(self.running) and budget:
+        while index < len(self.running):  # never more than the budget: each was admitted into what others had left
             request = self.running[index]
             if not self._grow_or_preempt(request):
                 break  # it was the youngest itself and waits again

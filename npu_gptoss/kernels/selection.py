@@ -87,8 +87,7 @@ def reasons_against(
     """All reasons at once, so that a reader need not fix one to learn the next."""
     reasons = kernel.capability.reasons_against(platform)
     by_signature = [accepted.reasons_against(call) for accepted in kernel.signatures]
-    if all(by_signature):
-        reasons += min(by_signature, key=len)  # those of the nearest combination
+    reasons += min(by_signature, key=len)  # those of the nearest combination: none where one fits
     for trait, allowed in kernel.traits.items():
         if trait not in traits:
             reasons.append(f"the call does not say its {trait}")

@@ -15,7 +15,7 @@ from npu_gptoss.emulator.rules import ContractError
 from npu_gptoss.kernels import KernelError
 from tests import ascend_ops
 from tests.attention import cases
-from tests.attention.cases import HEAD_DIM, KV_HEADS, STEPS, WINDOW, make_step
+from tests.attention.cases import HEAD_DIM, KV_HEADS, STEPS, WINDOW, Shape, make_step
 from tests.tolerances import assert_close
 
 BF16 = torch.bfloat16
@@ -172,9 +172,15 @@ def test_the_operator_refuses(mutation, calls, monkeypatch):
 def test_float32_and_foreign_block_sizes_are_refused_in_words(calls, monkeypatch):
     with pytest.raises(KernelError, match="needs bfloat16 query, got float32"):
         make_step(STEPS["one token"]).run(kernel="ascend")
-    monkeypatch.setattr(cases, "BLOCK_SIZE", 16)
-    with pytest.raises(KernelError, match="handles block_size 1024 or 128"):
-        make_step(STEPS["one token"], BF16).run(kernel="ascend")
+    for head_dim in (32, 96):
+        with pytest.raises(KernelError, match=f"handles head_dim 128 or 64, got {head_dim}"):
+            make_step([(1, 5)], BF16, shape=Shape(head_dim=head_dim, block_size=128)).run(kernel="ascend")
+    for block_size in (16, 192, 1152):
+        monkeypatch.setattr(cases, "BLOCK_SIZE", block_size)
+        with pytest.raises(KernelError, match=f"handles block_size 1024 or 128 .*, got {block_size}"):
+            make_step([(1, 5)], BF16).run(kernel="ascend")
+    monkeypatch.setattr(cases, "BLOCK_SIZE", 1024)
+    check(lambda s, w: s.run(sliding_window=w, kernel="ascend"), make_step([(1, 5)], BF16), WINDOW)
 
 
 @pytest.mark.parametrize("slots", [torch.int32, torch.int64], ids=str)

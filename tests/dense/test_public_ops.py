@@ -45,6 +45,7 @@ def qkv(case: Case, **changes: object) -> object:
         ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
         ({"bias": torch.zeros(5)}, r"the bias of weight must be \[128\]"),
         ({"key_cache": torch.zeros(3, 2, 16)}, "the caches must be"),
+        ({"value_cache": torch.zeros(5, 4, 2, 16)}, "the caches must be alike"),
         ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "no number of query heads of 16"),
         ({"weight": torch.zeros(135, 112), "bias": torch.zeros(135)}, "no number of query heads of 16"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions must be \[3\]"),

@@ -374,17 +374,6 @@ def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
     assert before == engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
 
 
-def test_a_stop_token_is_no_part_of_the_text(worded_directory: Path) -> None:
-    engine = Engine(worded_directory, num_blocks=10)
-    free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0]
-    words = free.text.split()
-    assert len(words) == 5
-    assert free.token_ids[2] not in free.token_ids[:2]
-    stopped = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, stop_token_ids=free.token_ids[2:3]))[0]
-    assert stopped.token_ids == free.token_ids[:3]
-    assert stopped.text.split() == words[:2]
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("weights", "expected"),

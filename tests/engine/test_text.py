@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, processors
 
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine.text import TextCodec
@@ -23,6 +24,18 @@ def test_text_goes_in_and_comes_out_without_special_tokens(worded_directory: Pat
     assert stopped.token_ids == result.token_ids
     assert stopped.text == engine.text.decode(result.token_ids[:3])  # the stop token is no text
     assert engine.text.decode([1, 511, 2]) == f"{WORDS[1]} {WORDS[2]}"
+
+
+def test_no_token_is_added_to_a_text_and_the_file_is_read_once(tmp_path: Path) -> None:
+    """A checkpoint's tokenizer may put a token before every text; a prompt in harmony brings its own."""
+    tokenizer = Tokenizer(models.WordLevel({"alpha": 0, "[BOS]": 1}, unk_token="[BOS]"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("alpha").ids == [1, 0]
+    codec = TextCodec(tmp_path)
+    assert codec.encode("alpha") == [0]
+    (tmp_path / "tokenizer.json").unlink()
+    assert codec.encode("alpha") == [0]
 
 
 def test_without_a_tokenizer_ids_work_and_text_is_refused(engine: Engine) -> None:

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from npu_gptoss.cli import main
+from npu_gptoss.kernels import accepts, register_kernel
+from npu_gptoss.kernels.registry import registry
 
 
 def test_list_shows_every_operation_and_its_kernels(capsys):
@@ -32,6 +34,33 @@ def test_explain_answers_for_another_platform_and_dtype(capsys):
     out = capsys.readouterr().out
     assert "attention.paged on ascend" in out
     assert "sinks float32" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("True", True), ("false", False), ("None", None), ("null", None), ("64", 64), ("few", "few")]
+)
+def test_values_mean_what_they_mean_in_python_and_in_json(operation, capsys, text, value):
+    for handled, code in ((value, 0), ("something else", 1)):
+        register_kernel(
+            "toy",
+            "add",
+            solution=str(handled),
+            signatures=(accepts(x="bfloat16"),),
+            traits={"size": frozenset({handled})},
+            priority=4,
+        )(len)
+        assert main(["kernels", "explain", "toy.add", "--set", f"size={text}"]) == code
+        capsys.readouterr()
+        registry.kernels.pop(f"toy.add.{handled}")
+        registry.generation += 1
+
+
+def test_one_operation_without_a_kernel_is_enough_for_exit_code_1(capsys):
+    """Also when the last one in the list has one."""
+    assert main(["kernels", "explain", "--set", "key=int8"]) == 1
+    assert "attention.write_kv.reference (priority 0): no: needs bfloat16 or float32 key, got int8" in (
+        capsys.readouterr().out
+    )
 
 
 def test_explain_says_no_when_nothing_can_run(capsys):

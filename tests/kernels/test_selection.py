@@ -9,6 +9,7 @@ from npu_gptoss.kernels import (
     Capability,
     Platform,
     accepts,
+    define_operation,
     explain,
     kernel_override,
     register_kernel,
@@ -53,6 +54,18 @@ def test_refusal_lists_every_kernel_with_every_reason(operation):
     text = str(error.value)
     for part in ("runs on cuda; this is cpu", "needs float32 x, got bfloat16", "handles size 128, got 64"):
         assert part in text
+
+
+def test_one_fitting_combination_is_enough_and_else_the_nearest_gives_the_reasons(operation):
+    pair = define_operation("toy", "pair", roles=("a", "b"), traits=(), summary="two tensors")
+    both = tuple(accepts(a=dtype, b=dtype) for dtype in ("float32", "bfloat16", "float16"))
+    register_kernel("toy", "pair", solution="one", signatures=both, traits={}, priority=4)(lambda a, b: None)
+
+    def reasons(a, b):
+        return explain(pair, signature(a=a, b=b), {}, platform=Platform("cpu")).candidates[0].reasons
+
+    assert reasons("bfloat16", "bfloat16") == ()
+    assert reasons("int8", "bfloat16") == ("needs bfloat16 a, got int8",)
 
 
 def test_a_kernel_registered_later_is_not_hidden_by_the_cache(operation):

@@ -109,6 +109,14 @@ def test_yarn_without_truncate_rounds_as_transformers_does() -> None:
     assert defaults == gpt_oss_20b()
 
 
+def test_whole_numbers_stand_for_floats() -> None:
+    changes = {"rope_theta": 150000, "swiglu_limit": 7, "rope_scaling.factor": 32, "rope_scaling.beta_fast": 32}
+    config = GptOssConfig.from_dict(changed(changes))
+    yarn = config.rope_scaling
+    for value in (config.rope_theta, config.swiglu_limit, yarn.factor, yarn.beta_fast):
+        assert isinstance(value, float)
+
+
 def test_list_of_end_tokens_is_kept_whole() -> None:
     config = GptOssConfig.from_dict(changed({"eos_token_id": [200002, 199999, 200012]}))
     assert config.eos_token_id == 200002

@@ -100,6 +100,7 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no offsets": (lambda p: raw_file(p, {"a": {"dtype": "U8", "shape": [1]}}), "a has no dtype, shape and data_off"),
     "negative shape": (lambda p: raw_file(p, {"a": entry(0, 1, shape=[-1])}, b"x"), "make no sense"),
+    "shape of truth values": (lambda p: raw_file(p, {"a": entry(0, 1, shape=[True])}, b"x"), "make no sense"),
     "offsets reversed": (lambda p: raw_file(p, {"a": entry(1, 0, shape=[1])}, b"x"), "make no sense"),
     "size against shape": (
         lambda p: raw_file(p, {"a": entry(0, 6, dtype="F32", shape=[2])}, b"x" * 6),

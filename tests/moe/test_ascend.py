@@ -70,6 +70,19 @@ def test_both_forms_of_the_activation_clamp_as_the_definition_does(cann):
     assert_close(got, swigluoai(gate_up.float()), scale=1.5)
 
 
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+def test_the_clamp_is_the_one_of_the_config(cann):
+    """The limit of 7 stands in transformers' code; a config may say another."""
+    layer = make_layer(20, BF16)
+    with ascend_ops.ascend(cann):
+        got = layer.run("ascend", swiglu_limit=1.5)
+    want = layer.run("reference", swiglu_limit=1.5)
+    slack = want.float().abs().max().item() / 64  # three roundings on the way of every value, most of them at the clamp
+    assert_close(got, want, atol=slack)
+    with pytest.raises(AssertionError):
+        assert_close(layer.run("reference"), want, atol=slack)
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 4), (2, 5), (7, 8)])
 def test_shares_of_expert_parallel_ranks_equal_the_definition(calls, first, last):
     """Rows of foreign experts are never computed: the operators leave NaN in them."""

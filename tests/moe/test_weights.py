@@ -121,6 +121,19 @@ def test_misshapen_packed_weights_are_refused_in_words():
         dataclasses.replace(eight, down_proj_bias=None)
 
 
+def test_a_gate_without_its_up_is_refused_in_every_format():
+    """All shapes agree with one another, so that half of a pair would be dropped silently."""
+    bias, down_bias, byte = torch.zeros(2, 65), torch.zeros(2, 32), torch.uint8
+    with pytest.raises(InputError, match=r"gate_up_proj must be \[experts, hidden, 2 \* intermediate\]"):
+        ExpertWeights(torch.zeros(2, 32, 65), bias, torch.zeros(2, 32, 32), down_bias)
+    blocks, scales = torch.zeros(2, 65, 1, 16, dtype=byte), torch.zeros(2, 65, 1, dtype=byte)
+    with pytest.raises(InputError, match=r"gate_up_proj_blocks must be \[experts, 2 \* intermediate"):
+        Mxfp4Experts(blocks, scales, bias, blocks[:, :32], scales[:, :32], down_bias)
+    eight = torch.zeros(2, 65, 32, dtype=FP8)
+    with pytest.raises(InputError, match=r"gate_up_proj must be \[experts, 2 \* intermediate, hidden\]"):
+        Fp8Experts(eight, torch.zeros(2, 65), bias, eight[:, :32], torch.zeros(2, 32), down_bias)
+
+
 def test_all_formats_say_their_sizes_alike():
     weights = make_layer(1, BF16).weights
     for each in (weights, packed(weights), quantize_fp8(weights)):
