@@ -121,7 +121,7 @@ def _expand_into(out: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) 
     flat_blocks, flat_scales = blocks.reshape(groups, _BYTES), scales.reshape(groups, 1)
     step = _step(_EXPAND_CHUNK, blocks.device) // _BYTES
     for start in range(0, groups, step):
-        stop = min(start + step, groups)
+        stop = start + step
         index = (flat_scales[start:stop].to(torch.int32) << 8) + flat_blocks[start:stop]
         torch.index_select(table, 0, index.view(-1), out=words[start * _BYTES : stop * _BYTES])
     _check_range(scales, out)

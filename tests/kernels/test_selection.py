@@ -159,6 +159,22 @@ def test_explain_tells_selected_possible_and_refused(operation):
     ]
 
 
+def test_explain_tells_the_override_and_when_there_is_nothing(operation):
+    assert explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines() == [
+        "toy.add on cpu for x bfloat16; size=64",
+        "  no kernel is registered",
+    ]
+    kernel("slow")
+    kernel("fast", priority=8)
+    with kernel_override(toy_add="slow"):
+        assert explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines() == [
+            "toy.add on cpu for x bfloat16; size=64",
+            "  override: slow",
+            "  toy.add.fast (priority 8): could run",
+            "  toy.add.slow (priority 4): selected",
+        ]
+
+
 def test_what_was_selected_is_listed_once_and_without_choices_that_a_registration_has_outdated(operation):
     kernel("slow")
     select(operation)

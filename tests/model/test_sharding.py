@@ -67,6 +67,12 @@ def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: s
         Shard(0, size, experts).check(random_config(layers=1, **sizes))
 
 
+def test_layouts_are_named_as_records_have_them() -> None:
+    """One rank deals nothing out: its two layouts are one, and must not be compared as if they were two."""
+    assert [Shard(0, size, TENSOR).layout for size in (1, 2)] == ["tp1", "tp2"]
+    assert [Shard(0, size, EXPERT).layout for size in (1, 2)] == ["tp1", "ep2"]
+
+
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="a rank must be 0 to 1, got 2"):
         Shard(2, 2)
