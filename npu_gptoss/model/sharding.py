@@ -115,7 +115,10 @@ class Shard:
         if self.only_on_rank_0(name) and self.rank:
             return torch.zeros_like(tensor)
         axis = self.axis(name)
-        return tensor if axis is None else tensor.chunk(self.size, dim=axis)[self.rank].contiguous()
+        if axis is None:
+            return tensor
+        # a view of the first axis is contiguous as it is, and would keep the whole in memory
+        return tensor.chunk(self.size, dim=axis)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def cut_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's stream, in either layout."""

@@ -38,6 +38,16 @@ def test_the_shares_of_every_tensor_make_the_whole(experts: str, mxfp4: bool) ->
     assert matrices <= cut  # whatever is large is shared
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_share_does_not_keep_the_whole_in_memory(axis: int) -> None:
+    """Of lm_head that would be a gigabyte on every rank: a view of the first rows is contiguous, but owns nothing."""
+    name = {0: "lm_head.weight", 1: "model.layers.0.self_attn.o_proj.weight"}[axis]
+    for part in shares(name, torch.zeros(64, 96), 4, TENSOR):
+        assert part.is_contiguous()
+        held = part.untyped_storage().nbytes()
+        assert held == part.numel() * part.element_size()
+
+
 def test_gate_stays_beside_its_up() -> None:
     """Columns are interleaved; a cut between a pair would swap gate and up in every other rank."""
     pairs = torch.arange(16).view(1, 1, 16)
