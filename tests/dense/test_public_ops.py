@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from npu_gptoss import dense
 from npu_gptoss.dense.operations import LOGITS, QKV
 from npu_gptoss.dense.weights import RowScaled
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import explain, platform_override, signature
+from npu_gptoss.kernels import Operation, Signature, explain, platform_override, signature
 from npu_gptoss.kernels.rows import FEW, FEW_ROWS, MANY, ONE, row_class
 from tests.dense.cases import Case, make_case
 
@@ -66,8 +69,9 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
         dense.router(*router, 4, live=torch.ones(2))
     with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
         dense.logits(case.residual, case.lm_head, out=torch.empty(3, 300))
-    with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
-        dense.greedy(torch.zeros(3))
+    for wrong in (torch.zeros(3), torch.zeros(3, 0)):
+        with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
+            dense.greedy(wrong)
     with pytest.raises(InputError, match=r"out must be \[3\] int64"):
         dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
     with pytest.raises(InputError, match="values must be"):
@@ -76,6 +80,45 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
     for scales in (eight.scales[:299], eight.scales[:, None], eight.scales.bfloat16()):
         with pytest.raises(InputError, match=r"scales must be \[300\] float32"):
             RowScaled(eight.values, scales)
+
+
+def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for plain weights would read eight-bit ones as garbage; one for a single row leaves out the rest."""
+    asked = []
+
+    def ask(operation: Operation, call: Signature, traits: dict[str, object], *, override: str | None) -> Callable:
+        asked.append((operation.name, str(call), traits))
+        return lambda **arguments: None
+
+    monkeypatch.setattr(dense, "select_kernel", ask)
+    for case, rows in ((make_case(3), "few"), (make_case(1), "one")):
+        asked.clear()
+        wide = torch.zeros(6, 4, 2, 16)
+        qkv(case, weight=dense.quantize_rows(case.qkv_weight), key_cache=wide, value_cache=wide)
+        dense.output(case.attended, dense.quantize_rows(case.output_weight), case.output_bias)
+        dense.router(case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias, 4)
+        dense.add_norm(case.residual, None, case.norm, 1e-5)
+        dense.logits(case.residual, dense.quantize_rows(case.lm_head))
+        dense.greedy(torch.zeros(3, 4))
+        assert asked == [
+            ("dense.qkv", "hidden bfloat16, kv float32, weight float8_e4m3fn", {"rows": rows, "head_dim": 16}),
+            ("dense.output", "hidden bfloat16, weight float8_e4m3fn", {"rows": rows}),
+            ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows}),
+            ("dense.add_norm", "hidden bfloat16", {}),
+            ("dense.logits", "hidden bfloat16, weight float8_e4m3fn", {"rows": rows}),
+            ("dense.greedy", "logits float32", {}),
+        ]
+
+
+def test_a_row_without_a_slot_is_stored_nowhere_by_the_definition(case: Case) -> None:
+    """As the last slot of the cache it would look like a place: -1 counts from the end."""
+    keys, values = case.caches()
+    slots = case.metadata.slot_mapping.clone()
+    slots[1] = -1
+    metadata = dataclasses.replace(case.metadata, slot_mapping=slots)
+    qkv(case, key_cache=keys, value_cache=values, metadata=metadata, kernel="reference")
+    written = (keys.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
+    assert sorted(written) == sorted(slots[[0, 2]].tolist())
 
 
 def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:

@@ -90,6 +90,15 @@ def test_argument_beats_context_beats_environment(operation, monkeypatch):
     assert select(operation).kernel.solution == "a"
 
 
+def test_an_empty_override_takes_those_around_it_back(operation, monkeypatch):
+    for name, priority in (("a", 4), ("b", 8)):
+        kernel(name, priority=priority)
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "a")
+    with kernel_override(toy_add="a"), kernel_override(toy_add=""):
+        assert select(operation).kernel.solution == "b"
+    assert select(operation).kernel.solution == "a"
+
+
 def test_an_override_that_cannot_run_raises_all_its_reasons_instead_of_falling_back(operation):
     kernel("slow")
     kernel("npu", x="float32", size=frozenset({128}), capability=Capability.of("ascend"))

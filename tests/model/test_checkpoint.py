@@ -404,6 +404,18 @@ def test_wrong_tensors_leave_nothing_behind(
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
+def test_config_comes_last_so_that_a_directory_with_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = []
+    right = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda file, target: (renamed.append(target.name), right(file, target)))
+    config = small_config()
+    write_checkpoint(tmp_path, config, random_tensors(config), max_shard_bytes=40_000)
+    assert renamed[-2:] == ["model.safetensors.index.json", "config.json"]
+    assert sorted(renamed) == sorted(file.name for file in tmp_path.iterdir())
+
+
 def test_failure_while_writing_keeps_the_old_checkpoint_whole(tmp_path: Path) -> None:
     config = small_config()
     old = random_tensors(config, seed=1)

@@ -55,6 +55,13 @@ def test_published_config_is_read_and_written_back_unchanged(layers: int, expert
     assert config.dtype is None
 
 
+def test_a_bf16_config_of_another_base_is_written_and_read_back_alike() -> None:
+    config = dataclasses.replace(gpt_oss_20b(), quantization=None, rope_theta=123456.5, dtype="bfloat16")
+    values = config.to_dict()
+    assert "quantization_config" not in values
+    assert GptOssConfig.from_dict(values) == config
+
+
 def test_layers_alternate_between_128_keys_and_all_keys() -> None:
     config = gpt_oss_20b()
     assert [config.window(layer) for layer in range(4)] == [128, None, 128, None]

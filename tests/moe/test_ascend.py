@@ -106,7 +106,8 @@ def test_experts_of_a_rank_must_be_a_range(calls):
     share = local_share(make_layer(1, BF16).weights, 2, 4)
     scattered = share.expert_map.roll(3)
     scattered[0] = 1
-    for wrong in (scattered, share.expert_map.flip(0)):
+    gap = torch.tensor([-1, -1, 0, -1, 1, -1, -1, -1])  # in order, but another rank's expert lies between
+    for wrong in (scattered, share.expert_map.flip(0), gap):
         with pytest.raises(InputError, match="contiguous range of the experts"):
             prepare_experts(dataclasses.replace(share, expert_map=wrong))
 

@@ -178,7 +178,7 @@ def test_both_spellings_of_the_activation_are_known():
     assert activation_name("swigluoai") == activation_name(TheirActivation.SWIGLUOAI) == "swigluoai"
 
 
-@pytest.mark.parametrize("activation", ["silu", "SwigluOAI", "", None, TheirActivation.SILU, 7])
+@pytest.mark.parametrize("activation", ["silu", "swiglu", "SwigluOAI", "", None, TheirActivation.SILU, 7])
 def test_an_unknown_activation_is_an_error_not_a_guess(activation):
     with pytest.raises(InputError, match="gpt-oss has the activation 'swigluoai'"):
         prepare_experts(make_layer(1).weights, activation=activation)
