@@ -38,10 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests at once, for the graphs that are captured (default 256, vLLM's)",
     )
+    parser.add_argument(
+        "--card-memory",
+        type=_positive,
+        metavar="GIB",
+        help="reckon memory for cards of so many GiB (a 910B: 64) that are not here",
+    )
 
 
 def diagnose(
-    here: Machine, model: Path | None, *, max_model_len: int, tensor_parallel_size: int, max_num_seqs: int
+    here: Machine,
+    model: Path | None,
+    *,
+    max_model_len: int,
+    tensor_parallel_size: int,
+    max_num_seqs: int,
+    card_memory: int | None = None,
 ) -> list[Finding]:
     """Every finding, in the order of `checks.CHECKS`. Never raises: a check that breaks is a finding."""
     found: list[Finding] = []
@@ -73,7 +85,7 @@ def diagnose(
         return result.findings
 
     found += guarded("torch-works", probed)
-    found += guarded("memory", memory.memory, model, max_model_len, tensor_parallel_size, device)
+    found += guarded("memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory)
     order = {check.name: place for place, check in enumerate(checks.CHECKS)}
     return sorted(found, key=lambda finding: order[finding.check])
 
@@ -88,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
         max_num_seqs=args.max_num_seqs,
+        card_memory=args.card_memory,
     )
     if args.json:
         print(json.dumps(as_json(findings, __version__, here.platform()[0]), indent=1))

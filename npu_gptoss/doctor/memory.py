@@ -124,8 +124,14 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def memory(model: Path | None, length: int, ranks: int, device: Device | None) -> Iterator[Finding]:
-    """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing."""
+def memory(
+    model: Path | None, length: int, ranks: int, device: Device | None, card_memory: int | None = None
+) -> Iterator[Finding]:
+    """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing.
+    card_memory: --card-memory, GiB of each of `ranks` cards to reckon with in its place, wherever they are."""
+    if card_memory:
+        size = card_memory * GIB
+        device = Device("npu", "a card (--card-memory)", ranks, size, size)
     on_cpu = device is None or device.kind == "cpu"
     # the presets are of servers on a 910B
     presets = preset_lines(
@@ -172,11 +178,13 @@ def _compared(
             "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, --device of the "
             "container).",
         )
-    total = device.free * ranks if on_cpu else device.total
+    total = device.free // ranks if on_cpu else device.total
     packed = device.mxfp4 and config.quantization is not None
     what = "weights, experts in MXFP4," if packed else "BF16 weights"
     found = fit(config, ranks, length, total, packed=packed)
-    where = f"of available memory for {ranks} process{'es' if ranks > 1 else ''}" if on_cpu else f"of {device.name}"
+    where = f"of {device.name}"
+    if on_cpu:
+        where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"
     sentence = (
         f"{gib(found.weights)} of {what} and {gib(found.kv)} of KV cache for {length} tokens on {gib(total)} {where}"
     )

@@ -139,7 +139,7 @@ RULES = (
         tested("tests/doctor/test_command.py::test_all_is_well_beside_vllm_with_a_whole_checkpoint"),
     ),
     Rule(
-        r"npu-gptoss doctor --model /models/gpt-oss-(?:20b --max-model-len 131072|120b --tensor-parallel-size 4 .*)",
+        r"npu-gptoss doctor --model /models/gpt-oss-(?:20b --max-model-len 131072 .*|120b --tensor-parallel-size 4 .*)",
         tested("tests/test_tutorials.py::test_the_table_of_memory_is_the_doctors_arithmetic"),
     ),
     Rule(r"npu-gptoss doctor .*", ON_A_910B),

@@ -132,8 +132,32 @@ def test_a_card_that_something_else_uses_is_a_warning(model):
 
 def test_on_a_cpu_the_available_memory_counts(model):
     host = Device("cpu", "Kunpeng", 64, 256 * GIB, 50 * GIB)
-    only(memory.memory(model, 16384, 1, host), "ok", "50.0 GiB of available memory for 1 process")
+    only(memory.memory(model, 16384, 1, host), "ok", "50.0 GiB of available memory for one process")
     only(memory.memory(model, 16384, 1, replace(host, free=30 * GIB)), "failed", "does not fit", "Free memory")
+
+
+def test_processes_on_a_cpu_share_its_memory(model):
+    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 45 * GIB)
+    only(
+        memory.memory(model, 16384, 2, host),
+        "ok",
+        "19.5 GiB of",
+        "22.5 GiB of available memory for each of 2 processes",
+    )
+    only(memory.memory(model, 16384, 2, replace(host, free=38 * GIB)), "failed", "does not fit")
+
+
+@pytest.mark.parametrize("here", [None, CARD, Device("cpu", "Kunpeng", 64, 256 * GIB, 20 * GIB)])
+def test_cards_that_are_not_here_can_be_reckoned_with(model, here):
+    """The line for 0.9 of the tutorial's table, on a laptop too; and as many cards as are asked for."""
+    told = only(
+        memory.memory(model, 131072, 1, here, 64), "ok", "6.0 GiB of KV cache for 131072 tokens on 64.0 GiB of a card"
+    )
+    assert "about 363 thousand tokens of context fit" in told.sentence
+    only(
+        memory.memory(model, 131072, 1, here, 32), "failed", "on 32.0 GiB of a card (--card-memory): that does not fit"
+    )
+    only(memory.memory(model, 131072, 8, here, 32), "ok", "of BF16 weights")
 
 
 def test_without_model_config_or_device_the_presets_are_told(model, tmp_path):
