@@ -13,7 +13,7 @@ import torch
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.verify.calls import Call, Check, Definition, Inputs, Mistake, Outputs, Wanted, widened, with_inputs
-from npu_gptoss.verify.steps import STEPS, WINDOW, Shape, StepTensors, as_decode, plant, step_tensors
+from npu_gptoss.verify.steps import LARGE_STEPS, STEPS, WINDOW, Shape, StepTensors, as_decode, plant, step_tensors
 
 HEAD_DIMS, BLOCK_SIZES = (64, 128, 32, 16), (16, 128, 32, 64, 256)
 WINDOWS = (None, WINDOW, 1, 17)
@@ -52,7 +52,8 @@ def _call(
 
 
 def paged_calls(wanted: Wanted) -> Iterator[Call]:
-    """All steps at the usual shape with each window; each other head and block size once; then random steps."""
+    """All steps at the usual shape with each window; each other head and block size once; long contexts and large
+    batches; then random steps."""
     dims, sizes = wanted.values("head_dim", HEAD_DIMS), wanted.values("block_size", BLOCK_SIZES)
     windowed = wanted.values("sliding_window", (True, False))
     windows = [w for w in WINDOWS if (w is not None) in windowed]
@@ -73,6 +74,11 @@ def paged_calls(wanted: Wanted) -> Iterator[Call]:
             for window in [w for w in windows if w in (None, WINDOW)][: 1 if shape.heads == 64 else 2]:
                 label = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, blocks of {shape.block_size}"
                 yield _call(f"mixed, {label}, window {window}", wanted, mixed, window, shape, 2)
+        for name, requests in LARGE_STEPS.items():
+            decode = all(rows == 1 for rows, _ in requests)  # as in a graph: lengths on the device
+            for window in [w for w in windows if w in (None, WINDOW)]:
+                label = "all keys" if window is None else f"window {window}"
+                yield _call(f"{name}, {label}", wanted, requests, window, usual, 3, 0 if decode else 3, decode)
     else:
         for window in [w for w in windows if w in (None, WINDOW)]:
             chunks = STEPS["chunks that cross the window"]

@@ -27,9 +27,6 @@ from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, subjects, verify
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
-# of the definition, at most: its tensors are small, and more threads wait, spinning, for each other in each operation,
-# on a busy machine of 32 cores a minute for a kernel that takes three seconds
-THREADS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
     load_kernels()
     device = resolve_device(args.device)
-    with kernels_for(device), torch.inference_mode(), few_threads():
+    with kernels_for(device), torch.inference_mode(), one_thread():
         found, elsewhere = subjects(device, args.filter)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
@@ -63,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def few_threads() -> Iterator[None]:
-    """No more than THREADS of torch's inside."""
+def one_thread() -> Iterator[None]:
+    """Of torch's inside: the definition's tensors are small, and on a busy machine several threads wait for each other,
+    spinning, in each operation: a minute's work of one took two ten minutes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(before, THREADS))
+    torch.set_num_threads(1)
     try:
         yield
     finally:

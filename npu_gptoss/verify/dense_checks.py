@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ BLOCKS, BLOCK_SIZE, UNTOUCHED = 80, 4, 7.0
 HEAD_DIMS = (64, 16, 128, 32)
 BOTH = (True, False)
 ROWS = (1, 2, 3, 17, FEW_ROWS, FEW_ROWS + 1)
+LARGE_ROWS = (1, 20, 140)
+# gpt-oss's own sizes, apart, so that matrices stay small
+WIDE, MANY_HEADS = {"hidden": 2880, "experts": 32}, {"heads": 64, "kv_heads": 8}
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,13 @@ class Maker:
 
 
 def _calls(
-    wanted: Wanted, tag: str, make: Callable[[Maker, int, Sizes, bool], Inputs], traits: Callable[[int, Sizes], dict]
+    wanted: Wanted,
+    tag: str,
+    make: Callable[[Maker, int, Sizes, bool], Inputs],
+    traits: Callable[[int, Sizes], dict],
+    large: Sequence[Mapping[str, int]],
 ) -> Iterator[Call]:
-    """Each class of rows and its edges with and without delta; each head size; then random sizes."""
+    """Each class of rows and its edges with and without delta; each head size; large sizes; then random ones."""
     dims = wanted.values("head_dim", HEAD_DIMS)
     plans: list[tuple[str, int, Sizes, bool]] = []
     usual = Sizes(head_dim=16 if 16 in dims else dims[0])
@@ -70,6 +77,10 @@ def _calls(
     if wanted.thorough:
         plans += [(f"3 rows, heads of {dim}", 3, dataclasses.replace(usual, head_dim=dim), True) for dim in dims]
         plans.append(("1 row, wider", 1, dataclasses.replace(usual, hidden=640, heads=8, vocab=1000), True))
+        for own in large:
+            label = ", ".join(f"{name} {value}" for name, value in own.items())
+            sizes = dataclasses.replace(usual, head_dim=dims[0], **own)
+            plans += [(f"{rows} row{'s'[: rows - 1]}, {label}", rows, sizes, True) for rows in LARGE_ROWS]
     for number in range(wanted.cases):
         draw = random.Random(f"{wanted.seed} {number} {tag}")
         kv_heads = draw.choice((1, 2))
@@ -204,6 +215,7 @@ def _check(
     run: Callable[[Inputs, str], Outputs],
     mistakes: tuple[Mistake, ...],
     dtypes: Mapping[str, tuple[str, ...]],
+    large: Sequence[Mapping[str, int]] = (WIDE,),
     **more: object,
 ) -> Check:
     def traits(rows: int, sizes: Sizes) -> dict[str, object]:
@@ -212,7 +224,7 @@ def _check(
     return Check(
         operation.name,
         operation.summary,
-        lambda wanted: _calls(wanted, operation.mode, make, traits),
+        lambda wanted: _calls(wanted, operation.mode, make, traits, large),
         run,
         lambda inputs: run(widened(inputs), f"{operation.name}.reference"),
         mistakes,
@@ -319,10 +331,10 @@ def _last_of_equals(drawn: torch.Tensor, right: Outputs) -> Outputs:
 
 _WEIGHTED = {"hidden": FLOATS, "weight": (*FLOATS, FP8)}
 CHECKS = (
-    _check(QKV, _qkv_inputs, run_qkv, QKV_MISTAKES, {**_WEIGHTED, "kv": FLOATS}),
-    _check(OUTPUT, _output_inputs, run_output, OUTPUT_MISTAKES, _WEIGHTED),
+    _check(QKV, _qkv_inputs, run_qkv, QKV_MISTAKES, {**_WEIGHTED, "kv": FLOATS}, (WIDE, MANY_HEADS)),
+    _check(OUTPUT, _output_inputs, run_output, OUTPUT_MISTAKES, _WEIGHTED, (MANY_HEADS,)),
     _check(ROUTER, _router_inputs, run_router, ROUTER_MISTAKES, {"hidden": FLOATS, "weight": FLOATS}),
     _check(ADD_NORM, _add_norm_inputs, run_add_norm, NORM_MISTAKES, {"hidden": FLOATS}),
     _check(LOGITS, _logits_inputs, run_logits, LOGITS_MISTAKES, _WEIGHTED),
-    _check(GREEDY, _greedy_inputs, run_greedy, GREEDY_MISTAKES, {"logits": FLOATS}, precisions={"ids": "exact"}),
+    _check(GREEDY, _greedy_inputs, run_greedy, GREEDY_MISTAKES, {"logits": FLOATS}, (), precisions={"ids": "exact"}),
 )

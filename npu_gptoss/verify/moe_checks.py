@@ -19,6 +19,7 @@ from npu_gptoss.verify.calls import Call, Check, Definition, Inputs, Mistake, Ou
 
 TOP_K = 4
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 96
+GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
 
 
 def random_experts(
@@ -95,7 +96,8 @@ def _experts_call(
 
 
 def expert_calls(wanted: Wanted) -> Iterator[Call]:
-    """Each class of batch and its edges, shares of expert parallelism, padding rows; then random shapes."""
+    """Each class of batch and its edges, shares of expert parallelism, padding rows, each of gpt-oss's own sizes; then
+    random shapes."""
     generator = torch.Generator().manual_seed(3)
     if not wanted.thorough:
         yield _experts_call("3 tokens", wanted, generator, 3)
@@ -112,6 +114,11 @@ def expert_calls(wanted: Wanted) -> Iterator[Call]:
         yield _experts_call("padding rows of NaN", wanted, generator, 11, padding=True)
         yield _experts_call("one expert a token", wanted, generator, 9, top_k=1)
         yield _experts_call("32 experts", wanted, generator, 20, experts=32, inner=64)
+        for tokens, experts in ((1, 4), (3, 4), (5, 4), (40, 4), (130, 2), (260, 2), (1600, 1)):
+            for name, hidden, inner in (("hidden", GPT_OSS, 128), ("intermediate", 192, GPT_OSS)):
+                name = f"{tokens} tokens, {name} size {GPT_OSS}"
+                size = {"experts": experts, "hidden": hidden, "inner": inner, "top_k": min(experts, 2)}
+                yield _experts_call(name, wanted, generator, tokens, **size)
     for number in range(wanted.cases):
         draw = random.Random(f"{wanted.seed} {number} experts")
         experts = draw.choice((4, 8, 16))

@@ -21,6 +21,13 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "mixed, one without rows": [(1, 40), (0, 33), (5, 5), (1, 513), (130, 400)],
 }
 
+# Contexts so long that a row's keys are shared out, and as many rows as a busy server decodes.
+LARGE_STEPS: dict[str, list[tuple[int, int]]] = {
+    "long contexts": [(1, 3000), (200, 2100), (1, 33)],
+    "a long context": [(1, 9001)],
+    "130 decode rows": [(1, 1 + 7 * n % 301) for n in range(130)],
+}
+
 
 @dataclass(frozen=True)
 class Shape:
