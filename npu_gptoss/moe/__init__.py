@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Priority, SelectedKernel, explain, kernel_override, select_kernel, signature
+from npu_gptoss.kernels import (
+    Priority,
+    SelectedKernel,
+    Signature,
+    explain,
+    kernel_override,
+    select_kernel,
+    signature,
+)
 from npu_gptoss.kernels.rows import MANY, ROW_CLASSES, row_class
 from npu_gptoss.kernels.selection import override_for
 from npu_gptoss.moe import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
@@ -87,18 +95,11 @@ def prepare_experts(
     """
     call = signature(hidden=weights.dtype, weight=weights.format)
     common = {"activation": activation_name(activation), "expert_parallel": weights.expert_map is not None}
-    override = kernel or override_for(EXPERTS)
-    asked = {rows: explain(EXPERTS, call, {**common, "rows": rows}, override=override) for rows in ROW_CLASSES}
-    partly = override is not None and any(found.selected for found in asked.values())
     prepared: dict[Callable[..., Any] | None, Any] = {None: weights}
     paths = {}
-    for rows in ROW_CLASSES:
-        traits = {**common, "rows": rows}
-        if partly and asked[rows].selected is None:
-            with kernel_override(moe_experts=""):
-                run = select_kernel(EXPERTS, call, traits)
-        else:
-            run = select_kernel(EXPERTS, call, traits, override=kernel)
+    for rows, override in _override_by_rows(call, common, kernel).items():
+        with kernel_override(moe_experts=override):
+            run = select_kernel(EXPERTS, call, {**common, "rows": rows})
         prepare = run.kernel.prepare
         if prepare not in prepared:
             prepared[prepare] = prepare(weights, swiglu_limit)
@@ -107,16 +108,31 @@ def prepare_experts(
 
 
 def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel made for this machine computes with the experts in `weight_format`, instead of expanding them.
+    """Whether kernels made for this machine compute with the experts in `weight_format`, instead of expanding them.
 
     weight_format: "mxfp4" or "float8_e4m3fn". dtype: of the activations.
     """
-    traits = {"activation": SWIGLUOAI, "expert_parallel": False}
-    chosen = [
-        explain(EXPERTS, signature(hidden=dtype, weight=weight_format), {**traits, "rows": rows}).selected
+    call = signature(hidden=dtype, weight=weight_format)
+    common = {"activation": SWIGLUOAI, "expert_parallel": False}
+    for rows, override in _override_by_rows(call, common, None).items():
+        with kernel_override(moe_experts=override):
+            chosen = explain(EXPERTS, call, {**common, "rows": rows}).selected
+        if chosen is None or chosen.priority < Priority.PERFORMANT:
+            return False
+    return True
+
+
+def _override_by_rows(call: Signature, common: Mapping[str, Any], kernel: str | None) -> dict[str, str]:
+    """The override in force for each class of batch, "" for none: `kernel`, else the context's, else the user's.
+
+    One that can run some classes only leaves the others their automatic choice; one that can run none stays, to raise.
+    """
+    override = kernel or override_for(EXPERTS) or ""
+    able = {
+        rows: explain(EXPERTS, call, {**common, "rows": rows}, override=override).selected is not None
         for rows in ROW_CLASSES
-    ]
-    return all(kernel is not None and kernel.priority >= Priority.PERFORMANT for kernel in chosen)
+    }
+    return {rows: override if able[rows] or not any(able.values()) else "" for rows in ROW_CLASSES}
 
 
 def expert_mlp(

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.moe import ExpertWeights, Fp8Experts, Mxfp4Experts, expert_mlp, mxfp4, prepare_experts, quantize_fp8
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.moe import (
+    ExpertWeights,
+    Fp8Experts,
+    Mxfp4Experts,
+    expert_mlp,
+    keeps_format,
+    mxfp4,
+    prepare_experts,
+    quantize_fp8,
+)
 from npu_gptoss.moe.weights import FP8, FP8_LARGEST
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, check, local_share, make_layer
 from tests.tolerances import assert_close
@@ -119,6 +129,31 @@ def test_misshapen_packed_weights_are_refused_in_words():
         dataclasses.replace(eight, down_proj=eight.down_proj.to(BF16))
     with pytest.raises(InputError, match=r"down_proj_bias must be .* got none"):
         dataclasses.replace(eight, down_proj_bias=None)
+
+
+@pytest.mark.parametrize("override", ["triton_one", "triton_few", "triton"])
+@pytest.mark.parametrize("weight_format", ["mxfp4", "float8_e4m3fn"])
+def test_a_kernel_asked_for_some_batches_leaves_the_experts_packed(monkeypatch, override, weight_format):
+    """The other batches keep their own kernels, which take the same format; expanded it is four times as large."""
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", override.replace("triton_", "moe.experts.triton_"))
+    with platform_override("cuda", frozenset({"triton"})):
+        assert keeps_format(weight_format, BF16)
+
+
+@pytest.mark.parametrize(
+    ("override", "dtype"), [("small_ops", BF16), ("reference", BF16), ("no such", BF16), ("", torch.float32)]
+)
+def test_experts_are_expanded_where_no_fast_kernel_takes_them_packed(monkeypatch, override, dtype):
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", override)
+    with platform_override("cuda", frozenset({"triton"})):
+        assert not keeps_format("mxfp4", dtype)
+    with platform_override("ascend", frozenset({"torch_npu"})):
+        assert not keeps_format("mxfp4", BF16)
+
+
+def test_any_negative_id_is_padding():
+    share = local_share(make_layer(1).weights, 2, 5)
+    assert share.local_ids(torch.tensor([-1, -100, 1, 2, 4, 5])).tolist() == [-1, -1, -1, 0, 2, -1]
 
 
 def test_a_gate_without_its_up_is_refused_in_every_format():
