@@ -12,7 +12,7 @@ import torch
 from npu_gptoss.attention import small_ops, write_kv_cache
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
-from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, STEPS, WINDOW, check, make_step
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, STEPS, WINDOW, as_decode, check, make_step
 from tests.tolerances import assert_close
 
 load_kernels()
@@ -126,6 +126,20 @@ def test_the_scores_of_a_long_prompt_stay_below_128_mib():
         plan = small_ops._plan(step.metadata, before, BLOCK_SIZE, step.query.device)
         assert sum(len(batch.rows) for batch in plan) == 2000
         assert max(batch.hidden.numel() for batch in plan) * 64 * 4 <= 128 << 20
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+def test_padding_rows_of_a_decode_step_come_out_zero(kernel):
+    """Alone and beside real rows; told by their length, since a graph knows no other count."""
+    step = as_decode(make_step([(1, 20), (1, 1), (1, 300)]), 320)
+    for padding in ([1], [0, 1, 2]):
+        for row in padding:
+            step.metadata.lengths[row] = 0
+            step.query[row] = float("nan")
+        out = torch.full_like(step.query, float("nan"))
+        step.run(kernel=kernel, out=out)
+        assert bool((out[padding] == 0).all())
+        assert bool(torch.isfinite(out).all())
 
 
 def test_keys_are_padded_within_the_budget_whatever_the_order_of_the_requests(monkeypatch):

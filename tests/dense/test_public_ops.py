@@ -69,6 +69,9 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
         dense.router(*router, 4, live=torch.ones(2))
     with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
         dense.logits(case.residual, case.lm_head, out=torch.empty(3, 300))
+    for out in (torch.empty(300, 3, dtype=torch.bfloat16).T, torch.empty(3, 600, dtype=torch.bfloat16)[:, ::2]):
+        with pytest.raises(InputError, match="out must be contiguous"):
+            dense.logits(case.residual, case.lm_head, out=out)
     for wrong in (torch.zeros(3), torch.zeros(3, 0)):
         with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
             dense.greedy(wrong)

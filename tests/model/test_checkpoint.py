@@ -188,6 +188,19 @@ def test_fault_in_mxfp4_experts_is_named(tmp_path: Path, name: str, tensor: torc
         check_checkpoint(tmp_path, config)
 
 
+def test_a_wrong_tensor_is_named_with_its_shard(tmp_path: Path) -> None:
+    tensors = wrong(random_tensors(small_config()), SINKS, torch.zeros(4, dtype=torch.bfloat16))
+    halves = list(tensors), {f"model-0000{i}-of-00002.safetensors": {} for i in (1, 2)}
+    for number, name in enumerate(halves[0]):
+        list(halves[1].values())[number % 2][name] = tensors[name]
+    for file, held in halves[1].items():
+        save_file(held, tmp_path / file)
+    weight_map = {name: file for file, held in halves[1].items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=rf"{weight_map[SINKS]}: {SINKS} should have shape"):
+        check_checkpoint(tmp_path, small_config())
+
+
 def test_dtype_without_torch_equivalent_is_named(tmp_path: Path) -> None:
     config = small_config()
     file = stored(tmp_path, random_tensors(config)) / "model.safetensors"

@@ -38,6 +38,11 @@ def test_the_shares_of_every_tensor_make_the_whole(experts: str, mxfp4: bool) ->
     assert matrices <= cut  # whatever is large is shared
 
 
+def test_a_rank_alone_copies_nothing() -> None:
+    whole = torch.zeros(64, 96)
+    assert Shard(0, 1).cut("lm_head.weight", whole) is whole
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_share_does_not_keep_the_whole_in_memory(axis: int) -> None:
     """Of lm_head that would be a gigabyte on every rank: a view of the first rows is contiguous, but owns nothing."""

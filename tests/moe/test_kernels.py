@@ -215,6 +215,8 @@ def test_misshapen_weights_and_calls_are_refused_in_words():
     routing = route(torch.randn(3, EXPERTS), TOP_K)
     with pytest.raises(InputError, match=r"hidden_states must be \[tokens, 64\], got \[3, 32\]"):
         expert_mlp(torch.zeros(3, 32), prepared, *routing)
+    with pytest.raises(InputError, match=r"hidden_states must be \[tokens, 64\], got \[3, 64, 1\]"):
+        expert_mlp(torch.zeros(3, HIDDEN, 1), prepared, *routing)
     with pytest.raises(InputError, match=r"must both be \[2, k\]"):
         expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
     with pytest.raises(InputError, match=r"must both be \[3, k\], got \[3, 3\] and \[3, 4\]"):
