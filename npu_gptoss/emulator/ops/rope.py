@@ -89,8 +89,7 @@ def apply_rotary_pos_emb(
         f"all should share one dtype, got {', '.join(name_of(t.dtype) for t in tensors)}",
         Layer.PARAMETER,
     )
-    legal = (128,) if call.context.is_8_3 else (64, 128)
-    call.require(all(t.size(3) in legal for t in tensors), 72, f"D should be {' or '.join(map(str, legal))}: {sizes}")
+    call.require(all(t.size(3) == 128 for t in tensors), 72, f"D should be 128: {sizes}")
     call.require(cos.size(2) == sin.size(2) == 1, 72, f"cos and sin should be [B, S, 1, D]: {sizes}")
     if rotary_mode == "quarter":
         raise NotEmulatedError("npu_apply_rotary_pos_emb: the emulator has no quarter mode")

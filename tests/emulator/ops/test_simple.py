@@ -57,14 +57,34 @@ def test_linear_accumulates_in_float32(bias):
     want = x.double() @ weight.double().t() + (added.double() if bias else 0)
     # one rounding to bfloat16 at the end: half an ulp
     assert_close(OPS["npu::npu_linear"](x, weight, added), want.float(), scale=0.25)
-    with pytest.raises(ContractError, match="should agree"):
-        OPS["npu::npu_linear"](x[..., 1:], weight)
+    for wrong in (x[..., 1:], x.float()):
+        with pytest.raises(ContractError, match="should agree"):
+            OPS["npu::npu_linear"](wrong, weight)
 
 
 def test_prefetch_of_nothing_is_refused():
     OPS["npu::npu_prefetch"](torch.ones(2), None, 8)
-    with pytest.raises(ContractError, match="max_size 0"):
-        OPS["npu::npu_prefetch"](torch.ones(2), None, 0)
+    for size, offset in ((0, 0), (8, -1)):
+        with pytest.raises(ContractError, match=f"max_size {size} and offset {offset} are wrong"):
+            OPS["npu::npu_prefetch"](torch.ones(2), None, size, offset)
+
+
+@pytest.mark.parametrize(
+    ("p", "k"),
+    [
+        (torch.ones(2).bfloat16(), None),
+        (torch.ones(1), None),
+        (None, torch.ones(2, dtype=torch.int64)),
+        (None, torch.ones(2, 1, dtype=torch.int32)),
+    ],
+    ids=["p's dtype", "p for one of two", "k in 64 bits", "k's rank"],
+)
+def test_top_k_top_p_refuses(p, k):
+    logits = torch.randn(2, 8)
+    op = OPS["npu::npu_top_k_top_p"]
+    op(logits, torch.ones(2), torch.ones(2, dtype=torch.int32))
+    with pytest.raises(ContractError, match=r"should be torch\.\w+ \[2\]"):
+        op(logits, p, k)
 
 
 def test_histc_counts_integers():

@@ -8,6 +8,7 @@ import torch
 from npu_gptoss.emulator.context import FORMAT_FRACTAL_NZ, use
 from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.emulator.ops.rope import forget_process_state
+from npu_gptoss.emulator.rules import ContractError
 from tests.emulator.contracts import attention_case
 from tests.tolerances import assert_close
 
@@ -175,6 +176,69 @@ def test_atb_attention_agrees_with_the_fused_operator_without_sink_and_window():
         prompt["query"], *packed, mask, torch.tensor([30, 7], dtype=torch.int32), 64**-0.5, 8, 2, out
     )
     assert torch.equal(out, fia(**prompt)[0])
+
+
+def atb_operands() -> dict[str, dict[str, object]]:
+    """A legal call of each of ATB's attention operators: two requests, 8 heads on 2."""
+    case = attention_case([1, 1], [200, 7], sink=False)
+    key_cache, value_cache = (t.view(-1, 128, 2, 64) for t in (case["key"], case["value"]))
+    query, lengths = case["query"], torch.tensor([200, 7], dtype=torch.int32)
+    heads = {"num_kv_heads": 2, "num_heads": 8, "scale_value": 0.125, "out": torch.zeros_like(query)}
+    pages = {"key_cache": key_cache, "value_cache": value_cache, "block_table": case["block_table"]}
+    packed = {"key": torch.randn(2, 2, 64).bfloat16(), "value": torch.randn(2, 2, 64).bfloat16()}
+    ones = torch.ones(2, dtype=torch.int32)
+    return {
+        "_npu_paged_attention": {"query": query, **pages, **heads, "context_lens": lengths},
+        "_npu_paged_attention_get_workspace": {"query": query, **pages, **heads, "context_lens": lengths},
+        "_npu_flash_attention": {"query": query, **packed, **heads, "mask": torch.zeros(1, 1), "seq_len": ones},
+        "_npu_flash_attention_qlens": {
+            "query": query, **pages, **heads, "mask": torch.zeros(128, 128), "seq_len": ones, "context_lens": lengths,
+        },
+    }  # fmt: skip
+
+
+def broken_for_atb(name: str, legal: dict[str, object]) -> dict[str, tuple[dict[str, object], str]]:
+    """What each of the operators must refuse -> the change, and words of the refusal."""
+    wide = legal["out"].new_zeros(2, 8, 128)
+    found = {
+        "out strided": ({"out": wide[..., :64]}, "at_tensor is not contiguous"),
+        "out larger": ({"out": wide}, "out should be like query"),
+        "out float32": ({"out": legal["out"].float()}, "out should be like query"),
+        "heads": ({"num_heads": 9}, "9 heads are no multiple of 2"),
+        "no heads": ({"num_heads": 0}, "0 heads"),
+        "no key heads": ({"num_kv_heads": -1}, "no multiple of -1"),
+    }
+    if "key_cache" in legal:
+        cache, table = legal["key_cache"], legal["block_table"]
+        found |= {
+            "cache rank": ({"value_cache": cache.flatten(2)}, "value_cache should be contiguous"),
+            "cache strided": ({"key_cache": cache.transpose(1, 2)}, "key_cache should be contiguous"),
+            "table": ({"block_table": table.long()}, "block_table should be int32"),
+            "lengths": ({"context_lens": legal["context_lens"].long()}, "context_lens should be int32"),
+        }
+        if "workspace" not in name:
+            long = torch.tensor([128 * table.size(1) + 1, 7], dtype=torch.int32)
+            found |= {
+                "table short": ({"context_lens": long}, "needs more blocks than"),
+                "wild block": ({"block_table": table + 100}, r"\[R33\]"),
+            }
+    if name == "_npu_flash_attention":
+        found |= {
+            "mask rank": ({"mask": torch.zeros(1)}, "mask should have two dimensions"),
+            "mask short": ({"seq_len": torch.tensor([2], dtype=torch.int32)}, "should fit mask"),
+            "rows short": ({"seq_len": torch.ones(3, dtype=torch.int32)}, "should fit mask"),
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", atb_operands())
+def test_atb_attention_refuses(name):
+    legal, op = atb_operands()[name], OPS[f"atb::{name}"]
+    op(**legal)
+    for change, words in broken_for_atb(name, legal).values():
+        broken = {**legal, **change}
+        with pytest.raises(ContractError, match=words):
+            op(**broken)
 
 
 def test_top_k_top_p_keeps_the_smallest_set():

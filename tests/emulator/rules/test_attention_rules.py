@@ -7,7 +7,7 @@ import torch
 
 from npu_gptoss.emulator.context import current, use
 from npu_gptoss.emulator.ops import OPS
-from npu_gptoss.emulator.rules import ContractError
+from npu_gptoss.emulator.rules import ContractError, NotEmulatedError
 from tests.emulator.contracts import TRIANGLE, attention_case, leaves_undefined, rejects
 
 fia = OPS["npu::npu_fused_infer_attention_score_v2"]
@@ -83,6 +83,13 @@ def test_R05_sink_needs_head_size_64_or_128():
         fia(**broken)
 
 
+def test_R06_float32_is_for_diagnosis_only():
+    broken = attention_case([4, 1], [140, 7], dtype=torch.float32, sink=False)
+    for cann in ("8.3.rc2", "8.5"):
+        with use(cann=cann), rejects(6, "float32"):
+            fia(**broken)
+
+
 def test_R06_packed_tokens_are_bfloat16():
     half = attention_case([4, 1], [140, 7], dtype=torch.float16)
     half["learnable_sink"] = half["learnable_sink"].bfloat16()
@@ -102,6 +109,12 @@ def test_R07_head_sizes_are_64_128_or_192(broken):
         fia(**broken)
 
 
+def test_head_size_192_meets_values_of_128():
+    wide = sized(192, heads=2, kv_heads=2, learnable_sink=None)
+    out, _ = fia(**dict(wide, value=wide["value"][..., : 2 * 128].contiguous()))
+    assert out.shape == (5, 2, 128)
+
+
 def test_R08_ranks_of_packed_tokens():
     with rejects(8, "[5, 512]"):
         fia(**case(query=torch.zeros(5, 512, dtype=torch.bfloat16)))
@@ -115,8 +128,9 @@ def test_R08_ranks_of_packed_tokens():
     [
         {"num_query_heads": 4, "learnable_sink": None},
         {"num_query_heads": 8, "num_key_value_heads": 3},
+        {"num_query_heads": 8, "num_key_value_heads": -2},
     ],
-    ids=["not the query's", "no whole ratio"],
+    ids=["not the query's", "no whole ratio", "negative"],
 )
 def test_R09_heads_agree(changes):
     with rejects(9):
@@ -128,6 +142,7 @@ def test_R09_heads_of_unpaged_keys_agree_and_share_at_most_64_ways():
         fia(**unpaged(num_key_value_heads=4))
     with rejects(9, "at most 64"):
         fia(**attention_case([1], [3], heads=65, kv_heads=1))
+    fia(**attention_case([1], [3], heads=64, kv_heads=1))
 
 
 def test_R10_key_value_heads_left_at_zero_divide_by_zero():
@@ -158,12 +173,33 @@ def test_R13_length_lists_match():
         fia(**case(actual_seq_kvlen=[140, 7, 1]))
     with rejects(13, "4097", "4096"):
         fia(**case(actual_seq_qlen=[5] * 4097))
+    with rejects(13, "4097", "4096"):
+        fia(**case(actual_seq_kvlen=[1] * 4097))
+
+
+def test_4096_requests_fit_into_a_call():
+    query = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(4096, 128, 128, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(4096, 1, dtype=torch.int32, device="meta")
+    lengths = {"actual_seq_qlen": list(range(1, 4097)), "actual_seq_kvlen": [128] * 4096}
+    with use(execute=False):
+        fia(**case(query=query, key=cache, value=cache, block_table=table, **lengths))
 
 
 @pytest.mark.parametrize("lengths", [[-1, 5], [6, 5]], ids=["negative", "decreasing"])
 def test_R14_cumulative_lengths_do_not_decrease(lengths):
     with rejects(14):
         fia(**case(actual_seq_qlen=lengths))
+
+
+def test_R14_key_lengths_are_not_negative():
+    with rejects(14, "actualSequenceLengthKV[1]=-1"):
+        fia(**case(actual_seq_kvlen=[140, -1]))
+
+
+def test_requests_without_rows_are_legal():
+    fia(**case(actual_seq_qlen=[0, 5]))
+    fia(**{**unpaged(), "actual_seq_qlen": [5, 5], "actual_seq_kvlen": [147, 147]})
 
 
 @pytest.mark.parametrize("lengths", [[4, 4], [4, 6]], ids=["one short", "one long"])
@@ -183,10 +219,17 @@ def test_R17_paged_key_lengths_are_per_request():
         fia(**case(actual_seq_kvlen=[140, 128 * 3 + 1]))
 
 
+def test_a_table_and_a_cache_without_a_block_to_spare_are_enough():
+    fia(**attention_case([4, 1], [140, 7], spare=0))
+
+
 def test_R18_at_most_a_million_tokens():
     tokens = (1 << 20) + 1
     with use(execute=False), rejects(18, "1048577"):
         fia(**case(query=torch.empty(tokens, 8, 64, dtype=torch.bfloat16, device="meta"), actual_seq_qlen=[1, tokens]))
+    query = torch.empty(1 << 20, 8, 64, dtype=torch.bfloat16, device="meta")
+    with use(execute=False):
+        fia(**case(query=query, actual_seq_qlen=[1, 1 << 20], sparse_mode=0, atten_mask=None))
 
 
 @pytest.mark.parametrize("mode", [1, 2, 5])
@@ -235,13 +278,37 @@ def test_R25_causal_needs_as_many_keys_as_queries():
 
 
 @pytest.mark.parametrize(
-    ("pre", "next_"),
-    [(-1, 0), (-1, -1), (-5, 6), (9, -8)],
+    ("pre", "next_", "word"),
+    [
+        (-1, 0, "The sum of"),
+        (-1, -1, "must not both be negative"),
+        (-5, 6, "actualSeqLen[4] + preTokens[-5]"),
+        (9, -8, "actualSeqLenKv[7] + nextTokens[-8]"),
+    ],
     ids=["sum", "both", "before the queries", "before the keys"],
 )
-def test_R26_the_band_exists(pre, next_):
-    with rejects(26):
+def test_R26_the_band_exists(pre, next_, word):
+    with rejects(26, word):
         fia(**case(sparse_mode=4, pre_tokens=pre, next_tokens=next_))
+
+
+@pytest.mark.parametrize(("pre", "next_"), [(0, 0), (-4, 4), (140, -140)], ids=["itself", "queries' end", "keys' end"])
+def test_a_band_may_touch_the_ends(pre, next_):
+    broken = attention_case([4], [140], window=True)
+    fia(**dict(broken, pre_tokens=pre, next_tokens=next_))
+
+
+def test_a_band_is_not_asked_of_requests_without_rows_or_without_keys():
+    out = {"pre_tokens": -3, "next_tokens": 3}
+    fia(**dict(attention_case([4, 0], [140, 7], window=True), **out))
+    keyless = attention_case([4, 1], [140, 7], window=True)
+    fia(**dict(keyless, **out, actual_seq_kvlen=[140, 0]))
+    with rejects_band():
+        fia(**dict(keyless, **out))
+
+
+def rejects_band():
+    return pytest.raises(ContractError, match=r"Batch\[1\], actualSeqLen\[1\] \+ preTokens\[-3\].*\[R26\]")
 
 
 def test_R27_the_band_needs_head_size_64_or_128():
@@ -251,8 +318,16 @@ def test_R27_the_band_needs_head_size_64_or_128():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: t.long(), lambda t: t[0], lambda t: t[:, :0], lambda t: t[:1], lambda t: torch.cat([t, t])],
-    ids=["int64", "one dimension", "empty", "a row short", "rows to spare"],
+    [
+        lambda t: t.long(),
+        lambda t: t[0],
+        lambda t: t[:, 0],
+        lambda t: t[..., None],
+        lambda t: t[:, :0],
+        lambda t: t[:1],
+        lambda t: torch.cat([t, t]),
+    ],
+    ids=["int64", "a request's", "a column", "three dimensions", "empty", "a row short", "rows to spare"],
 )
 def test_R28_block_table_is_an_int32_row_per_request(change):
     with rejects(28):
@@ -265,8 +340,23 @@ def test_R29_block_size_of_packed_tokens():
             fia(**attention_case([4], [70], block=block))
     with use(cann="8.5"):
         fia(**attention_case([4], [70], block=16))
-        with rejects(29):
-            fia(**attention_case([4], [70], block=24))
+        fia(**attention_case([4], [70], block=1024))
+        for block in (0, 24, 1040):
+            with rejects(29, f"({block})"):
+                fia(**dict(attention_case([4], [70], block=16), block_size=block))
+    fia(**attention_case([4], [70], block=1024))
+
+
+def test_R29_block_size_outside_of_packed_tokens():
+    def decode(block: int) -> dict:
+        paged = attention_case([1, 1], [140, 7], block=block, sink=False)
+        return dict(bsh(), **{name: paged[name] for name in ("key", "value", "block_table", "block_size")})
+
+    for block in (16, 512):
+        fia(**decode(block))
+    for block in (24, 528):
+        with rejects(29, f"({block})", "512"):
+            fia(**decode(block))
 
 
 def test_R30_cache_shapes():
@@ -277,9 +367,13 @@ def test_R30_cache_shapes():
         (plain["key"], four),
         (plain["key"][:, :64],) * 2,
         (plain["key"][0],) * 2,
+        (plain["key"], plain["value"][:3]),
     ):
         with rejects(30):
             fia(**dict(plain, key=key, value=value))
+    for key, value in ((plain["key"], four), (plain["key"][0],) * 2):
+        with rejects(30, "must be equal and in [3, 4, 5]"):
+            fia(**{**bsh(), "key": key, "value": value})
 
 
 def test_R31_cache_rows_are_at_most_65535_wide():
@@ -292,6 +386,13 @@ def test_R31_cache_rows_are_at_most_65535_wide():
                 query=query, key=wide, value=wide, num_query_heads=heads, num_key_value_heads=heads, learnable_sink=None
             )
         )
+
+
+def test_cache_rows_may_be_65535_wide():
+    cache = torch.empty(4, 128, 65535, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(2, 1, 65535, dtype=torch.bfloat16, device="meta")
+    with use(execute=False):
+        fia(**{**bsh(), "query": query, "key": cache, "value": cache, "num_query_heads": 1, "num_key_value_heads": 1})
 
 
 def test_R32_the_cache_has_the_blocks_that_lengths_need():
@@ -325,13 +426,26 @@ def test_R33_block_ids_are_inside_the_cache(wild):
         {"quant_scale_out": torch.zeros(1)},
         {"query_rope": torch.zeros(5, 8, 64)},
         {"query_rope": torch.zeros(5, 8, 64), "key_rope": torch.zeros(4, 128, 128)},
+        {"key_rope": torch.zeros(4, 128, 128)},
+        {"query_rope": torch.zeros(5, 8, 64), "key_rope": torch.zeros(4, 128, 64)},
         {"key": torch.zeros(4, 128, 128, dtype=torch.int8)},
     ],
-    ids=["pse", "quantised query", "quantised out", "half a rope", "rope at D 64", "int8"],
+    ids=["pse", "quantised query", "quantised out", "half a rope", "wide", "the other half", "rope at D 64", "int8"],
 )
 def test_R34_packed_tokens_take_no_extras(changes):
     with rejects(34):
         fia(**case(**changes))
+
+
+def test_R34_rope_is_64_beside_128():
+    def call(query: int, key: int) -> None:
+        fia(**sized(128, query_rope=torch.zeros(5, 8, query), key_rope=torch.zeros(4, 128, key)))
+
+    for sizes in ((32, 64), (64, 32)):
+        with rejects(34, "must be 64"):
+            call(*sizes)
+    with pytest.raises(NotEmulatedError, match="split rope"):
+        call(64, 64)
 
 
 def test_R35_query_is_contiguous():
@@ -343,6 +457,8 @@ def test_R36_batched_layouts_take_a_three_dimensional_cache():
     four = torch.zeros(4, 2, 128, 64, dtype=torch.bfloat16)
     with rejects(36, "BSH"):
         fia(**{**bsh(), "key": four, "value": four})
+    bnsd = {**bsh(), "query": torch.randn(2, 8, 1, 64).bfloat16(), "input_layout": "BNSD"}
+    fia(**{**bnsd, "key": four, "value": four})
 
 
 def test_R37_no_workspace_query_for_packed_tokens():
@@ -372,8 +488,10 @@ def test_R38_a_small_workspace_is_not_noticed():
         [torch.zeros(5, 8, 64), torch.zeros(5, 8, 1)],
         [torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 8, 1, dtype=torch.bfloat16)],
         [torch.zeros(5, 8, 64, dtype=torch.bfloat16)],
+        [torch.zeros(8, 5, 64, dtype=torch.bfloat16).transpose(0, 1), torch.zeros(5, 8, 1)],
+        [torch.zeros(5, 8, 64, dtype=torch.bfloat16), torch.zeros(5, 8)],
     ],
-    ids=["rows", "dtype", "lse dtype", "one"],
+    ids=["rows", "dtype", "lse dtype", "one", "strided", "lse shape"],
 )
 def test_R39_outputs_fit(out):
     with rejects(39):
@@ -386,8 +504,86 @@ def test_R40_inner_precise():
     with use(findings=[]) as context:
         fia(**case(inner_precise=7))
     assert [f.rule for f in context.findings] == [40]
-    with use(cann="8.5"), rejects(40, "got 1"):
-        fia(**case(inner_precise=1))
+    with use(cann="8.5"):
+        with rejects(40, "got 1"):
+            fia(**case(inner_precise=1))
+        for wrong in (-1, 4):
+            with rejects(40, f"got {wrong}"):
+                fia(**case(inner_precise=wrong, learnable_sink=None))
+        fia(**case(inner_precise=3, learnable_sink=None))
+
+
+# Outside of packed tokens: what vllm-ascend's own attention calls
+
+
+def test_R08_ranks_outside_of_packed_tokens():
+    for layout, size in (("BSH", (2, 1, 8, 64)), ("BSND", (2, 1, 512)), ("BNSD", (2, 8, 64))):
+        with rejects(8, layout):
+            fia(**{**bsh(), "input_layout": layout, "query": torch.zeros(size).bfloat16()})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input_layout": "BSND", "query": torch.zeros(2, 1, 4, 64).bfloat16()},
+        {"input_layout": "BNSD", "query": torch.zeros(2, 4, 1, 64).bfloat16()},
+        {"num_key_value_heads": 3},
+        {"num_query_heads": 65, "num_key_value_heads": 1, "query": torch.zeros(2, 1, 65 * 64).bfloat16()},
+        {"query": torch.zeros(2, 1, 513).bfloat16()},
+    ],
+    ids=["BSND", "BNSD", "no whole ratio", "more than 64 to a key", "no whole heads"],
+)
+def test_R09_heads_outside_of_packed_tokens(changes):
+    with rejects(9):
+        fia(**{**bsh(), **changes})
+
+
+def test_R11_paged_keys_have_lengths():
+    with rejects(11, "blockTable"):
+        fia(**{**bsh(), "actual_seq_kvlen": None})
+
+
+@pytest.mark.parametrize("name", ["actual_seq_qlen", "actual_seq_kvlen"])
+def test_R13_one_length_a_request_or_one_for_all(name):
+    fia(**{**bsh(), name: [1]})
+    with rejects(13, "3 entries, batch is 2"):
+        fia(**{**bsh(), name: [1, 1, 1]})
+
+
+def test_R14_lengths_outside_of_packed_tokens_are_not_negative():
+    with rejects(14, "-1"):
+        fia(**{**bsh(), "actual_seq_kvlen": [140, -1]})
+    fia(**{**bsh(), "actual_seq_kvlen": [140, 0]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"input_layout": "SBH"}, r"inputlayout\(SBH\) only support"),
+        ({"sparse_mode": 5}, "sparse_mode should be 0 to 4 for BSH, got 5"),
+        ({"query": torch.zeros(2, 1, 512)}, "should all be float16 or bfloat16, got .*float32"),
+        ({"key": torch.zeros(4, 128, 128).half()}, "should all be float16 or bfloat16, got .*bfloat16.*float16"),
+        ({"dequant_scale_query": torch.zeros(1)}, "no quantisation, pse_shift or rope for layout BSH"),
+        ({"pse_shift": torch.zeros(1)}, "no quantisation, pse_shift or rope for layout BSH"),
+    ],
+    ids=["layout", "sparse mode", "float32", "mixed", "quantised", "pse"],
+)
+def test_what_no_layout_takes_is_refused(changes, words):
+    with pytest.raises(ContractError, match=words):
+        fia(**{**bsh(), **changes})
+
+
+def test_float16_is_legal_outside_of_packed_tokens():
+    half = {name: bsh()[name].half() for name in ("query", "key", "value")}
+    fia(**{**bsh(), **half})
+
+
+def test_shared_prefixes_are_refused():
+    key = torch.randn(2, 7, 128).bfloat16()
+    call = {"num_heads": 8, "num_key_value_heads": 2, "input_layout": "BSH"}
+    fia_v1(torch.randn(2, 7, 512).bfloat16(), key, key, **call)
+    with pytest.raises(ContractError, match=r"not supported on a 910B: .*'key_shared_prefix'"):
+        fia_v1(torch.randn(2, 7, 512).bfloat16(), key, key, **call, key_shared_prefix=key)
 
 
 def test_operands_on_the_host_are_refused():

@@ -7,7 +7,7 @@ import torch
 
 from npu_gptoss.emulator.context import FORMAT_FRACTAL_NZ, use
 from npu_gptoss.emulator.ops import OPS
-from npu_gptoss.emulator.rules import NotEmulatedError
+from npu_gptoss.emulator.rules import ContractError, NotEmulatedError
 from tests.emulator.contracts import leaves_undefined, rejects
 
 gmm = OPS["npu::npu_grouped_matmul"]
@@ -39,6 +39,11 @@ def weight_only(bits: int, **changes: object) -> dict:
 
 def per_group(bits: int, groups: int) -> dict:
     scale = torch.ones(EXPERTS, groups, COLUMNS).bfloat16()
+    return weight_only(bits, antiquant_scale=[scale], antiquant_offset=[scale])
+
+
+def scaled(bits: int, *size: int) -> dict:
+    scale = torch.ones(size).bfloat16()
     return weight_only(bits, antiquant_scale=[scale], antiquant_offset=[scale])
 
 
@@ -75,10 +80,12 @@ def test_R42_split_item():
     [
         {"x": [torch.zeros(2, 6, INNER).bfloat16()]},
         {"weight": [torch.zeros(INNER, COLUMNS).bfloat16()]},
+        {"x": [torch.zeros(2, INNER, 6).bfloat16()]},
+        {"weight": [torch.zeros(EXPERTS, INNER, COLUMNS, 1).bfloat16()]},
         {"x": [torch.zeros(6, INNER + 1).bfloat16()]},
         {"group_list": torch.tensor([6])},
     ],
-    ids=["x rank", "weight rank", "K", "groups"],
+    ids=["x rank", "weight rank", "K in the middle of x", "a fourth dimension", "K", "groups"],
 )
 def test_R43_one_x_and_one_weight_per_expert(changes):
     with rejects(43):
@@ -93,6 +100,57 @@ def test_R43_one_x_and_one_weight_per_expert(changes):
 def test_R44_group_list_is_int64(groups):
     with rejects(44):
         gmm(**case(group_list=groups))
+
+
+def test_1024_groups_and_128_lists_are_legal():
+    groups = torch.empty(1024, dtype=torch.int64, device="meta")
+    weight = torch.empty(1024, INNER, COLUMNS, dtype=torch.bfloat16, device="meta")
+    with use(execute=False):
+        gmm(**case(weight=[weight], group_list=groups, bias=None))
+    ones = torch.ones(1, INNER).bfloat16(), torch.ones(INNER, COLUMNS).bfloat16()
+    assert len(gmm([ones[0]] * 128, [ones[1]] * 128, group_type=-1)) == 128
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight": [torch.ones(INNER, COLUMNS).bfloat16()] * 2},
+        {"weight": [torch.ones(1, INNER, COLUMNS).bfloat16()]},
+        {"weight": [torch.ones(INNER + 1, COLUMNS).bfloat16()]},
+    ],
+    ids=["two weights", "rank", "K"],
+)
+def test_R43_one_weight_for_each_x_without_groups(changes):
+    with rejects(43):
+        gmm(**{"x": [torch.ones(6, INNER).bfloat16()], "group_type": -1, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": [torch.ones(6, INNER).bfloat16()] * 2},
+        {"weight": [torch.ones(INNER, COLUMNS).bfloat16()]},
+        {"weight": [torch.ones(1, INNER, COLUMNS).bfloat16()] * 2},
+    ],
+    ids=["two x", "one weight", "rank"],
+)
+def test_R43_the_legacy_form_has_a_weight_for_each_group(changes):
+    legal = {"x": [torch.ones(6, INNER).bfloat16()], "weight": [torch.ones(INNER, COLUMNS).bfloat16()] * 2}
+    gmm_list(**legal, group_list=[2, 6])
+    with rejects(43, "one x and one two-dimensional weight per group"):
+        gmm_list(**{**legal, **changes}, group_list=[2, 6])
+
+
+@pytest.mark.parametrize("ends", [[4, 2], [2, 7]], ids=["decreasing", "past the end"])
+def test_groups_of_the_legacy_form_are_checked_on_the_host(ends):
+    with pytest.raises(ContractError, match="should not decrease and stay within 6 rows"):
+        gmm_list([torch.ones(6, INNER).bfloat16()], [torch.ones(INNER, COLUMNS).bfloat16()] * 2, group_list=ends)
+
+
+@pytest.mark.parametrize("empty", ["x", "weight"])
+def test_empty_lists_are_refused(empty):
+    with pytest.raises(ContractError, match="neither x nor weight could be empty"):
+        gmm(**case(**{empty: []}))
 
 
 def test_R44_group_list_is_on_the_device():
@@ -154,9 +212,24 @@ def test_R49_one_dtype():
         gmm(**case(x=[torch.zeros(3, INNER), torch.zeros(3, INNER).bfloat16()]))
 
 
+def int8(**changes: object) -> dict:
+    eight = {"x": [torch.zeros(6, INNER, dtype=torch.int8)], "bias": None}
+    return case(**{**eight, "weight": [torch.zeros(EXPERTS, INNER, COLUMNS, dtype=torch.int8)], **changes})
+
+
 def test_R50_no_activation_in_float():
     with rejects(50, "act_type"):
         gmm(**case(act_type=1))
+    with rejects(50, "act_type"):
+        gmm(**int8(act_type=1))
+
+
+def test_int8_is_legal_and_not_emulated():
+    """Also with an activation, which scales for each token allow, and with weights of four bits."""
+    packed = torch.zeros(EXPERTS, INNER, COLUMNS // 8, dtype=torch.int32)
+    for changes in ({}, {"act_type": 1, "per_token_scale": [torch.ones(6)]}, {"weight": [packed]}):
+        with pytest.raises(NotEmulatedError, match="int8 x int"):
+            gmm(**int8(**changes))
 
 
 def test_R51_sizes():
@@ -169,6 +242,7 @@ def test_R51_sizes():
         gmm(
             **case(x=[narrow], weight=[wide.transpose(1, 2).contiguous().transpose(1, 2)], group_list=groups, bias=None)
         )
+        gmm(**case(x=[narrow], weight=[wide[..., :65535]], group_list=groups, bias=None))
     with rejects(51, "128"):
         gmm(**case(x=[torch.zeros(1, INNER).bfloat16()] * 129))
 
@@ -180,14 +254,42 @@ def test_R51_sizes():
         lambda: weight_only(
             8, **dict.fromkeys(("antiquant_scale", "antiquant_offset"), (torch.ones(EXPERTS, COLUMNS),))
         ),
+        lambda: weight_only(8, antiquant_scale=None),
+        lambda: weight_only(8, antiquant_offset=[torch.zeros(EXPERTS, 1).bfloat16()]),
         lambda: per_group(8, 2),
         lambda: per_group(4, 3),
+        lambda: scaled(4, EXPERTS, 2, COLUMNS + 8),
+        lambda: scaled(4, EXPERTS, 0, COLUMNS),
+        lambda: scaled(4, EXPERTS),
     ],
-    ids=["no offset", "scale dtype", "int8 per group", "ragged int4 groups"],
+    ids=[
+        "no offset",
+        "scale dtype",
+        "no scale",
+        "offset shape",
+        "int8 per group",
+        "ragged int4 groups",
+        "columns",
+        "no group",
+        "one dimension",
+    ],
 )
 def test_R52_weight_only_scales(make):
     with rejects(52):
         gmm(**make())
+
+
+def test_R52_a_transposed_int4_weight_has_even_groups():
+    """Two rows of K share a byte then. Not transposed, a group of three is legal."""
+    packed = torch.ones(EXPERTS, 2, 6, dtype=torch.int32)
+    scale = torch.ones(EXPERTS, 2, 16).bfloat16()
+    operands = {"antiquant_scale": [scale], "antiquant_offset": [scale], "bias": None}
+    plain = case(x=[torch.ones(6, 6).bfloat16()], weight=[packed.transpose(1, 2).contiguous()], **operands)
+    gmm(**plain)
+    with rejects(52, "even group"):
+        gmm(**{**plain, "weight": [packed.transpose(1, 2)]})
+    even = torch.ones(EXPERTS, 1, 16).bfloat16()
+    gmm(**{**plain, "weight": [packed.transpose(1, 2)], "antiquant_scale": [even], "antiquant_offset": [even]})
 
 
 def test_R52_weight_only_is_nd():
@@ -224,14 +326,24 @@ def test_R55_groups_are_not_read_while_capturing():
         out = gmm(**case(**cumulative, split_item=0))
     assert [len(o) for o in out] == [2, 0, 3]
     assert [f.rule for f in context.findings] == [55]
-    weights = list(case()["weight"][0])
+    weights, groups = list(case()["weight"][0]), [torch.tensor(2), torch.tensor(2), torch.tensor(5)]
     with use(capturing=True), rejects(55, "device tensors"):
-        gmm_list(case()["x"], weights, group_list=[torch.tensor(2), torch.tensor(2), torch.tensor(5)], split_item=2)
+        gmm_list(case()["x"], weights, group_list=groups, split_item=2)
+    with use(findings=[]) as context:
+        gmm_list(case()["x"], weights, group_list=groups, split_item=2)
+    assert [f.rule for f in context.findings] == [55]
 
 
 def test_R56_x_is_not_transposed():
     with rejects(56, "strides"):
         gmm(**case(x=[torch.zeros(INNER, 6).bfloat16().T]))
+
+
+def test_one_row_or_one_column_is_not_transposed():
+    groups = {"group_list": torch.tensor([1, 0, 0]), "bias": None}
+    gmm(**case(x=[torch.zeros(INNER, 6).bfloat16().T[:1]], **groups))
+    thin = torch.zeros(6, 2).bfloat16()[:, :1]
+    gmm(**case(x=[thin.as_strided((6, 1), (2, 5))], weight=[torch.zeros(EXPERTS, 1, COLUMNS).bfloat16()], **groups))
 
 
 @pytest.mark.parametrize("name", ["npu_grouped_matmul_finalize_routing", "npu_grouped_matmul_swiglu_quant"])
@@ -252,5 +364,6 @@ def test_R64_fused_matmuls_are_for_integers(name):
         run(columns=10272)
     with rejects(64, "FRACTAL_NZ"):
         run(nd=True)
-    with pytest.raises(NotEmulatedError):
-        run()
+    for columns in (COLUMNS, 10240):
+        with pytest.raises(NotEmulatedError):
+            run(columns=columns)

@@ -7,7 +7,7 @@ import torch
 
 from npu_gptoss.emulator.context import use
 from npu_gptoss.emulator.ops import OPS
-from npu_gptoss.emulator.rules import NotEmulatedError
+from npu_gptoss.emulator.rules import ContractError, NotEmulatedError
 from tests.emulator.contracts import leaves_undefined, rejects
 
 softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
@@ -33,6 +33,14 @@ def test_R57_gating_top_k_softmax(x, k):
     with rejects(57):
         softmax(x, k=k)
     softmax(LOGITS[None], k=8)
+    softmax(torch.zeros(1, 1100), k=1024)
+
+
+@pytest.mark.parametrize("finished", [torch.zeros(5), torch.zeros(4, dtype=torch.bool)], ids=["float", "rows"])
+def test_finished_is_a_boolean_a_row(finished):
+    softmax(LOGITS, torch.zeros(5, dtype=torch.bool), k=2)
+    with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
+        softmax(LOGITS, finished, k=2)
 
 
 @pytest.mark.parametrize(("rule", "op"), [(57, softmax), (58, lambda x, k: gating(x, k, norm_type=1))])
@@ -56,14 +64,41 @@ def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
         (torch.zeros(1, 2049), {}),
         (LOGITS, {"bias": torch.zeros(7)}),
         (LOGITS, {"renorm": 1}),
+        (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
         (LOGITS, {"group_count": 3}),
+        (LOGITS, {"group_count": -2}),
+        (LOGITS, {"group_count": 2, "k_group": 3}),
+        (LOGITS, {"k_group": 0}),
+        (LOGITS, {"k": 9}),
+        (LOGITS, {"k": 5, "group_count": 2}),
+        (LOGITS, {"k": 0}),
+        (LOGITS, {"norm_type": 2}),
+        (LOGITS, {"group_select_mode": 2}),
+        (LOGITS.long(), {}),
     ],
-    ids=["rank", "experts", "bias", "renorm", "groups"],
+    ids=[
+        "rank",
+        "experts",
+        "bias",
+        "renorm",
+        "bias dtype",
+        "groups",
+        "no group",
+        "more groups than there are",
+        "none of the groups",
+        "k",
+        "k of one group of two",
+        "k = 0",
+        "norm",
+        "selection",
+        "integers",
+    ],
 )
 def test_R58_gating_top_k(x, extra):
     with rejects(58):
-        gating(x, 2, **extra)
-    gating(LOGITS, 2, bias=torch.zeros(8))
+        gating(x, **{"k": 2, **extra})
+    gating(LOGITS, 8, bias=torch.zeros(8))
+    gating(torch.zeros(1, 2048), 2)
 
 
 def routing_v2(**changes: object) -> dict:
@@ -88,7 +123,13 @@ def routing_v2(**changes: object) -> dict:
         {"active_num": 3},
         {"expert_idx": IDS.long()},
         {"expert_idx": IDS.flatten()},
+        {"expert_idx": IDS[..., None]},
         {"x": ROWS[:2]},
+        {"x": ROWS[..., None]},
+        {"x": ROWS.double()},
+        {"x": ROWS.to(torch.int8), "quant_mode": 1},
+        {"row_idx_type": 2},
+        {"expert_num": 5121, "expert_tokens_num_type": 2},
     ],
     ids=lambda c: "-".join(f"{k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in c.items()),
 )
@@ -98,12 +139,30 @@ def test_R59_init_routing_v2(changes):
     init_v2(**routing_v2(active_num=-1))
 
 
+def test_limits_of_init_routing_v2_are_legal():
+    init_v2(**routing_v2(expert_num=10240))
+    init_v2(**routing_v2(expert_num=5120, expert_tokens_num_type=2))
+    rows, *_ = init_v2(**routing_v2(x=ROWS.to(torch.int8)))
+    assert rows.dtype == torch.int8, "quantised already"
+
+
 def test_R60_init_routing():
     row_idx = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
     init(ROWS, row_idx, IDS, 3)
-    for rows, ids in ((row_idx.long(), IDS), (row_idx, IDS.long()), (row_idx[:, :1], IDS), (row_idx[:2], IDS[:2])):
+    flat = row_idx.flatten(), IDS.flatten()
+    for rows, ids in (
+        (row_idx.long(), IDS),
+        (row_idx, IDS.long()),
+        (row_idx[:, :1], IDS),
+        (row_idx[:2], IDS[:2]),
+        (flat[0][:3], flat[1][:3]),
+    ):
         with rejects(60):
             init(ROWS, rows, ids, 3)
+    for x, active in ((ROWS[..., None], 3), (ROWS.double(), 3), (ROWS, -1)):
+        with pytest.raises(ContractError):
+            init(x, row_idx, IDS, active)
+    assert init(ROWS, row_idx, IDS, 0)[0].shape == (0, 32)
 
 
 def test_R61_permute_and_unpermute():
@@ -111,6 +170,13 @@ def test_R61_permute_and_unpermute():
     for extra in ({"padded_mode": True}, {"indices": torch.zeros(3, 513, dtype=torch.int32)}, {"indices": IDS[:2]}):
         with rejects(61):
             permute(ROWS, **{"indices": IDS, **extra})
+    for indices in (IDS.float(), IDS[..., None]):
+        with rejects(61):
+            permute(ROWS, indices)
+    for tokens in (ROWS[:, 0], ROWS.double()):
+        with pytest.raises(ContractError, match="float with two dimensions or more"):
+            permute(tokens, IDS)
+    permute(ROWS, torch.zeros(3, 512, dtype=torch.int32))
     rows, places, probs = torch.randn(6, 32), torch.arange(6, dtype=torch.int32), torch.rand(3, 2)
     unpermute(rows, places, probs)
     for extra in (
@@ -118,10 +184,28 @@ def test_R61_permute_and_unpermute():
         {"probs": torch.rand(3, 3)},
         {"probs": torch.rand(6)},
         {"sorted_indices": places.long()},
+        {"sorted_indices": places[None]},
+        {"probs": probs.double()},
         {"sorted_indices": torch.zeros(513, dtype=torch.int32), "probs": torch.rand(1, 513)},
     ):
         with rejects(61):
             unpermute(rows, **{"sorted_indices": places, "probs": probs, **extra})
+    for wrong in (rows[..., None], rows.double()):
+        with rejects(61, "permuted_tokens"):
+            unpermute(wrong, places, probs)
+    unpermute(rows, torch.zeros(512, dtype=torch.int32), torch.rand(1, 512))
+
+
+@pytest.mark.parametrize("wild", [-1, (1 << 24) - 1])
+def test_R61_indices_have_24_bits(wild):
+    """Others are sorted wrongly, and nothing says so."""
+    permute(ROWS, torch.tensor([0, 1, (1 << 24) - 2]))
+    broken = torch.tensor([0, wild, 2])
+    with rejects(61, str(wild)):
+        permute(ROWS, broken)
+    with use(strict=False), leaves_undefined(61):
+        permuted, _ = permute(ROWS, broken)
+    assert permuted.isnan().all()
 
 
 @pytest.mark.parametrize("wild", [-1, 6])
@@ -151,9 +235,18 @@ def test_R62_finalize_routing():
         {"export_for_source_row": None},
         {"bias": bias[:, :16]},
         {"drop_pad_mode": 4},
+        {"expanded_permuted_rows": rows.double()},
+        {"expanded_permuted_rows": rows[None]},
+        {"drop_pad_mode": 1},
+        {"expanded_src_to_dst_row": places.long()},
+        {"expanded_src_to_dst_row": places[None]},
+        {"export_for_source_row": IDS.long()},
+        {"export_for_source_row": IDS.flatten()},
     ):
         with rejects(62):
             finalize(**{**legal, **changes})
+    for absent in ({"skip2": None}, {"skip1": None, "skip2": None}, {"bias": None, "export_for_source_row": None}):
+        finalize(**{**legal, **absent})
     with rejects(62, "places"):
         finalize(**{**legal, "expanded_src_to_dst_row": places + 1})
 
@@ -172,8 +265,11 @@ def test_R63_compute_expert_tokens(ids):
         ({"hidden": 7200}, "7168"),
         ({"hidden": 2890}, "32"),
         ({"choices": 17}, "16"),
+        ({"moe_expert_num": 400}, "24"),
         ({"shared_expert_rank_num": 1}, "shared"),
-        ({"group_tp": "tp", "tp_world_size": 2}, "tensor-parallel"),
+        ({"expert_shard_type": 1}, "shared"),
+        ({"group_tp": "tp"}, "tensor-parallel"),
+        ({"tp_world_size": 2}, "tensor-parallel"),
         ({"scales": torch.bfloat16}, "float32"),
         ({"comm_alg": "hierarchy", "ep_world_size": 24}, "16, 32 or 64"),
     ],
@@ -192,5 +288,12 @@ def test_R65_dispatch_and_combine_across_ranks(changes, word):
     for kind in ("dispatch_v2", "combine_v2", *(() if "comm_alg" in changes else ("dispatch", "combine"))):
         with rejects(65, word):
             call(f"npu::npu_moe_distribute_{kind}", **changes)
-        with pytest.raises(NotEmulatedError):
-            call(f"npu::npu_moe_distribute_{kind}")
+        for legal in ({}, {"rows": 256, "hidden": 7168, "choices": 16, "moe_expert_num": 384}):
+            with pytest.raises(NotEmulatedError):
+                call(f"npu::npu_moe_distribute_{kind}", **legal)
+    for kind in ("dispatch_v2", "combine_v2"):
+        with pytest.raises(NotEmulatedError):  # no limit of experts on a rank
+            call(f"npu::npu_moe_distribute_{kind}", moe_expert_num=512, comm_alg="hierarchy", hidden=10240)
+    x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
+    with pytest.raises(NotEmulatedError):  # dispatch may go without scales
+        OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", 16, 0, 128)
