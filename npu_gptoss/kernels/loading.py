@@ -46,8 +46,7 @@ def load_plugins() -> None:
 
 def load_plugin(entry_point: object) -> None:
     """One entry point (anything with `name`, `value`, `dist` and `load`)."""
-    distribution = getattr(entry_point, "dist", None)
-    origin = f"{distribution.name if distribution else 'unknown package'}:{entry_point.name}"
+    origin = f"{entry_point.dist.name if entry_point.dist else 'unknown package'}:{entry_point.name}"
     try:
         with registering_as(origin):
             loaded = entry_point.load()

@@ -95,6 +95,15 @@ def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks_takes_two_ca
     assert [kwargs["actual_seq_qlen"] for _, kwargs in calls] == [[100], [100], [100]]
 
 
+def test_a_table_with_rows_to_spare_is_cut_to_the_batch(calls):
+    """vLLM's has a row for each request that may ever run; the operator takes exactly the batch's."""
+    step = make_step([(3, 20), (1, 133)], BF16)
+    table = step.metadata.block_table
+    roomy = dataclasses.replace(step.metadata, block_table=torch.cat((table, table)), plans={})
+    check(fused, dataclasses.replace(step, metadata=roomy), WINDOW)
+    assert calls[-1][1]["block_table"].shape[0] == 2
+
+
 def test_more_requests_than_one_call_takes(calls, monkeypatch):
     monkeypatch.setattr(ascend, "MAX_REQUESTS", 4)
     check(fused, make_step(STEPS["decode at the window's edge"], BF16), WINDOW)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_gptoss import attention
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError, platform_override
 from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
@@ -128,3 +128,45 @@ def test_a_step_without_rows_runs_no_kernel():
 def test_metadata_that_contradicts_itself_is_refused(start, lengths, says):
     with pytest.raises(InputError, match=says):
         AttentionMetadata(start, lengths, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lengths": torch.ones(3, dtype=torch.int64)}, r"lengths must be \[rows\] int32, got \[3\] torch.int64"),
+        ({"lengths": torch.ones(3, 1, dtype=torch.int32)}, r"lengths must be \[rows\] int32, got \[3, 1\]"),
+        ({"block_table": torch.zeros(2, 4, dtype=torch.int32)}, "3 rows need as many .* got 2 and 3"),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, "3 rows need as many .* got 3 and 2"),
+        ({"max_seq_len": 0}, "max_seq_len must be at least 1, got 0"),
+    ],
+)
+def test_metadata_of_a_graph_that_contradicts_itself_is_refused(changes, says):
+    """Kernels trust it: they would read lengths as pairs of halves, or beyond the table."""
+    right = {
+        "lengths": torch.ones(3, dtype=torch.int32),
+        "block_table": torch.zeros(3, 4, dtype=torch.int32),
+        "slot_mapping": torch.zeros(3, dtype=torch.int64),
+        "max_seq_len": 64,
+    }
+    DecodeMetadata(**right)
+    with pytest.raises(InputError, match=says):
+        DecodeMetadata(**{**right, **changes})
+
+
+def test_the_longest_of_a_step_need_not_be_its_first():
+    """Grids of kernels are cut by these."""
+    table, slots = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
+    step = AttentionMetadata((0, 1, 5, 6), (3, 9, 7), table, slots)
+    assert (step.num_requests, step.num_tokens, step.max_query_len, step.max_seq_len) == (3, 6, 4, 9)
+    nothing = AttentionMetadata((0,), (), table, slots)
+    assert (nothing.num_requests, nothing.num_tokens, nothing.max_query_len, nothing.max_seq_len) == (0, 0, 0, 0)
+
+
+def test_metadata_of_a_graph_looks_like_a_step_of_single_rows():
+    step = DecodeMetadata(
+        torch.tensor([5, 0, 7], dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3), max_seq_len=64
+    )
+    assert (step.num_requests, step.num_tokens, step.max_query_len) == (3, 3, 1)
+    assert (step.query_start_loc, step.seq_lens) == ((0, 1, 2, 3), (5, 0, 7))
+    step.plans["of this step"] = 1
+    assert step.plans == {}  # the next replay has other lengths

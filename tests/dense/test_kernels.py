@@ -193,7 +193,7 @@ def test_the_comparison_notices(mistake: str) -> None:
 # Padding
 
 
-@pytest.mark.parametrize("kernel", each(ROUTER))
+@pytest.mark.parametrize("kernel", each([*ROUTER, reference.router]))
 def test_no_expert_is_read_for_a_padding_row(kernel: Callable) -> None:
     case = make_case(4, 2, dtype=torch.float32)
     live = torch.tensor([9, 1, 0, 0], dtype=torch.int32)

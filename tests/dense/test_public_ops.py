@@ -52,6 +52,7 @@ def qkv(case: Case, **changes: object) -> object:
         ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "no number of query heads of 16"),
         ({"weight": torch.zeros(135, 112), "bias": torch.zeros(135)}, "no number of query heads of 16"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions must be \[3\]"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)}, r"positions must be \[3\]"),
     ],
 )
 def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], message: str) -> None:

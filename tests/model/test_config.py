@@ -280,6 +280,7 @@ IMPOSSIBLE = [
     ("torch_dtype", "float16", "overflows in float16"),
     ("dtype", "torch.float64", "'bfloat16' or 'float32' .*, got 'float64'"),
     ("eos_token_id", 201088, r"below vocab_size \(201088\)"),
+    ("pad_token_id", 201088, r"below vocab_size \(201088\)"),
     ("pad_token_id", 300000, r"below vocab_size \(201088\)"),
 ]
 

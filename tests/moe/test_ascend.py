@@ -102,6 +102,16 @@ def test_a_rank_without_experts_has_an_empty_range():
     assert ascend.expert_range(local_share(make_layer(1, BF16).weights, 3, 3)) == (0, 0, EXPERTS)
 
 
+def test_the_rows_that_stand_for_foreign_ones_are_numbers():
+    """Row 0 stands for them here, row 1 in vllm-ascend: weighted with zero, but zero times NaN is NaN."""
+    rows = torch.full((4, 3), float("nan"))
+    rows[1] = float("inf")
+    ascend.finite_first_rows(rows)
+    assert bool((rows[:2] * 0 == 0).all())
+    assert bool(rows[2:].isnan().all())
+    ascend.finite_first_rows(torch.empty(0, 3))
+
+
 def test_experts_of_a_rank_must_be_a_range(calls):
     share = local_share(make_layer(1, BF16).weights, 2, 4)
     scattered = share.expert_map.roll(3)
