@@ -24,5 +24,5 @@ def test_cann_version_reaches_torch_npu(cann: str, text: str) -> None:
 
 def test_number_of_devices() -> None:
     code = "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)"
-    run = machine.emulate("-c", code, machine=Machine(devices=3))
+    run = machine.emulate("-c", code, machine=Machine(devices=4), ASCEND_RT_VISIBLE_DEVICES="0,1,2")
     assert run.stdout.strip() == "3 npu:2", run.stderr

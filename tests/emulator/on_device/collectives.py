@@ -1,13 +1,16 @@
 """`python collectives.py RANKS`: every collective on RANKS processes; prints `OK n` or what differed.
 
-`python collectives.py RANKS apart`: rank 0 reduces while the others broadcast.
+`python collectives.py RANKS apart`: ranks that send and expect different sizes, then rank 0 reduces while the others
+broadcast.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,18 @@ def exchange(rank: int, ranks: int, dtype: torch.dtype) -> dict[str, bool]:
     x = mine.clone()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     found["all_reduce max"] = torch.equal(x.cpu(), base[-1])
+    x = mine.clone()
+    dist.all_reduce(x, dist.ReduceOp.MIN)
+    found["all_reduce min"] = torch.equal(x.cpu(), base[0])
+    x = (mine * 0 + rank + 2).clone()
+    dist.all_reduce(x, dist.ReduceOp.PRODUCT)
+    found["all_reduce product"] = x.tolist() == [math.prod(range(2, ranks + 2))] * 12
+    x = mine.clone()
+    dist.reduce(x, 1)
+    found["reduce"] = rank != 1 or torch.equal(x.cpu(), total)
+    x = torch.empty(12, dtype=dtype, device="npu")
+    dist.scatter(x, [(mine + r).clone() for r in range(ranks)] if rank == 1 else None, 1)
+    found["scatter"] = torch.equal(x.cpu(), (base[1].npu() + rank).cpu())
     x = torch.empty(12 * ranks, dtype=dtype, device="npu")
     dist.all_gather_into_tensor(x, mine)
     found["all_gather_into_tensor"] = torch.equal(x.cpu(), torch.cat(base))
@@ -89,8 +104,36 @@ def others(rank: int, ranks: int) -> dict[str, bool]:
     return found
 
 
+def refusal(function: Callable[[], object]) -> str:
+    try:
+        function()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def sizes_differ(rank: int, ranks: int) -> bool:
+    """Rank 0 sends three elements to rank 1, which expects two. All but rank 1 meet their own expectations."""
+    group = dist.new_group(range(ranks))
+    send = [1 + 2 * (rank == 0 and to == 1) for to in range(ranks)]
+    receive = [1 + (rank == 1 and of == 0) for of in range(ranks)]
+    x, y = torch.ones(sum(send), device="npu"), torch.empty(sum(receive), device="npu")
+    text = refusal(lambda: dist.all_to_all_single(y, x, receive, send, group=group))
+    return "rank 0 sends 12 bytes and rank 1 expects 8" in text if rank == 1 else True
+
+
+def lengths_differ(rank: int) -> bool:
+    if rank > 1:
+        return True
+    x = torch.ones(3 - rank, device="npu")
+    text = refusal(lambda: dist.recv(x, 0) if rank else dist.send(x, 1))
+    return "rank 0 sent 12 bytes and rank 1 expects 8" in text if rank else text == ""
+
+
 def apart(rank: int, ranks: int) -> dict[str, bool]:
     """The last thing that these processes do: their communicator is of no use afterwards."""
+    found = {"all_to_all": sizes_differ(rank, ranks), "send, recv": lengths_differ(rank)}
     try:
         if rank == 0:
             dist.all_reduce(torch.ones(4, device="npu"))
@@ -99,8 +142,9 @@ def apart(rank: int, ranks: int) -> dict[str, bool]:
         torch.npu.synchronize()
     except RuntimeError as error:
         text = str(error)
-        return {"refused": all(word in text for word in ("HcclAllReduce of 16 bytes", "HcclBroadcast", "do not meet"))}
-    return {"refused": False}
+        words = ("HcclAllReduce of 16 bytes", "HcclBroadcast", "do not meet")
+        return {**found, "refused": all(word in text for word in words)}
+    return {**found, "refused": False}
 
 
 def work(rank: int, ranks: int, port: int, queue: mp.Queue, how: str) -> None:

@@ -9,6 +9,8 @@ import torch_npu
 from tools import refused
 
 npu = torch.npu
+acl = ctypes.CDLL("libascendcl.so")
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 
 def case_it_is_a_910B3() -> None:
@@ -82,12 +84,52 @@ def case_memory_of_a_graph_stays_for_its_replays() -> None:
     assert (seen_at(address, 8, torch.float32) == 2).all()
 
 
-def case_raw_memory_is_poisoned_when_freed() -> None:
-    library, pointer = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
-    assert library.aclrtMalloc(ctypes.byref(pointer), ctypes.c_size_t(64), 0) == 0
+def raw(size: int) -> int:
+    """The address of device memory that torch_npu does not know of."""
+    pointer = ctypes.c_void_p()
+    assert acl.aclrtMalloc(ctypes.byref(pointer), ctypes.c_size_t(size), 0) == 0
+    return pointer.value
+
+
+def case_raw_memory_is_poisoned_when_allocated_and_when_freed() -> None:
+    address = raw(256)
+    assert ctypes.string_at(address, 256) == b"\xff" * 256
+    ctypes.memset(address, 7, 256)
+    assert acl.aclrtFree(ctypes.c_void_p(address)) == 0
+    # still mapped; the host's allocator keeps its list in the first bytes
+    assert ctypes.string_at(address + 64, 192) == b"\xff" * 192
+    assert acl.aclrtFree(ctypes.c_void_p(address)) == 107000, "freed twice"
+
+
+def case_pinned_memory_is_poison_when_allocated() -> None:
+    pointer = ctypes.c_void_p()
+    assert acl.aclrtMallocHost(ctypes.byref(pointer), ctypes.c_size_t(64)) == 0
     assert ctypes.string_at(pointer.value, 64) == b"\xff" * 64
-    assert library.aclrtFree(pointer) == 0
-    assert library.aclrtFree(pointer) == 107000, "freed twice"
+    assert acl.aclrtFreeHost(pointer) == 0
+    assert acl.aclrtFreeHost(pointer) == 107000, "freed twice"
+
+
+def case_copies_name_their_sides_and_fit_their_targets() -> None:
+    """A host address taken for a device's would copy from or to anywhere."""
+    device, host = raw(64), ctypes.create_string_buffer(64)
+    at = ctypes.addressof(host)
+    to_device, to_host, within = 1, 2, 3
+
+    def copied(target: int, source: int, kind: int, room: int = 64) -> int:
+        return acl.aclrtMemcpy(*map(ctypes.c_void_p, (target, room, source, 64)), kind)
+
+    assert copied(device, at, to_device) == copied(at, device, to_host) == copied(device, device, within) == 0
+    for target, source, kind in (
+        (at, at, to_device),
+        (device, device, to_device),
+        (device, device, to_host),
+        (at, at, to_host),
+        (at, device, within),
+        (device, at, within),
+    ):
+        assert copied(target, source, kind) == 107000, (kind, target == at, source == at)
+    assert copied(device, at, to_device, room=63) == 107000
+    assert copied(device + 1, at, to_device) == 107000, "one byte behind the end"
 
 
 def case_out_of_memory() -> None:
@@ -101,6 +143,11 @@ def case_memory_counts() -> None:
     assert total == 4 << 30
     assert free - npu.mem_get_info()[0] >= x.numel()
     assert npu.memory_allocated() >= x.numel()
+    before = npu.mem_get_info()[0]
+    address = raw(1 << 20)
+    assert before - npu.mem_get_info()[0] == 1 << 20
+    assert acl.aclrtFree(ctypes.c_void_p(address)) == 0
+    assert npu.mem_get_info()[0] == before
 
 
 def case_mixed_devices_are_refused() -> None:
@@ -176,6 +223,37 @@ def case_pinned_copies() -> None:
     assert back.tolist() == [0, 1, 2, 3]
 
 
+def held_up() -> tuple[object, object, object]:
+    """A stream that waits for an event, the event, and another stream to record it on."""
+    event, side, other = npu.ExternalEvent(), npu.Stream(), npu.Stream()
+    event.wait(side)
+    return side, event, other
+
+
+def case_pageable_memory_is_read_when_a_copy_is_issued() -> None:
+    """Pinned memory is read when the copy runs: who reuses it too early is to see that."""
+    side, event, other = held_up()
+    pageable, pinned = torch.ones(4), torch.ones(4).pin_memory()
+    x, y = torch.zeros(4, device="npu"), torch.zeros(4, device="npu")
+    with npu.stream(side):
+        x.copy_(pageable, non_blocking=True)
+        y.copy_(pinned, non_blocking=True)
+    pageable.fill_(9)
+    pinned.fill_(9)
+    event.record(other)
+    npu.synchronize()
+    assert x.tolist() == [1] * 4
+    assert y.tolist() == [9] * 4
+
+
+def case_a_copy_to_pageable_memory_waits_for_its_stream() -> None:
+    side, _, _ = held_up()
+    with npu.stream(side):
+        x = torch.ones(4, device="npu") + 1
+        with refused("107020", "deadlock"):
+            torch.empty(4).copy_(x, non_blocking=True)
+
+
 def case_copies_convert() -> None:
     x = torch.arange(6.0).view(2, 3)
     y = torch.zeros(3, 2, dtype=torch.bfloat16, device="npu").t()
@@ -229,6 +307,46 @@ def case_a_stream_held_up_by_an_external_event_keeps_its_order() -> None:
     npu.synchronize()
     assert side.query()
     assert y.tolist() == [9, 9]
+
+
+def case_a_wait_is_for_the_recording_that_was_issued_last() -> None:
+    side, held, third = held_up()
+    event, other = npu.Event(), npu.Stream()
+    x = torch.zeros(2, device="npu")
+    event.record(other)  # an earlier one, which is through
+    with npu.stream(side):
+        x.add_(1)
+        event.record(side)
+    assert not event.query()
+    with npu.stream(other):
+        event.wait(other)
+        y = x * 10
+    held.record(third)
+    npu.synchronize()
+    assert event.query()
+    assert y.tolist() == [10, 10]
+
+
+def case_filled_below_the_dispatcher_bfloat16_is_rounded() -> None:
+    """torch_npu's collectives fill their buffers through aclnn: halfway goes to the even neighbour."""
+    opapi, device = ctypes.CDLL("libopapi.so"), torch.zeros(4, device="npu", dtype=torch.bfloat16)
+    for function in (opapi.aclCreateTensor, opapi.aclCreateScalar):
+        function.restype = ctypes.c_void_p
+    sizes, strides = (ctypes.c_int64 * 1)(4), (ctypes.c_int64 * 1)(1)
+    bfloat16, double, nd = 27, 11, 2
+    target = opapi.aclCreateTensor(
+        sizes, ctypes.c_uint64(1), bfloat16, strides, ctypes.c_int64(0), nd, sizes, ctypes.c_uint64(1),
+        ctypes.c_void_p(device.data_ptr()),
+    )  # fmt: skip
+    stream = ctypes.c_void_p(npu.current_stream().npu_stream)
+    for value, rounded in ((1 + 3 / 256, 1 + 4 / 256), (1 + 1 / 256, 1), (-2.5, -2.5)):
+        scalar = opapi.aclCreateScalar(ctypes.byref(ctypes.c_double(value)), double)
+        size, execution = ctypes.c_uint64(), ctypes.c_void_p()
+        asked = ctypes.byref(size), ctypes.byref(execution)
+        operands = ctypes.c_void_p(target), ctypes.c_void_p(scalar)
+        assert opapi.aclnnInplaceFillScalarGetWorkspaceSize(*operands, *asked) == 0
+        assert opapi.aclnnInplaceFillScalar(None, ctypes.c_uint64(0), execution, stream) == 0
+        assert device.tolist() == [rounded] * 4
 
 
 def case_format_cast_is_remembered() -> None:

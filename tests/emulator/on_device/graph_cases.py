@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 import torch_npu
 from tools import captured, refused
 
 npu = torch.npu
+acl = ctypes.CDLL("libascendcl.so")
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 
 def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -61,6 +64,7 @@ def case_memory_that_a_replay_does_not_write_is_poison() -> None:
         graph.replay()
         assert out[:2].tolist() == [1, 1]
         assert out[2:].isnan().all()
+        out.fill_(5)  # what another user of the pool leaves there
 
 
 def case_pinned_copy_is_part_of_the_graph() -> None:
@@ -178,14 +182,13 @@ def case_R81_default_stream_cannot_be_captured() -> None:
 
 
 def case_R81_capture_inside_capture() -> None:
-    x, library = tensor(1, 2), ctypes.CDLL("libascendcl.so")
-    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    x = tensor(1, 2)
     graph = npu.NPUGraph()  # torch_npu itself aborts when NPUGraph.capture_begin fails half-way
     with refused("107025", "R81"), npu.graph(graph):
         x + 1
         stream = ctypes.c_void_p(npu.current_stream().npu_stream)
-        assert library.aclmdlRICaptureBegin(stream, 0) == 107027
-        assert b"R81" in library.aclGetRecentErrMsg()
+        assert acl.aclmdlRICaptureBegin(stream, 0) == 107027
+        assert b"R81" in acl.aclGetRecentErrMsg()
 
 
 def case_R81_second_capture_on_one_object() -> None:
@@ -203,9 +206,48 @@ def case_R81_end_on_another_stream() -> None:
         graph.capture_end()
 
 
+def case_R81_end_on_a_stream_that_joined() -> None:
+    """torch_npu itself looks at streams of its own only."""
+    side = npu.Stream()
+
+    def body() -> None:
+        side.wait_stream(npu.current_stream())
+        stream, model = ctypes.c_void_p(side.npu_stream), ctypes.c_void_p()
+        assert acl.aclmdlRICaptureEnd(stream, ctypes.byref(model)) == 107036
+
+    with refused("107025", "R81", "another stream than it began on"):
+        captured(body)
+
+
+def case_R81_end_in_another_thread() -> None:
+    stream, model, codes = ctypes.c_void_p(npu.Stream().npu_stream), ctypes.c_void_p(), []
+
+    def end() -> None:
+        codes.append(acl.aclmdlRICaptureEnd(stream, ctypes.byref(model)))
+
+    relaxed = 2
+    for mode, code in ((0, 107038), (relaxed, 0)):
+        assert acl.aclmdlRICaptureBegin(stream, mode) == 0
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        assert codes.pop() == code, acl.aclGetRecentErrMsg()
+        if code:
+            end()
+            assert codes.pop() == 107025, "broken by the first try"
+
+
 def case_R81_replay_before_capture() -> None:
     with refused("capture"):
         npu.NPUGraph().replay()
+
+
+def case_a_graph_that_runs_is_not_replayed_on_a_second_stream() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, _ = external_graph(x, out, after)
+    graph.replay()
+    with refused("107037"), npu.stream(side):
+        graph.replay()
 
 
 # --- R82
@@ -265,6 +307,21 @@ def case_R82_event_synchronisation() -> None:
     refused_while_capturing(lambda: (event.record(), event.synchronize()), "107028")
 
 
+def case_R82_stream_query() -> None:
+    refused_while_capturing(lambda: npu.current_stream().query(), "107027")
+
+
+def case_R82_event_query() -> None:
+    event = npu.Event()
+    refused_while_capturing(lambda: (event.record(), event.query()), "107028")
+
+
+def case_R82_synchronisation_with_an_event_from_outside() -> None:
+    event = npu.Event()
+    event.record()
+    refused_while_capturing(event.synchronize, "107030")
+
+
 def case_R82_repeat_interleave_without_size() -> None:
     x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
     refused_while_capturing(lambda: x.repeat_interleave(repeats), "107027")
@@ -303,8 +360,6 @@ def case_R82_host_index_tensor() -> None:
 
 
 def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
-    import threading
-
     x, errors = tensor(1), []
 
     def other() -> None:
@@ -325,6 +380,48 @@ def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
     assert "R82" in errors[0]
 
 
+def case_R82_memset() -> None:
+    """torch_npu's C++ zeroes some buffers so."""
+    buffer = tensor(1)
+
+    def body() -> None:
+        assert acl.aclrtMemset(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(4), 0, ctypes.c_size_t(4)) == 107030
+
+    refused_while_capturing(body, "107025", "memset")
+
+
+def copied_by_another_thread(mode: str) -> tuple[object, int]:
+    """A capture in this mode, and what a synchronous copy of another thread returned meanwhile."""
+    host, target, codes = ctypes.create_string_buffer(4), tensor(1), []
+
+    def copy() -> None:
+        operands = map(ctypes.c_void_p, (target.data_ptr(), 4, ctypes.addressof(host), 4))
+        codes.append(acl.aclrtMemcpy(*operands, 1))
+
+    x, graph = tensor(1, 2), npu.NPUGraph()
+    with npu.graph(graph, capture_error_mode=mode):
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+        out = x + 1
+    graph.replay()
+    assert out.tolist() == [2, 3]
+    return copy, codes[0]
+
+
+def case_another_threads_copy_is_let_through_unless_the_mode_is_global() -> None:
+    for mode in ("thread_local", "relaxed"):
+        assert copied_by_another_thread(mode)[1] == 0, mode
+
+
+def case_R82_the_own_threads_synchronous_copy_in_thread_local_mode() -> None:
+    copy, _ = copied_by_another_thread("relaxed")
+    with npu.graph(npu.NPUGraph(), capture_error_mode="relaxed"):
+        copy()
+    with refused("107025", "R82"), npu.graph(npu.NPUGraph(), capture_error_mode="thread_local"):
+        copy()
+
+
 # --- R83
 
 
@@ -337,6 +434,18 @@ def case_R83_in_place_random_numbers() -> None:
     x = tensor(1, 2)
     with refused("R83"):
         captured(lambda: x.exponential_())
+
+
+def case_R83_aclop_launched_below_the_dispatcher() -> None:
+    """torch_npu's C++ fills and pads so; operands are not looked at before the refusal."""
+
+    def body() -> None:
+        stream = ctypes.c_void_p(npu.current_stream().npu_stream)
+        nothing = [None] * 3
+        assert acl.aclopCompileAndExecute(b"Fill", 0, *nothing[:2], 0, *nothing, 0, 0, None, stream) == 107030
+
+    with refused("107025", "aclop operator Fill", "R83"):
+        captured(body)
 
 
 def case_R83_operator_without_aclnn() -> None:
@@ -365,6 +474,18 @@ def case_R84_wait_for_an_event_from_outside() -> None:
     event.record(side)
     with refused("107024", "R84"):
         captured(lambda: (npu.current_stream().wait_event(event), x + 1))
+
+
+def case_R84_wait_for_an_event_of_another_capture() -> None:
+    first, second, event = (ctypes.c_void_p() for _ in range(3))
+    for stream in (first, second):
+        assert acl.aclrtCreateStream(ctypes.byref(stream)) == 0
+    assert acl.aclrtCreateEvent(ctypes.byref(event)) == 0
+    relaxed = 2
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == acl.aclmdlRICaptureBegin(second, relaxed) == 0
+    assert acl.aclrtRecordEvent(event, first) == 0
+    assert acl.aclrtStreamWaitEvent(second, event) == 107032
+    assert b"R84" in acl.aclGetRecentErrMsg()
 
 
 # --- R85
@@ -402,7 +523,7 @@ def case_R85_nested_groups() -> None:
         npu.graph_task_group_begin(npu.current_stream())
         npu.graph_task_group_begin(npu.current_stream())
 
-    with refused("107033", "R85"):
+    with refused("107033", "R85", "inside another"):
         captured(body)
 
 
@@ -417,6 +538,43 @@ def case_R85_group_ends_on_another_stream() -> None:
         npu.graph_task_group_end(side)
 
     with refused("107033", "R85"):
+        captured(body)
+
+
+def case_R85_another_streams_operator_in_a_group() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+
+    def body() -> None:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        npu.graph_task_group_begin(main)
+        with npu.stream(side):
+            torch.add(x, x, out=out)
+
+    with refused("107034", "R85"):
+        captured(body)
+
+
+def case_R85_group_of_a_copy() -> None:
+    x, source = tensor(0, 0), torch.ones(2).pin_memory()
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        x.copy_(source, non_blocking=True)
+        npu.graph_task_group_end(npu.current_stream())
+
+    with refused("107033", "R85", "something else than an operator"):
+        captured(body)
+
+
+def case_R85_group_that_is_open_at_the_end() -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(x, x, out=out)
+
+    with refused("107033", "R85", "inside a task group"):
         captured(body)
 
 
@@ -460,6 +618,38 @@ def case_R86_update_with_two_operators() -> None:
         npu.graph_task_update_begin(side, handle)
         torch.add(x, x, alpha=2, out=out)
         torch.add(x, x, alpha=2, out=out)
+
+
+def case_R86_update_with_a_copy() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    source = torch.ones(2).pin_memory()
+    with refused("207019", "R86", "operators only"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        out.copy_(source, non_blocking=True)
+
+
+def case_R86_updates_do_not_nest_and_end_once() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, event, handle = external_graph(x, out, after)
+    with refused("107033", "R86", "inside another"):
+        npu.graph_task_update_begin(side, handle)
+        npu.graph_task_update_begin(side, handle)
+    other = npu.Stream()
+    update(other, event, handle, x, out, 2)
+    with refused("107033", "R86", "not begun"):
+        npu.graph_task_update_end(other)
+
+
+def case_R86_a_capture_inside_an_update_and_an_update_inside_a_capture() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("107025", "R86"), npu.graph(npu.NPUGraph(), stream=side):
+        npu.graph_task_update_begin(side, handle)
+    other = npu.Stream()
+    npu.graph_task_update_begin(other, handle)
+    assert acl.aclmdlRICaptureBegin(ctypes.c_void_p(other.npu_stream), 0) == 107033
+    assert b"R86" in acl.aclGetRecentErrMsg()
 
 
 def case_R86_update_that_returns_new_memory() -> None:
@@ -531,18 +721,61 @@ def case_a_view_keeps_the_captured_tensor() -> None:
     assert out.tolist() == [6] * 4
 
 
+def case_R87_an_error_behind_a_wait_is_told_by_the_next_synchronisation() -> None:
+    """The replay has returned by then, and who records the event is somebody else."""
+    holder, out, after, side = [tensor(1, 2)], tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, _ = external_graph(holder[0], out, after)
+    holder.clear()
+    graph.replay()
+    event.record(side)
+    with refused("507015", "R87"):
+        npu.synchronize()
+
+
 # --- R88
 
 
 def case_R88_stream_budget() -> None:
     x, graphs = tensor(1), []
-    library, stream = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p()
+    stream = ctypes.c_void_p()
     for _ in range(1800):
-        assert library.aclrtCreateStream(ctypes.byref(stream)) == 0
+        assert acl.aclrtCreateStream(ctypes.byref(stream)) == 0
     with refused("207008", "R88"):
         for _ in range(200):
             graphs.append(captured(lambda: x + 1)[0])
     assert 50 < len(graphs) < 184, len(graphs)
+
+
+def case_R88_streams_come_back() -> None:
+    """From graphs that are destroyed, captures that failed, and streams. A graph takes one for each that joined it."""
+    streams, model, event = [], ctypes.c_void_p(), ctypes.c_void_p()
+    while True:
+        stream = ctypes.c_void_p()
+        code = acl.aclrtCreateStream(ctypes.byref(stream))
+        if code:
+            break
+        streams.append(stream)
+    assert code == 207008
+    assert 1984 - 48 < len(streams) <= 1984, "torch_npu may have made its own by now, of which it has few"
+    first, relaxed = streams[0], 2
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
+    assert acl.aclrtDestroyStream(streams.pop()) == 0
+    for _ in range(3):
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+        assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 0
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
+        assert acl.aclmdlRIDestroy(model) == 0
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+        assert acl.aclrtSynchronizeStream(first) == 107027
+        assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 107025
+    assert acl.aclrtDestroyStream(streams.pop()) == 0
+    assert acl.aclrtCreateEvent(ctypes.byref(event)) == 0
+    second = streams[1]
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+    for here, there in ((first, second), (second, first)):
+        assert acl.aclrtRecordEvent(event, here) == acl.aclrtStreamWaitEvent(there, event) == 0
+    assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 0
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
 
 
 # --- R89
