@@ -132,9 +132,12 @@ def test_the_scores_of_a_long_prompt_stay_below_128_mib():
 def test_padding_rows_of_a_decode_step_come_out_zero(kernel):
     """Alone and beside real rows; told by their length, since a graph knows no other count."""
     step = as_decode(make_step([(1, 20), (1, 1), (1, 300)]), 320)
+    nobodys = step.key_cache.shape[0] - 1
+    assert bool(step.value_cache[nobodys].isnan().all())
     for padding in ([1], [0, 1, 2]):
         for row in padding:
             step.metadata.lengths[row] = 0
+            step.metadata.block_table[row] = nobodys  # none of its entries may be read
             step.query[row] = float("nan")
         out = torch.full_like(step.query, float("nan"))
         step.run(kernel=kernel, out=out)

@@ -73,6 +73,15 @@ def test_a_cache_that_the_new_keys_do_not_fit_is_refused():
         write_kv_cache(key, key[:2], step.key_cache, step.value_cache, step.metadata)
 
 
+def test_a_cache_that_is_not_contiguous_is_refused():
+    """Flattened it would be a copy, and the new keys would be lost."""
+    step = make_step([(3, 5)])
+    key = torch.zeros(3, KV_HEADS, HEAD_DIM)
+    turned = step.key_cache.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(InputError, match="the cache must be contiguous"):
+        write_kv_cache(key, key, turned, step.value_cache, step.metadata)
+
+
 def test_kernels_are_selected_by_the_dtype_of_the_cache_too():
     """Ascend's operators take bfloat16 only; a float32 cache would be read as if it were that."""
     step = make_step([(1, 5)], torch.bfloat16)

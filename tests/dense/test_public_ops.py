@@ -61,8 +61,9 @@ def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], m
 
 
 def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
-    with pytest.raises(InputError, match=r"residual must be \[3, 112\]"):
-        dense.output(case.attended, case.output_weight, case.output_bias, case.residual[:2])
+    for residual in (case.residual[:2], case.residual[:, :5]):
+        with pytest.raises(InputError, match=r"residual must be \[3, 112\]"):
+            dense.output(case.attended, case.output_weight, case.output_bias, residual)
     router = (case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias)
     with pytest.raises(InputError, match="top_k must be 1 to 8"):
         dense.router(*router, 9)

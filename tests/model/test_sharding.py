@@ -80,6 +80,8 @@ def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
 def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Shard(0, size, experts).check(random_config(layers=1, **sizes))
+    with pytest.raises(InputError, match=message):  # and no rank gets a share that is rounded down
+        Shard(0, size, experts).local(random_config(layers=1, **sizes))
 
 
 def test_layouts_are_named_as_records_have_them() -> None:

@@ -17,6 +17,8 @@ from npu_gptoss.kernels import platform_override
 from npu_gptoss.model.assembly import LAYER_TENSORS, SHARED_TENSORS, WEIGHTS, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.ranks import Ranks
+from npu_gptoss.model.sharding import Shard
 from npu_gptoss.model.transformer import GptOss
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
@@ -224,6 +226,15 @@ def test_a_parameter_that_nothing_filled_is_an_error(name: str, config: GptOssCo
 def test_a_whole_missing_layer_is_an_error(config: GptOssConfig, tensors: Tensors) -> None:
     with pytest.raises(InputError, match=rf"did not fill {len(LAYER_TENSORS)} parameters: model.layers.3"):
         build(config, {n: t for n, t in tensors.items() if not n.startswith("model.layers.3.")})
+
+
+def test_a_model_in_eight_bits_still_knows_its_ranks(config: GptOssConfig, tensors: Tensors) -> None:
+    """Else each would go on with its own share of every sum."""
+    ranks = Ranks(Shard(1, 2))
+    model = GptOss.from_tensors(config, tensors.items(), "cpu", torch.float32, ranks=ranks)
+    eight = model.with_fp8_projections()
+    assert eight.ranks is ranks
+    assert eight.config == model.config == ranks.shard.local(config)
 
 
 def test_a_stream_in_another_dtype_is_converted(config: GptOssConfig, tensors: Tensors) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels import ANY, accepts, platform_override, register_kernel
+from npu_gptoss.kernels.registry import registering_as, registry
 from npu_gptoss.moe import (
     ExpertWeights,
     Fp8Experts,
@@ -138,6 +139,29 @@ def test_a_kernel_asked_for_some_batches_leaves_the_experts_packed(monkeypatch, 
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", override.replace("triton_", "moe.experts.triton_"))
     with platform_override("cuda", frozenset({"triton"})):
         assert keeps_format(weight_format, BF16)
+
+
+def test_a_format_is_kept_only_where_batches_of_every_size_have_a_kernel_for_it(monkeypatch):
+    """Else the weights would lie there twice, packed for one size of batch and expanded for the others."""
+    monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
+
+    def kernel_for(*rows: str) -> None:
+        with registering_as("theirs:experts"):
+            register_kernel(
+                "moe",
+                "experts",
+                solution="theirs_" + "_".join(rows),
+                signatures=(accepts(hidden="bfloat16", weight="mxfp4"),),
+                traits={"activation": ANY, "expert_parallel": ANY, "rows": frozenset(rows)},
+                priority=16,
+            )(len)
+
+    with platform_override("cpu", frozenset()):
+        kernel_for("many")
+        assert not keeps_format("mxfp4", BF16)
+        kernel_for("one", "few")
+        assert keeps_format("mxfp4", BF16)
+    registry.generation += 1  # both go again
 
 
 @pytest.mark.parametrize(
