@@ -104,6 +104,20 @@ def test_a_table_with_rows_to_spare_is_cut_to_the_batch(calls):
     assert calls[-1][1]["block_table"].shape[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"), [(15, [5]), (14, [4, 1]), (6, [2, 2, 1]), (5, [1] * 5), (3, [1] * 5)]
+)
+def test_as_many_requests_go_into_a_call_as_the_cache_has_blocks_for(num_blocks, expected):
+    """Five requests of three blocks each, which they share."""
+    step = AttentionMetadata(
+        (0, 1, 2, 3, 4, 5), (300,) * 5, torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    )
+    parts = ascend.parts(step, num_blocks, 128)
+    assert [len(part.seq_lens) for part in parts] == expected
+    assert [part.requests.start for part in parts] == [sum(expected[:i]) for i in range(len(expected))]
+    assert all(part.query_ends == list(range(1, len(part.seq_lens) + 1)) for part in parts)
+
+
 def test_more_requests_than_one_call_takes(calls, monkeypatch):
     monkeypatch.setattr(ascend, "MAX_REQUESTS", 4)
     check(fused, make_step(STEPS["decode at the window's edge"], BF16), WINDOW)

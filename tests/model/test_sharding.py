@@ -84,6 +84,16 @@ def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: s
         Shard(0, size, experts).local(random_config(layers=1, **sizes))
 
 
+def test_a_rank_knows_the_sizes_of_its_share() -> None:
+    config = random_config(layers=1)
+    for experts, inner in ((TENSOR, config.intermediate_size // 2), (EXPERT, config.intermediate_size)):
+        local = Shard(1, 2, experts).local(config)
+        assert local.intermediate_size == inner
+        assert local.num_attention_heads == config.num_attention_heads // 2
+        assert local.num_key_value_heads == config.num_key_value_heads // 2
+        assert (local.num_local_experts, local.vocab_size) == (config.num_local_experts, config.vocab_size)
+
+
 def test_layouts_are_named_as_records_have_them() -> None:
     """One rank deals nothing out: its two layouts are one, and must not be compared as if they were two."""
     assert [Shard(0, size, TENSOR).layout for size in (1, 2)] == ["tp1", "tp2"]
