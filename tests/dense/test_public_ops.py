@@ -46,6 +46,7 @@ def qkv(case: Case, **changes: object) -> object:
         ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, r"norm_weight \[hidden\] float32"),
         ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta must be like residual"),
         ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
+        ({"weight": torch.zeros(128, 112, 1, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
         ({"bias": torch.zeros(5)}, r"the bias of weight must be \[128\]"),
         ({"key_cache": torch.zeros(3, 2, 16)}, "the caches must be"),
         ({"value_cache": torch.zeros(5, 4, 2, 16)}, "the caches must be alike"),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from npu_gptoss.model.checkpoint import (
     write_checkpoint,
 )
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.sharding import Shard
 from npu_gptoss.moe.mxfp4 import expand
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
 from tests.model.published import gpt_oss_20b, published_config
@@ -350,6 +352,32 @@ def test_peak_memory_is_the_result_and_one_layer(tmp_path: Path, mxfp4: bool) ->
     assert 4 * layer < result < peak * 1.05, "the measurement misses the result itself"
     assert peak < result + layer, f"{peak:.0f} MiB for a result of {result:.0f} MiB and layers of {layer:.0f}"
     assert measured["drop"][0] < 1.2 * layer, f"{measured['drop'][0]:.0f} MiB where nothing is kept"
+
+
+@pytest.mark.parametrize("stage", ["expansion", "share of a rank"])
+def test_nothing_that_was_handed_on_is_held_while_the_next_tensor_is_read(stage: str) -> None:
+    """The embedding of gpt-oss alone has 1.2 GB."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.embed_tokens.weight", read(torch.zeros(64, 32))
+        yield "model.norm.weight", read(torch.zeros(32))
+        yield EXPERTS + "down_proj_blocks", read(torch.zeros(4, 64, 1, 16, dtype=torch.uint8))
+        yield EXPERTS + "down_proj_scales", read(torch.zeros(4, 64, 1, dtype=torch.uint8))
+        yield "lm_head.weight", read(torch.zeros(64, 32))
+        yield "model.norm.weight", read(torch.zeros(32))
+
+    stream = expand_stream(source(), torch.float32) if stage == "expansion" else Shard(0, 2).cut_all(source())
+    while next(stream, None) is not None:
+        pass  # nobody else holds what came
+    half = int(stage == "expansion")  # blocks wait for their scales
+    assert held == [0, 0, 0, half, 0, 0]
 
 
 def test_large_checkpoint_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
