@@ -52,32 +52,32 @@ WIDER: dict[tuple[str, str, str], Wider] = {
         of_size=2**-8,
     ),
     ("attention.paged", "out", "float32"): Wider(
-        "up to 900 products are summed in another order, online softmax rescales them", scale=4
+        "up to 9001 products are summed in another order, online softmax rescales them", scale=4
     ),
     ("moe.experts", "out", "float32"): Wider(
-        "two sums of up to 96 products of size ten, then four experts that cancel", scale=4
+        "two sums of up to 2880 products of size ten, then four experts that cancel", scale=8
     ),
     ("moe.experts", "out", "bfloat16"): Wider(
         "the activation, both products and (for many tokens) each share are rounded before they cancel in the sum",
         of_largest=1 / 128,
     ),
-    ("dense.qkv", "query", "float32"): Wider("sums of 112 products in another order", scale=4),
-    ("dense.qkv", "key_cache", "float32"): Wider("sums of 112 products in another order", scale=4),
-    ("dense.qkv", "value_cache", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.qkv", "query", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
+    ("dense.qkv", "key_cache", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
+    ("dense.qkv", "value_cache", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
     ("dense.qkv", "query", "bfloat16"): Wider(
         "the normed row is rounded before the product, the product before RoPE turns it", of_largest=1 / 64
     ),
     ("dense.qkv", "key_cache", "bfloat16"): Wider("as the queries", of_largest=1 / 64),
     ("dense.qkv", "value_cache", "bfloat16"): Wider("the normed row is rounded before the product", of_largest=1 / 64),
-    ("dense.output", "out", "float32"): Wider("sums of 64 products in another order", scale=4),
+    ("dense.output", "out", "float32"): Wider("sums of up to 4096 products in another order", scale=4),
     ("dense.output", "out", "bfloat16"): Wider("the product is rounded before it cancels", of_largest=1 / 128),
-    ("dense.router", "normed", "float32"): Wider("a mean of 112 squares in another order", scale=4),
-    ("dense.router", "weights", "float32"): Wider("logits that are sums of 112 products", scale=4),
+    ("dense.router", "normed", "float32"): Wider("a mean of up to 2880 squares in another order", scale=4),
+    ("dense.router", "weights", "float32"): Wider("logits that are sums of up to 2880 products", scale=4),
     ("dense.router", "weights", "bfloat16"): Wider(
         "logits of up to 8 are rounded to bf16, 2^-9 of each, and the softmax's weights move by that", of_largest=1 / 32
     ),
-    ("dense.add_norm", "normed", "float32"): Wider("a mean of 112 squares in another order", scale=4),
-    ("dense.logits", "out", "float32"): Wider("sums of 112 products in another order", scale=4),
+    ("dense.add_norm", "normed", "float32"): Wider("a mean of up to 2880 squares in another order", scale=4),
+    ("dense.logits", "out", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
     ("dense.logits", "out", "bfloat16"): Wider("weights in eight bits are opened to bf16", of_largest=1 / 128),
     ("rope.rotate", "x", "bfloat16"): Wider(
         "both products are rounded before they cancel, as transformers rounds", of_largest=1 / 128
