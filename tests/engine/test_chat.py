@@ -83,6 +83,11 @@ def test_no_instructions_make_no_developer_turn(chat: Chat, encoding: openai_har
     assert "developer" not in render(chat, encoding, {"role": "system", "content": ""}, user("Hi"))
 
 
+def test_empty_instructions_leave_no_blank_lines(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
+    messages = [{"role": "system", "content": ""}, {"role": "developer", "content": "Be kind."}, user("Hi")]
+    assert render(chat, encoding, *messages) == render(chat, encoding, *messages[1:])
+
+
 @pytest.mark.parametrize("effort", ["low", "high"])
 def test_reasoning_effort_reaches_the_system_turn(
     chat: Chat, encoding: openai_harmony.HarmonyEncoding, effort: str

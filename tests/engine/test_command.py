@@ -19,8 +19,9 @@ pytest.importorskip("openai_harmony")
 import openai_harmony
 
 from npu_gptoss import cli
-from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.engine import Engine, SamplingParams, command
 from npu_gptoss.engine.command import add_arguments
+from npu_gptoss.errors import InputError
 from npu_gptoss.model.tokenizer_files import write_tokenizer_files
 from npu_gptoss.model.vocabulary import BASE_VARIABLE
 from tests.checkpoints import write_random_checkpoint
@@ -111,6 +112,41 @@ def test_the_command_and_a_call_from_python_continue_alike_by_default() -> None:
     assert {name: args[name] for name in shared} == shared
 
 
+def test_every_option_of_the_engine_reaches_it(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+) -> None:
+    """None of these values is the default, so that an option which is read and forgotten shows."""
+    seen: dict[str, Any] = {}
+
+    def engine(model: Path, **options: Any) -> NoReturn:
+        seen.update(options, model=model)
+        raise InputError("enough")
+
+    monkeypatch.setattr(command, "Engine", engine)
+    file = prompts_file(tmp_path, *({"prompt_token_ids": [1]} for _ in range(3)))
+    given = "--device cpu --dtype bfloat16 --max-batch-tokens 77 --block-size 32 --num-blocks 9 --graphs piecewise"
+    given += " --capture-sizes 2,3 --weights fp8 --fp8-projections"
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(InputError, match="enough"):
+        command.run(parser.parse_args(["--model", str(directory), "--prompts-file", file, *given.split()]))
+    assert seen == {
+        "model": directory,
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "max_batch_tokens": 77,
+        "block_size": 32,
+        "num_blocks": 9,
+        "max_batch_size": 3,  # as many as there are prompts
+        "graphs": "piecewise",
+        "graph_sizes": [2, 3],
+        "weights": "fp8",
+        "fp8_projections": True,
+        "ranks": None,
+        "progress": True,
+    }
+
+
 def test_text_without_json_is_readable(
     capsys: pytest.CaptureFixture[str], worded_directory: Path, directory: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +176,47 @@ def test_chat_renders_harmony_and_parses_the_answer(
     assert "Reasoning: high" in encoding.decode(from_file["prompt_token_ids"])
     _, out, _ = generate(capsys, chat_directory, "--prompt", "Hi", "--chat", *options)
     assert out.startswith("[not harmony from here: ")
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_chats_end_where_harmony_says_unless_they_are_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, chat_directory: Path, tmp_path: Path, ignore: bool
+) -> None:
+    """Also where the checkpoint lists fewer stop tokens; a prompt that is no chat has those of the checkpoint only."""
+    asked: list[SamplingParams] = []
+    rendered: list[list[int]] = []
+
+    class Recording:
+        device = "cpu"
+        encode = staticmethod(list)
+
+        def __init__(self, model: Path, **options: Any) -> None:
+            pass
+
+        def check_length(self, ids: list[int]) -> None:
+            rendered.append(ids)
+
+        def generate(self, prompts: list[list[int]], each: list[SamplingParams], on_step: object) -> NoReturn:
+            asked.extend(each)
+            raise InputError("enough")
+
+    monkeypatch.setattr(command, "Engine", Recording)
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    file = prompts_file(tmp_path, chat, {"prompt_token_ids": [1]}, {**chat, "reasoning_effort": "high"})
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = ["--reasoning-effort", "low", "--date", "2025-11-20", *(["--ignore-eos"] if ignore else [])]
+    with pytest.raises(InputError, match="enough"):
+        command.run(parser.parse_args(["--model", str(chat_directory), "--prompts-file", file, *options]))
+    stops = set() if ignore else {200002, 200012}  # return and call
+    assert [set(params.stop_token_ids) for params in asked] == [stops, set(), stops]
+    assert all(params.ignore_eos is ignore for params in asked)
+    encoding = openai_harmony.load_harmony_encoding("HarmonyGptOss")
+    low, high = (encoding.decode(rendered[i]) for i in (0, 2))
+    assert "Current date: 2025-11-20" in low
+    assert "Reasoning: low" in low
+    assert "Reasoning: high" in high  # what a line says about itself comes first
+    assert rendered[1] == [1]
 
 
 def test_a_plain_prompt_is_tokenized_with_its_special_tokens(

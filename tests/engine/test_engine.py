@@ -405,7 +405,9 @@ def test_a_step_on_a_cpu_has_2048_rows_where_nobody_says_how_many(engine: Engine
 def test_the_dtype_follows_the_checkpoint(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         write_random_checkpoint(tmp_path / dtype, layers=1, dtype=dtype)
-        assert str(Engine(tmp_path / dtype, num_blocks=1).model.dtype) == f"torch.{dtype}"
+        engine = Engine(tmp_path / dtype, num_blocks=1)
+        assert str(engine.model.dtype) == f"torch.{dtype}"
+        assert engine.logits([1, 2]).dtype == torch.float32  # whatever they were computed in
 
 
 def test_random_checkpoints_differ_by_seed_only() -> None:

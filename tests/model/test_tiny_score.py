@@ -51,7 +51,10 @@ def test_numbers_are_compared_whole():
     assert example.is_right(said("Anna, 3 + 4 = 7."))
     assert not example.is_right(said("3 + 14 = 17."))
     assert not example.is_right(said("7 + 1 = 8."))
-    assert not replace(example, task="recall").is_right(said("The red code is 77."))
+    recall = replace(example, task="recall")
+    assert recall.is_right(said("The red code is 7, not 8."))  # of a sum the last number counts, elsewhere the first
+    assert not recall.is_right(said("The red code is 77."))
+    assert not recall.is_right(said("The red code is 8, not 7."))
 
 
 def test_score_counts_by_task(examples):
