@@ -83,6 +83,15 @@ def test_no_instructions_make_no_developer_turn(chat: Chat, encoding: openai_har
     assert "developer" not in render(chat, encoding, {"role": "system", "content": ""}, user("Hi"))
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_in_the_middle_are_the_developers(
+    chat: Chat, encoding: openai_harmony.HarmonyEncoding, role: str
+) -> None:
+    text = render(chat, encoding, user("Hi"), {"role": role, "content": "Be kind."}, user("Again"))
+    assert "<|end|><|start|>developer<|message|># Instructions\n\nBe kind.<|end|><|start|>user" in text
+    assert text.count("<|start|>system") == 1
+
+
 def test_empty_instructions_leave_no_blank_lines(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
     messages = [{"role": "system", "content": ""}, {"role": "developer", "content": "Be kind."}, user("Hi")]
     assert render(chat, encoding, *messages) == render(chat, encoding, *messages[1:])

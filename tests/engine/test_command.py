@@ -19,8 +19,9 @@ pytest.importorskip("openai_harmony")
 import openai_harmony
 
 from npu_gptoss import cli
-from npu_gptoss.engine import Engine, SamplingParams, command
+from npu_gptoss.engine import Engine, Result, SamplingParams, command
 from npu_gptoss.engine.command import add_arguments
+from npu_gptoss.engine.prompts import PromptEntry
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.tokenizer_files import write_tokenizer_files
 from npu_gptoss.model.vocabulary import BASE_VARIABLE
@@ -145,6 +146,13 @@ def test_every_option_of_the_engine_reaches_it(
         "ranks": None,
         "progress": True,
     }
+
+
+def test_an_empty_answer_is_printed_as_such_and_not_as_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = PromptEntry("--prompt", "prompt", "Hi", {})
+    for text, printed in (("", "\n"), (None, "200002\n")):
+        command._print_text(entry, Result((1,), (200002,), text, "stop"), None, alone=True)
+        assert capsys.readouterr().out == printed
 
 
 def test_text_without_json_is_readable(

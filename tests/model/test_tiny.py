@@ -100,6 +100,7 @@ def test_command_writes_a_checkpoint_that_is_checked_and_complete(tmp_path, caps
     names = {path.name for path in directory.iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"} < names
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"], "temporary folders are gone"
+    assert directory.stat().st_mode & 0o777 == 0o755, "a server may be another user"
     before = (directory / "model.safetensors").stat().st_mtime_ns
     assert main(["tiny", str(directory), *options, "--seed", "1"]) == 0
     assert "already there" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from npu_gptoss.model.harmony_text import Reply, render_reply
 from npu_gptoss.model.tiny_data import TASKS, evaluation_set
-from npu_gptoss.model.tiny_score import Example, score_generator, tally
+from npu_gptoss.model.tiny_score import Example, Score, score_generator, tally
 
 
 def said(text: str) -> str:
@@ -62,6 +62,12 @@ def test_score_counts_by_task(examples):
     assert score.accuracy("sum") == 0.0
     assert score.accuracy("choice") == 1.0
     assert score.overall == pytest.approx(5 / 6)
+
+
+def test_every_task_counts_alike_however_many_examples_it_has():
+    score = Score(right={"sum": 1, "choice": 0}, total={"sum": 1, "choice": 3})
+    assert score.overall == 0.5
+    assert str(score) == "50.0 % (sum 100.0 choice 0.0)"
 
 
 def test_generator_is_scored_by_what_it_says():

@@ -85,6 +85,8 @@ def test_swapped_ranks_are_refused_and_nothing_is_written(tmp_path, vocab, capsy
         ('{"model": {"type": "BPE", "vocab": {"a": 0}}}', "lacks 199997 of the ids"),
         ('{"model": {"type": "BPE", "vocab": {"\\u4f60": 0}}}', "stands for no byte"),
         ('{"model": {"type": "BPE", "vocab": {"a": "0"}}}', "expected a non-negative integer"),
+        ('{"model": {"type": "BPE", "vocab": {"a": -1}}}', "has id -1, expected a non-negative integer"),
+        ('{"model": {"type": "BPE", "vocab": {"<|startoftext|>": 199998}}}', "lacks 199998 of the ids"),
         ("[]", "no BPE vocabulary"),
     ],
 )
