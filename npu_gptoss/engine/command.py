@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             max_batch_tokens=args.max_batch_tokens,
             block_size=args.block_size,
             num_blocks=args.num_blocks,
-            max_batch_size=max(1, min(MAX_BATCH_SIZE, len(entries))),
+            max_batch_size=min(MAX_BATCH_SIZE, len(entries)),
             graphs=args.graphs,
             graph_sizes=sizes,
             weights=args.weights,

@@ -14,6 +14,7 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony
 
+from npu_gptoss.engine import chat as chat_module
 from npu_gptoss.engine.chat import Chat, ChatError
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
@@ -111,13 +112,17 @@ def test_a_special_token_in_a_users_text_stays_text(chat: Chat, encoding: openai
     assert [i for i in injected if i in special] == [i for i in plain if i in special]
 
 
-def test_a_tool_call_and_its_result_keep_the_tools_name(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
+@pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
+def test_a_tool_call_and_its_result_keep_the_tools_name(
+    chat: Chat, encoding: openai_harmony.HarmonyEncoding, reasoning: str
+) -> None:
+    """Servers call the reasoning by either name."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Oslo"}'}}
     text = render(
         chat,
         encoding,
         user("Weather?"),
-        {"role": "assistant", "content": None, "reasoning_content": "I need it.", "tool_calls": [call]},
+        {"role": "assistant", "content": None, reasoning: "I need it.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": '{"temp":3}'},
         tools=[WEATHER],
     )
@@ -230,6 +235,19 @@ def test_the_models_own_vocabulary_is_found_without_a_network(chat: Chat, tmp_pa
     (tmp_path / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
     done = chat_in_a_new_process(tmp_path)
     assert done.stdout == "ok\n", done.stderr
+
+
+def test_a_vocabulary_that_the_user_chose_is_not_exchanged_for_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_module, "_encoding", lambda: "loaded")
+    monkeypatch.setattr(chat_module, "find_vocabulary", lambda model_dir: tmp_path)
+    monkeypatch.setenv(BASE_VARIABLE, "/chosen")
+    assert chat_module._load_encoding(tmp_path) == "loaded"
+    assert os.environ[BASE_VARIABLE] == "/chosen"
+    monkeypatch.delenv(BASE_VARIABLE)
+    assert chat_module._load_encoding(tmp_path) == "loaded"
+    assert os.environ[BASE_VARIABLE] == str(tmp_path)
 
 
 def test_a_missing_vocabulary_is_a_sentence_with_the_remedy(tmp_path: Path) -> None:

@@ -113,8 +113,9 @@ def test_the_command_and_a_call_from_python_continue_alike_by_default() -> None:
     assert {name: args[name] for name in shared} == shared
 
 
+@pytest.mark.parametrize(("prompts", "batch"), [(3, 3), (400, 256)])
 def test_every_option_of_the_engine_reaches_it(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path, prompts: int, batch: int
 ) -> None:
     """None of these values is the default, so that an option which is read and forgotten shows."""
     seen: dict[str, Any] = {}
@@ -124,7 +125,7 @@ def test_every_option_of_the_engine_reaches_it(
         raise InputError("enough")
 
     monkeypatch.setattr(command, "Engine", engine)
-    file = prompts_file(tmp_path, *({"prompt_token_ids": [1]} for _ in range(3)))
+    file = prompts_file(tmp_path, *({"prompt_token_ids": [1]} for _ in range(prompts)))
     given = "--device cpu --dtype bfloat16 --max-batch-tokens 77 --block-size 32 --num-blocks 9 --graphs piecewise"
     given += " --capture-sizes 2,3 --weights fp8 --fp8-projections"
     parser = argparse.ArgumentParser()
@@ -138,7 +139,7 @@ def test_every_option_of_the_engine_reaches_it(
         "max_batch_tokens": 77,
         "block_size": 32,
         "num_blocks": 9,
-        "max_batch_size": 3,  # as many as there are prompts
+        "max_batch_size": batch,  # as many as there are prompts, within reason
         "graphs": "piecewise",
         "graph_sizes": [2, 3],
         "weights": "fp8",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.model.harmony_text import Reply, Style, parse_reply, render_prompt, render_reply
+from npu_gptoss.model.harmony_text import STOPS, Reply, Style, parse_reply, render_prompt, render_reply, render_tools
 from npu_gptoss.model.tiny_data import make_example, random_style
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary
 from npu_gptoss.model.vocabulary import VOCABULARY_FILE
@@ -101,8 +101,25 @@ def test_cut_or_odd_replies_parse_without_an_error():
     assert parse_reply("<|channel|>analysis<|message|>Half of a thou") == Reply("Half of a thou")
     assert parse_reply("<|channel|>final<|message|>Yes.<|return|>junk") == Reply("", "Yes.")
 
+    for stop in STOPS:
+        assert parse_reply(f"<|channel|>final<|message|>Yes.{stop}").content == "Yes."
 
-def test_first_system_message_becomes_developer_instructions():
-    prompt = render_prompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+
+def test_tools_with_arguments_of_every_type_equal_openai_harmony(encoding):
+    properties = {name: {"type": name, "description": f"of type {name}"} for name in ("integer", "number", "string")}
+    properties |= {"flag": {"type": "boolean"}, "unit": {"type": "string", "enum": ["C", "F"]}}
+    parameters = {"type": "object", "properties": properties, "required": ["integer", "unit"]}
+    tools = [{"name": "measure", "description": "Measures.", "parameters": parameters}]
+    content = harmony.DeveloperContent.new().with_function_tools(
+        [harmony.ToolDescription.new(**tool) for tool in tools]
+    )
+    turn = harmony.Message.from_role_and_content(harmony.Role.DEVELOPER, content)
+    theirs = encoding.decode_utf8(encoding.render_conversation(harmony.Conversation.from_messages([turn])))
+    assert render_tools(tools) in theirs
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_first_system_message_becomes_developer_instructions(role):
+    prompt = render_prompt([{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}])
     assert prompt.count("<|start|>system") == 1
     assert "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user<|message|>Hi<|end|>" in prompt
