@@ -194,6 +194,10 @@ def test_marker_tells_how_the_checkpoint_was_asked_for(tmp_path, quick):
     assert marker["trained"] is False
 
 
+def test_a_token_goes_to_no_more_experts_than_there_are():
+    assert [tiny_config(experts=experts).num_experts_per_tok for experts in (1, 3, 4, 8)] == [1, 3, 4, 4]
+
+
 def test_impossible_shape_is_refused_by_the_config():
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         tiny_config(layers=0)
