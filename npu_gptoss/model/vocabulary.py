@@ -85,8 +85,7 @@ def find_vocabulary(model_dir: Path | str | None = None) -> Path | None:
 
 def parse_ranks(content: bytes) -> list[bytes]:
     """The token bytes in rank order from the text of a .tiktoken file (`base64 rank` lines)."""
-    lines = content.splitlines()
-    return [base64.b64decode(line.split()[0]) for line in lines if line]
+    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
 
 
 def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -> Path:

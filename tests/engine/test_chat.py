@@ -168,6 +168,8 @@ def test_text_parts_are_joined(chat: Chat, encoding: openai_harmony.HarmonyEncod
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
             "cannot be written",
         ),
+        ([user("Hi"), {"role": "assistant", "content": None}], {}, r"message 1 \(assistant\): content must be a text"),
+        ([{"role": "system", "content": "Be kind."}, user("Hi"), {"role": "user"}], {}, r"message 2 \(user\): content"),
         ([user("\ud800")], {}, "the conversation cannot be written in harmony"),
         ([user("Hi")], {"reasoning_effort": "huge"}, "reasoning_effort must be low, medium, high, got 'huge'"),
         ([user("Hi")], {"date": "tomorrow"}, "the date must be written like 20"),

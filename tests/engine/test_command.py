@@ -187,6 +187,16 @@ def test_chat_renders_harmony_and_parses_the_answer(
     assert out.startswith("[not harmony from here: ")
 
 
+def test_only_chats_are_parsed_as_such(
+    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
+) -> None:
+    file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt_token_ids": [1]})
+    chat, plain = rows(capsys, chat_directory, "--prompts-file", file, "--max-tokens", "2", "--ignore-eos")
+    assert {"messages", "format_error"} == chat.keys() - plain.keys()
+    _, out, _ = generate(capsys, chat_directory, "--prompts-file", file, "--max-tokens", "2", "--ignore-eos")
+    assert out.count("not harmony from here") == 1  # a random model's chat; the other one need not be harmony
+
+
 @pytest.mark.parametrize("ignore", [False, True])
 def test_chats_end_where_harmony_says_unless_they_are_to_go_on(
     monkeypatch: pytest.MonkeyPatch, chat_directory: Path, tmp_path: Path, ignore: bool
