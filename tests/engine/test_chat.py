@@ -138,6 +138,16 @@ def test_a_tool_call_and_its_result_keep_the_tools_name(
     )
 
 
+def test_what_is_said_before_a_call_is_commentary_and_not_an_answer(
+    chat: Chat, encoding: openai_harmony.HarmonyEncoding
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    spoken = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+    text = render(chat, encoding, user("Weather?"), spoken, {"role": "tool", "tool_call_id": "c1", "content": "3"})
+    assert "<|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>" in text
+    assert "<|channel|>final" not in text
+
+
 def test_reasoning_before_a_final_answer_is_dropped(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
     answer = {"role": "assistant", "content": "Hello.", "reasoning": "A greeting."}
     text = render(chat, encoding, user("Hi"), answer, user("And?"))
