@@ -30,6 +30,26 @@ def test_unset_and_empty_give_the_default(monkeypatch):
     assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is False
 
 
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [(text, True) for text in ("1", "true", "yes", "on", "True", " ON ")]
+    + [(text, False) for text in ("0", "false", "no", "off", "False", " Off ")],
+)
+def test_switches_are_spelled_as_people_spell_them(monkeypatch, text, means):
+    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", text)
+    assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is means
+
+
+def test_only_the_emulators_strictness_is_on_by_default(monkeypatch):
+    """Lenient, it would poison what our serving must never do."""
+    for name in envs.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    on = {name for name in envs.VARIABLES if envs.get(name)}
+    assert on == {"NPU_GPTOSS_EMULATED_STRICT", "NPU_GPTOSS_EMULATED_CANN"}
+    assert envs.get("NPU_GPTOSS_EMULATED_STRICT") is True
+    assert envs.get("NPU_GPTOSS_EMULATED_CANN") == "8.3.rc1"
+
+
 def test_a_value_that_does_not_parse_is_an_error_in_words(monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "maybe")
     with pytest.raises(InputError, match="NPU_GPTOSS_DISABLE_PLUGINS='maybe' cannot be used: expected one of 1, true"):
@@ -37,5 +57,5 @@ def test_a_value_that_does_not_parse_is_an_error_in_words(monkeypatch):
 
 
 def test_names_are_split_at_commas(monkeypatch):
-    monkeypatch.setenv("NPU_GPTOSS_SKIP_PATCHES", " a, b ,,")
+    monkeypatch.setenv("NPU_GPTOSS_SKIP_PATCHES", " a, , b ,,")
     assert envs.get("NPU_GPTOSS_SKIP_PATCHES") == ("a", "b")

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from npu_gptoss.bench.random_checkpoint import random_tensors
 from npu_gptoss.engine import Engine
@@ -43,6 +44,15 @@ def test_a_bar_is_seen_on_a_terminal_only() -> None:
     text = seen(work)
     assert "sweeping:  67%" in text
     assert "2/3 [" in text
+    *_, last, end = text.split("\r")
+    assert (last.strip(), end) == ("", ""), "it is wiped out, and the next line takes its place"
+
+
+def test_counting_moves_the_bar() -> None:
+    with redirect_stderr(Terminal()):
+        for done, _ in enumerate(counted("abc", 3, "x", "y")):
+            (shown,) = [one for one in tqdm._instances if one.desc.startswith("x")]
+            assert (shown.n, shown.total) == (done, 3)
 
 
 def test_a_bar_that_is_not_wanted_is_not_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import CUDAGraphMode
+
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import rotary
-from npu_gptoss.serving.ascend import full_graph, limits, sizes
+from npu_gptoss.serving.ascend import full_graph, limits, probe, sizes
+from tests.model.published import gpt_oss_20b
 
 pytestmark = pytest.mark.serving
 
@@ -93,6 +97,32 @@ def test_options_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, opt
     assert objection.startswith(f"--additional-config {next(iter(option))}: ")
 
 
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+@pytest.mark.parametrize(
+    "name", ["VLLM_ASCEND_ENABLE_FLASHCOMM", "VLLM_ASCEND_ENABLE_FLASHCOMM1", "VLLM_ASCEND_ENABLE_PREFETCH_MLP"]
+)
+def test_variables_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, monkeypatch, name, value):
+    monkeypatch.setenv(name, "0")
+    assert limits.objections(configuration()) == []
+    monkeypatch.setenv(name, value)
+    (objection,) = limits.objections(configuration())
+    assert objection.startswith(f"{name}=1: ")
+    assert objection.endswith("; unset it")
+
+
+@pytest.mark.parametrize("spelling", ["vllm-ascend", "vllm_ascend"])
+def test_either_spelling_of_the_package_is_found(monkeypatch, spelling):
+    def version(name: str) -> str:
+        if name != spelling:
+            raise PackageNotFoundError(name)
+        return "0.11.0rc2"
+
+    monkeypatch.setattr(limits, "version", version)
+    assert limits.installed() == "0.11.0rc2"
+    monkeypatch.setattr(limits, "version", lambda name: version(""))
+    assert limits.installed() is None
+
+
 @pytest.mark.parametrize("name", ["VLLM_ASCEND_ENABLE_FLASHCOMM", "VLLM_ASCEND_ENABLE_FLASHCOMM1"])
 def test_sequence_parallelism_is_refused_however_it_is_asked_for(right_stack, monkeypatch, name):
     assert "sequence_parallelism" in limits.objections(configuration(sequence_parallel=True))[0]
@@ -140,6 +170,9 @@ def test_sizes_are_capped_unless_the_user_chose_them():
         theirs = configuration(**chosen)
         sizes.cap(theirs)
         assert theirs.scheduler_config.cuda_graph_sizes == chosen.get("cuda_graph_sizes", [32])
+    many = configuration(max_num_seqs=400, cuda_graph_sizes=[512])  # what vLLM fills in from 256 requests on
+    sizes.cap(many)
+    assert many.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(400)
 
 
 def metadata(rows: list[int], keys: list[int]) -> AttentionMetadata:
@@ -165,6 +198,105 @@ def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
         full_graph.padded_lengths(metadata(rows, [200] * len(rows)), graph)
 
 
+@pytest.mark.parametrize(("blocks", "fits"), [(9, True), (8, True), (7, False), (None, True)])
+def test_a_graphs_call_needs_a_block_for_each_padding_row(blocks, fits):
+    """R32: 256 keys are two blocks, 129 too; and there may be four rows, each of which sees a key."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=blocks), scheduler_config=SimpleNamespace(max_num_seqs=4)
+    )
+    assert full_graph.fits_one_call((256, 129), 128, config) is fits
+
+
+def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeypatch):
+    """Graphs hold its address, so what they were captured with is never let go."""
+    asked = []
+
+    def most(**arguments: Any) -> torch.Tensor:
+        asked.append(len(arguments["query"]))
+        return torch.empty(100 * len(arguments["query"]))
+
+    operators = SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=most)
+    monkeypatch.setitem(__import__("sys").modules, "torch_npu", operators)
+    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
+        monkeypatch.setattr(full_graph, name, empty)
+
+    def given(rows: int, window: int | None) -> torch.Tensor:
+        return full_graph.workspace({"query": torch.empty(rows, 8, 64)}, window)
+
+    four, eight, two = given(4, 128), given(8, 128), given(2, 128)
+    assert (len(four), len(eight)) == (400, 800)
+    assert two is given(8, 128) is given(4, 128) is eight
+    assert any(kept is four for kept in full_graph._kept)
+    assert len(given(1, None)) == 100, "layers without a window have one of their own"
+    assert asked == [4, 8, 2, 1], "once for each size"
+
+
+def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, splitting_ops=["vllm.mla_forward"]),
+    )
+
+
+def test_full_graphs_that_do_not_work_become_piecewise_as_vllm_ascend_prepares_them(monkeypatch):
+    counted = []
+    monkeypatch.setitem(
+        __import__("sys").modules, "vllm_ascend.utils", SimpleNamespace(update_aclgraph_sizes=counted.append)
+    )
+    monkeypatch.setattr(full_graph, "_objection", lambda config, device: "no reason")
+    config = decoding()
+    full_graph.prepare(config, "npu:0")
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    names = ["vllm.mla_forward", "vllm.unified_ascend_attention_with_output"]
+    assert config.compilation_config.splitting_ops == names, "each once"
+    assert counted == [config], "the sizes are thinned out to the budget of streams"
+
+
+def test_full_graphs_of_others_and_other_graphs_are_not_tried(monkeypatch):
+    def never(*_: Any) -> None:
+        raise AssertionError("it was tried")
+
+    monkeypatch.setattr(full_graph, "_objection", never)
+    for config in (decoding("qwen3"), decoding(mode=CUDAGraphMode.PIECEWISE), decoding(mode=CUDAGraphMode.NONE)):
+        before = config.compilation_config.cudagraph_mode
+        full_graph.prepare(config, "npu:0")
+        assert config.compilation_config.cudagraph_mode == before
+    with pytest.raises(AssertionError, match="it was tried"):
+        full_graph.prepare(decoding(), "npu:0")
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong", "sentence"),
+    [
+        (None, None, None),
+        ("full", 0.5, "a full layer: the replayed call did not follow its update"),
+        ("window", 0.5, "a window layer: the replayed call did not follow its update"),
+        ("window", float("nan"), "a window layer: the replayed call did not follow its update"),
+        ("full", RuntimeError("EZ9999:\n no  stream"), "a full layer: EZ9999: no stream"),
+    ],
+)
+def test_the_probe_tries_both_layers_and_says_which_does_not_follow(monkeypatch, layer, wrong, sentence):
+    tried = []
+
+    def run(arguments: dict[str, Any], window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (arguments["sparse_mode"], arguments["pre_tokens"]) == ((3, 2**31 - 1) if window is None else (4, 127))
+        tried.append("full" if window is None else "window")
+        want = torch.ones(2, 8, 64)
+        if tried[-1] != layer:
+            return want, want.clone()
+        if isinstance(wrong, Exception):
+            raise wrong
+        got = want.clone()
+        got[1, 7, 63] = wrong
+        return want, got
+
+    monkeypatch.setattr(probe, "_eager_and_replayed", run)
+    sizes = {"heads": 8, "kv_heads": 2, "head_dim": 64, "window": 128}
+    found = probe.full_graph_objection(**sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert found == sentence
+    assert tried == (["full"] if layer == "full" else ["full", "window"])
+
+
 def test_full_graphs_without_their_patch_are_refused(monkeypatch):
     """Replayed without it, attention would keep the lengths of its capture."""
     modules = {
@@ -188,3 +320,35 @@ def test_a_second_rotary_table_in_a_process_is_refused(monkeypatch):
     rotary._check_first_table(config, torch.zeros(4096, 64))
     with pytest.raises(InputError, match=r"keeps the table of the first model.*\(8192, 64\).*in a process of its own"):
         rotary._check_first_table(config, torch.zeros(8192, 64))
+    other = (
+        SimpleNamespace(rope_theta=10_000.0, rope_scaling=None),
+        SimpleNamespace(rope_theta=150_000.0, rope_scaling=1),
+    )
+    for differs in ((other[0], torch.zeros(4096, 64)), (other[1], torch.zeros(4096, 64))):
+        with pytest.raises(InputError, match="another"):
+            rotary._check_first_table(*differs)
+    with pytest.raises(InputError, match="bfloat16"):
+        rotary._check_first_table(config, torch.zeros(4096, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", ["npu", "cpu"])
+def test_rotary_tables_are_compared_on_an_npu_only(monkeypatch, device):
+    class Table:
+        dtype = torch.float32
+
+        def __init__(self, rows: int) -> None:
+            self.device, self.shape = SimpleNamespace(type=device), (rows, 64)
+
+        def copy_(self, values: torch.Tensor) -> None:
+            self.filled = values
+
+    monkeypatch.setattr(rotary, "_first_table", [])
+    tables = iter([Table(64), Table(128)])
+    monkeypatch.setattr(rotary, "get_rope", lambda *_, **__: SimpleNamespace(cos_sin_cache=next(tables)))
+    first = rotary.rotary_embedding(gpt_oss_20b())
+    assert first.cos_sin_cache.filled.shape == (64, 64)
+    if device == "cpu":
+        rotary.rotary_embedding(gpt_oss_20b())
+        return
+    with pytest.raises(InputError, match="keeps the table of the first model"):
+        rotary.rotary_embedding(gpt_oss_20b())

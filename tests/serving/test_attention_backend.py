@@ -172,6 +172,15 @@ def run(
     return output
 
 
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_an_output_that_is_to_be_quantised_is_refused(name: str) -> None:
+    operands = rows(1, HEADS, 0), rows(1, KV_HEADS, 1), rows(1, KV_HEADS, 2), torch.empty(0), None
+    with pytest.raises(NotImplementedError, match="the caller's buffer, in the model's dtype"):
+        implementation().forward(None, *operands, torch.empty(1, HEADS, HEAD_DIM), **{name: torch.ones(1)})
+    with pytest.raises(NotImplementedError):
+        implementation().forward(None, *operands, None)
+
+
 def test_the_profile_run_without_a_cache_gives_zeros() -> None:
     output = run(implementation(), torch.empty(0), None, PADDED, 1.0)
     assert torch.equal(output, torch.zeros_like(output))

@@ -37,6 +37,7 @@ from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.serving import loading
 from npu_gptoss.serving import model as serving_model
 from npu_gptoss.serving.model import GptOssForCausalLM
+from npu_gptoss.serving.moe import GptOssExpertsMethod
 from tests.checkpoints import random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 from tests.serving.asking import TOLERANCE, VOCABULARY, next_logits, worst
@@ -160,6 +161,14 @@ def test_a_model_whose_only_layer_has_a_window_keeps_all_keys_and_the_window(tmp
 # Loading
 
 
+def test_what_is_not_loaded_yet_is_no_number(model: GptOssForCausalLM) -> None:
+    """So that it is noticed, whoever forgets to load it."""
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for parameter in (layer.self_attn.sinks, experts.gate_up_proj_bias, experts.down_proj_bias):
+            assert parameter.isnan().all()
+
+
 def test_a_checkpoint_fills_every_parameter(
     model: GptOssForCausalLM, vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -276,6 +285,22 @@ def loaded(vllm_config: VllmConfig, tensors: dict[str, torch.Tensor]) -> GptOssF
     ready.load_weights(tensors.items())
     finish(ready, vllm_config)
     return ready
+
+
+def test_the_clamp_of_the_checkpoints_config_reaches_the_experts(
+    vllm_config: VllmConfig, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_config.model_config.hf_config, "swiglu_limit", 5.5)
+    ready = build(vllm_config)
+    ready.load_weights(tensors.items())
+    finish(ready, vllm_config)
+    assert {layer.mlp.experts.prepared_experts.swiglu_limit for layer in ready.model.layers} == {5.5}
+
+
+def test_experts_without_biases_are_refused() -> None:
+    layer = SimpleNamespace(moe_config=SimpleNamespace(has_bias=False), activation="swigluoai")
+    with pytest.raises(InputError, match="has_bias=False"):
+        GptOssExpertsMethod(layer, 7.0)
 
 
 def test_the_experts_are_kept_once(loaded: GptOssForCausalLM) -> None:

@@ -26,6 +26,8 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from npu_gptoss import plugin
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import limits, platform, quantization
+from npu_gptoss.serving.ascend import limits as ascend_limits
+from npu_gptoss.serving.ascend import sizes as ascend_sizes
 from tests.checkpoints import write_random_checkpoint
 
 pytestmark = pytest.mark.serving
@@ -167,6 +169,7 @@ def test_an_empty_vllm_on_a_bare_machine_runs_on_the_cpu(machine: Callable[..., 
         ({"devices": ("nvidia3",)}, "/dev/nvidia3"),
         ({"devices": ("nvidiactl",)}, "/dev/nvidiactl"),
         ({"devices": ("kfd",)}, "/dev/kfd"),
+        ({"devices": ("dxg",)}, "/dev/dxg"),
         ({"devices": ("accel0",)}, "/dev/accel0"),
         ({"plugins": ("ascend",)}, "another platform plugin is installed: ascend"),
         ({"plugins": ("ascend", "metal")}, "ascend, metal"),
@@ -177,6 +180,18 @@ def test_anything_else_on_the_machine_keeps_the_plugin_silent(
     facts: dict[str, Any], reason: str, machine: Callable[..., list[str]]
 ) -> None:
     assert reason in " ".join(machine(**facts))
+
+
+def test_who_asks_for_the_cpu_gets_it_beside_a_device_but_not_another_build(
+    machine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(devices=("nvidia0",))
+    monkeypatch.setattr(platform, "DEVICE_MODULES", ("json",))
+    assert len(platform.objections(tmp_path)) == 2
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "cpu")
+    assert platform.objections(tmp_path) == []
+    monkeypatch.setattr(platform, "version", lambda name: "0.11.0+cu128")
+    assert len(platform.objections(tmp_path)) == 1
 
 
 def test_a_plugin_that_vllm_was_told_to_leave_out_does_not_count(machine: Callable[..., list[str]]) -> None:
@@ -353,6 +368,36 @@ def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[
     assert limits.objections(configuration(), "cpu") == []
     (objection,) = limits.objections(configuration(**change), "cpu")
     assert objection.startswith(option)
+
+
+@pytest.mark.parametrize("device", ["npu", "cpu"])
+def test_on_an_npu_sizes_of_graphs_are_capped_before_vllm_widens_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class VllmsOwn:
+        @staticmethod
+        def verify_and_update_config(config: object) -> None:
+            order.append("vLLM")
+
+    platform_ = SimpleNamespace(device_type=device)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform_)
+    monkeypatch.setitem(MODELS_CONFIG_MAP, "Made-Up", VllmsOwn)
+    monkeypatch.setattr(limits, "checked_config", lambda config: order.append("checked"))
+    monkeypatch.setattr(ascend_sizes, "cap", lambda config: order.append("capped"))
+    limits.register("Made-Up")
+    limits.register("Made-Up")
+    MODELS_CONFIG_MAP["Made-Up"].verify_and_update_config("config")
+    assert order == (["checked", "capped", "vLLM"] if device == "npu" else ["checked", "vLLM"])
+
+
+def test_objections_of_vllm_ascend_are_told_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_limits, "objections", lambda config: ["vllm-ascend 9: too new"])
+    assert limits.objections(configuration(), "npu") == ["vllm-ascend 9: too new"]
+    assert limits.objections(configuration(), "cpu") == []
+    float32, _ = limits.objections(configuration(dtype=torch.float32), "npu")
+    assert float32 == "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16"
 
 
 def test_a_server_says_the_sentence_and_ends(directory: Path) -> None:

@@ -293,10 +293,7 @@ def _set(patch: Patch, state: Literal["applied", "waiting", "skipped"], detail: 
 
 
 def _install(patch: Patch, module: ModuleType) -> None:
-    with _lock:
-        if _status[patch.name].state != "waiting":
-            return
-        _set(patch, "applied")
+    _set(patch, "applied")
     try:
         patch.install(module)
     except Exception as error:  # foreign code has changed in a way nobody foresaw: never break its import

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -157,6 +158,22 @@ def test_guards_name_what_differs():
     with pytest.raises(machinery.Mismatch, match="no longer contains 'return second'"):
         machinery.expect_source(function, "return second")
     machinery.expect_source(function, "return  first")
+
+
+def test_copies_of_a_name_are_replaced_and_what_others_put_there_is_not(monkeypatch):
+    def stock():
+        return "stock"
+
+    def ours():
+        return "ours"
+
+    owner, copy, other = (types.SimpleNamespace(name=value) for value in (stock, stock, "another's"))
+    monkeypatch.setitem(sys.modules, "a_module_with_a_copy", copy)
+    monkeypatch.setitem(sys.modules, "a_module_with_another", other)
+    copies = ("a_module_with_a_copy", "a_module_with_another", "a_module_that_is_not_imported")
+    assert machinery.replace(owner, "name", ours, copies=copies) is stock
+    assert (owner.name, copy.name, other.name) == (ours, ours, "another's")
+    assert ours.__npu_gptoss_replaces__ is stock
 
 
 def test_names_are_unique_and_every_record_is_filled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from npu_gptoss.serving.compat import cpu
 pytestmark = pytest.mark.serving
 
 
-def updated_config(model_type: str = "gpt_oss", ranks: int = 1) -> types.SimpleNamespace:
+def updated_config(model_type: str = "gpt_oss", ranks: int = 1, replicas: int = 1) -> types.SimpleNamespace:
     """What CpuPlatform makes of a configuration that asks for the default compilation."""
     config = types.SimpleNamespace(
         model_config=types.SimpleNamespace(
@@ -30,7 +31,7 @@ def updated_config(model_type: str = "gpt_oss", ranks: int = 1) -> types.SimpleN
         scheduler_config=types.SimpleNamespace(chunked_prefill_enabled=True),
         parallel_config=types.SimpleNamespace(
             world_size=ranks,
-            data_parallel_size=1,
+            data_parallel_size=replicas,
             tensor_parallel_size=ranks,
             distributed_executor_backend="mp",
             worker_cls="auto",
@@ -91,6 +92,27 @@ def test_a_complete_build_and_other_models_keep_their_settings(patched, monkeypa
         monkeypatch.setattr(cpu, "torch_release", lambda: (2, 8))
         assert updated_config().compilation_config.level == CompilationLevel.DYNAMO_ONCE
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+def test_each_rank_of_each_replica_has_an_entry(patched, monkeypatch):
+    monkeypatch.setattr(cpu, "has_compiled_ops", lambda: False)
+    with patched("cpu-native-ops"):
+        updated_config(ranks=2, replicas=2)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "all|all|all|all"
+
+
+@pytest.mark.parametrize("error", [ImportError("no such module"), OSError("undefined symbol: _ZN3c10")])
+def test_a_library_that_does_not_load_is_none(monkeypatch, error):
+    """One that was linked with another torch is there, and its loading raises OSError."""
+    stock = builtins.__import__
+
+    def importing(name: str, *args: object, **kwargs: object) -> object:
+        if name == "vllm._C":
+            raise error
+        return stock(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    assert cpu.has_compiled_ops() is False
 
 
 def test_threads_bound_by_the_user_stay_bound(patched, monkeypatch):

@@ -1,0 +1,111 @@
+"""The repairs of vllm-ascend's runner on a stand-in for it: for its release and for gpt-oss only.
+
+What they do to the real one is tested on the emulated 910B.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from npu_gptoss.serving.ascend import full_graph, limits
+from npu_gptoss.serving.compat import ascend, metrics
+from npu_gptoss.serving.compat.patch import Mismatch
+
+pytestmark = pytest.mark.serving
+
+
+class ACLGraphWrapper:
+    def __init__(self, model: object) -> None: ...
+
+
+def stand_in() -> SimpleNamespace:
+    """vllm-ascend's module with what the installers look for; what is called is noted."""
+    called: list[Any] = []
+
+    def update_attn_params(update_stream: Any, forward_context: Any, runtime_shape: int, kv: Any = None) -> None:
+        called.append(("update", update_stream, forward_context, runtime_shape, kv))
+
+    class NPUModelRunner:
+        def __init__(self, vllm_config: Any, device: Any) -> None:
+            called.append(("init", vllm_config, device))
+
+        def _make_attention_mask(self, seq_lens: Any, position: Any, attn_state: Any) -> Any:
+            return {"seq_lens": seq_lens, "position": position, "attn_state": attn_state}
+
+        def _generate_process_reqs_hidden_states(self, forward_context: Any) -> None:
+            update_attn_params(self.update_stream, forward_context, 1)
+
+        def load_model(self) -> None:
+            self.model = ACLGraphWrapper(self.model)
+
+        def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+            batch_descriptor = scheduler_output
+            self.aclgraph_dispatcher.dispatch(batch_descriptor)
+
+    return SimpleNamespace(NPUModelRunner=NPUModelRunner, update_attn_params=update_attn_params, called=called)
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def installed(version: str) -> None:
+        monkeypatch.setattr(ascend, "installed", lambda: version)
+
+    installed("0.11.0")
+    return installed
+
+
+INSTALLERS = [ascend.install_host_mask, ascend.install_full_graph, metrics.install_ascend_report]
+
+
+@pytest.mark.parametrize("install", INSTALLERS, ids=lambda function: function.__name__)
+def test_another_release_of_vllm_ascend_is_left_alone(install: Any, release: Any) -> None:
+    install(stand_in())
+    release("0.12.0rc1")
+    module = stand_in()
+    before = dict(vars(module.NPUModelRunner)), module.update_attn_params
+    with pytest.raises(Mismatch, match=r"vllm-ascend 0\.12\.0rc1: gpt-oss is served on"):
+        install(module)
+    assert (dict(vars(module.NPUModelRunner)), module.update_attn_params) == before
+
+
+def runner_of(module: SimpleNamespace, model_type: str) -> Any:
+    runner = object.__new__(module.NPUModelRunner)
+    runner.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type))
+    return runner
+
+
+def test_other_models_keep_their_mask(release: Any) -> None:
+    module = stand_in()
+    ascend.install_host_mask(module)
+    asked = {"seq_lens": [3], "position": [0, 1, 2], "attn_state": "prefill"}
+    assert runner_of(module, "qwen3")._make_attention_mask(**asked) == asked
+    assert runner_of(module, "gpt_oss")._make_attention_mask(**asked) is None
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_other_models_keep_their_updates(ours: bool, release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs hold calls of ours for gpt-oss only; any other's lengths are vllm-ascend's to give."""
+    module, seen = stand_in(), []
+    ascend.install_full_graph(module)
+    monkeypatch.setattr(full_graph, "update_attn_params", lambda *given: seen.append(given) or ours)
+    module.update_attn_params("stream", "context", 8, "transfer")
+    assert seen == [("stream", "context", 8, "transfer")]
+    assert module.called == ([] if ours else [("update", "stream", "context", 8, "transfer")])
+
+
+def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(
+    release: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stand_in()
+    ascend.install_full_graph(module)
+    monkeypatch.setattr(full_graph, "prepare", lambda *given: module.called.append(("prepare", *given)))
+    monkeypatch.setattr(full_graph, "guard", lambda runner: module.called.append(("guard", runner)))
+    runner = module.NPUModelRunner("config", "npu:0")
+    assert module.called == [("prepare", "config", "npu:0"), ("init", "config", "npu:0"), ("guard", runner)]
+
+
+def test_the_window_is_the_one_that_limits_says() -> None:
+    assert ascend.version_objection is limits.version_objection
