@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
-from tests.moe.test_many_hopper import grouped_call
+from tests.moe.hopper import NEEDS_A_GPU, grouped_call, only_gluon
 from tests.moe.test_triton import PATHS, check, make_call, make_experts, slices
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = NEEDS_A_GPU
 
 # Slots of each expert: none, one, around half a product's columns, all of them, and more than once all
 GROUPS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17)
@@ -29,18 +28,8 @@ PATH = PATHS["few"]
 
 @pytest.fixture(autouse=True, params=[*USED.values(), OTHER], ids=[*USED, "other"])
 def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For any number of tokens; the Triton kernels of the same path cannot be called. New memory is NaN."""
-    from npu_gptoss.kernels.triton_launch import has_hopper
-    from npu_gptoss.moe.triton import launches
-
-    if not has_hopper(0):
-        pytest.skip("the Gluon kernels need a GPU of compute capability 9.0 and a Triton that they were seen with")
-    monkeypatch.setattr(launches, "few_gluon_tiles", lambda tokens: request.param)
-    monkeypatch.setattr(launches.few, "gate_up", None)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with platform_override("cuda", frozenset({"triton"})):
+    with only_gluon(monkeypatch, "few_gluon_tiles", lambda tokens: request.param, "few"):
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
-from tests.moe.test_triton import PATHS, Call, check, make_call, make_experts, slices
+from tests.moe.hopper import NEEDS_A_GPU, grouped_call, only_gluon
+from tests.moe.test_triton import PATHS, check, make_call, make_experts, slices
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = NEEDS_A_GPU
 
 # Slots of each expert: none, one, around half a tile and a whole one, of either shape
 GROUPS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 300)
@@ -22,28 +22,8 @@ GROUPS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 300)
 
 @pytest.fixture(autouse=True, params=[shape for _, shape in tuned.GLUON], ids=["wide", "tall"])
 def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For any number of slots; the Triton kernels of the same path cannot be called. New memory is NaN."""
-    from npu_gptoss.kernels.triton_launch import has_hopper
-    from npu_gptoss.moe.triton import launches
-
-    if not has_hopper(0):
-        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
-    monkeypatch.setattr(launches, "gluon_tiles", lambda slots, experts: request.param)
-    monkeypatch.setattr(launches.many, "gate_up", None)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with platform_override("cuda", frozenset({"triton"})):
+    with only_gluon(monkeypatch, "gluon_tiles", lambda slots, experts: request.param, "many"):
         yield
-    torch.use_deterministic_algorithms(False)
-
-
-def grouped_call(weights: Mxfp4Experts, groups: tuple[int, ...]) -> Call:
-    """Each expert has as many slots as its group says, in mixed order; one expert a token."""
-    call = make_call(weights, sum(groups), top_k=1)
-    ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(groups))
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(3))
-    call.topk_ids = ids[order][:, None].cuda()
-    call.topk_weights = torch.rand(len(ids), 1, device="cuda") + 0.5
-    return call
 
 
 @pytest.fixture(scope="module")

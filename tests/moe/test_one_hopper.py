@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
+from tests.moe.hopper import NEEDS_A_GPU, only_gluon
 from tests.moe.test_triton import EXPERTS, PATHS, TOP_K, check, make_call, make_experts, slices
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = NEEDS_A_GPU
 
 # beside the shape that is used: tiles lower than the layout's, a loop that ends in its middle, a share without inputs
 OTHER = tuned.OneTiles(warps=1, deep=3, down_deep=2, splits=3, registers=168)
@@ -24,18 +24,8 @@ OTHER = tuned.OneTiles(warps=1, deep=3, down_deep=2, splits=3, registers=168)
 
 @pytest.fixture(autouse=True, params=[tuned.ONE, OTHER], ids=["used", "other"])
 def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Triton kernels of the same path cannot be called. New memory is NaN."""
-    from npu_gptoss.kernels.triton_launch import has_hopper
-    from npu_gptoss.moe.triton import launches
-
-    if not has_hopper(0):
-        pytest.skip("the Gluon kernels need a GPU of compute capability 9.0 and a Triton that they were seen with")
-    monkeypatch.setattr(launches, "ONE", request.param)
-    monkeypatch.setattr(launches.few, "gate_up", None)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with platform_override("cuda", frozenset({"triton"})):
+    with only_gluon(monkeypatch, "ONE", request.param, "few"):
         yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
