@@ -118,6 +118,12 @@ def test_as_many_requests_go_into_a_call_as_the_cache_has_blocks_for(num_blocks,
     assert all(part.query_ends == list(range(1, len(part.seq_lens) + 1)) for part in parts)
 
 
+def test_requests_without_rows_cost_no_call_of_their_own():
+    step = AttentionMetadata((0, 1, 1), (300, 300), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1))
+    (part,) = ascend.parts(step, 3, 128)
+    assert (part.requests, part.rows, part.query_ends, part.seq_lens) == (slice(0, 1), slice(0, 1), [1], [300])
+
+
 def test_more_requests_than_one_call_takes(calls, monkeypatch):
     monkeypatch.setattr(ascend, "MAX_REQUESTS", 4)
     check(fused, make_step(STEPS["decode at the window's edge"], BF16), WINDOW)

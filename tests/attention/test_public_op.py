@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -71,6 +73,18 @@ def test_a_cache_that_the_new_keys_do_not_fit_is_refused():
             write_kv_cache(key, key, keys, values, step.metadata)
     with pytest.raises(InputError, match="value has 2 rows for 3 tokens"):
         write_kv_cache(key, key[:2], step.key_cache, step.value_cache, step.metadata)
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+def test_slots_behind_the_real_rows_are_nobodys(kernel):
+    step = make_step([(2, 20)], padding=2)
+    real = step.metadata.slot_mapping[:2]
+    free = [slot for slot in range(step.key_cache.shape[0] * BLOCK_SIZE) if slot not in real.tolist()][:2]
+    metadata = dataclasses.replace(step.metadata, slot_mapping=torch.cat((real, torch.tensor(free))))
+    key = torch.full((4, KV_HEADS, HEAD_DIM), 5.0)
+    write_kv_cache(key, key, step.key_cache, step.value_cache, metadata, kernel=kernel)
+    written = (step.key_cache.flatten(0, 1) == 5).flatten(1).all(1).nonzero().flatten().tolist()
+    assert sorted(written) == sorted(real.tolist())
 
 
 def test_a_cache_that_is_not_contiguous_is_refused():

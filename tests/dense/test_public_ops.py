@@ -45,8 +45,10 @@ def qkv(case: Case, **changes: object) -> object:
     [
         ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, r"norm_weight \[hidden\] float32"),
         ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta must be like residual"),
+        ({"delta": torch.zeros(3, 112)}, "delta must be like residual"),
         ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
         ({"weight": torch.zeros(128, 112, 1, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
+        ({"bias": torch.zeros(129)}, r"the bias of weight must be \[128\]"),
         ({"bias": torch.zeros(5)}, r"the bias of weight must be \[128\]"),
         ({"key_cache": torch.zeros(3, 2, 16)}, "the caches must be"),
         ({"value_cache": torch.zeros(5, 4, 2, 16)}, "the caches must be alike"),
@@ -66,8 +68,9 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
         with pytest.raises(InputError, match=r"residual must be \[3, 112\]"):
             dense.output(case.attended, case.output_weight, case.output_bias, residual)
     router = (case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias)
-    with pytest.raises(InputError, match="top_k must be 1 to 8"):
-        dense.router(*router, 9)
+    for top_k in (0, 9):
+        with pytest.raises(InputError, match=f"top_k must be 1 to 8 .*, got {top_k}"):
+            dense.router(*router, top_k)
     with pytest.raises(InputError, match=r"live must be \[3\]"):
         dense.router(*router, 4, live=torch.ones(2))
     with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
@@ -125,6 +128,20 @@ def test_a_row_without_a_slot_is_stored_nowhere_by_the_definition(case: Case) ->
     qkv(case, key_cache=keys, value_cache=values, metadata=metadata, kernel="reference")
     written = (keys.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(slots[[0, 2]].tolist())
+
+
+@pytest.mark.parametrize("kernel", ["reference", "small_ops"])
+def test_slots_behind_the_real_rows_are_nobodys(kernel: str) -> None:
+    """A graph's mapping has an entry for each row of the bucket; those of padding are left over from earlier steps."""
+    case = make_case(4, 2)
+    keys, values = case.caches()
+    real = case.metadata.slot_mapping
+    free = [slot for slot in range(24) if slot not in real.tolist()][:2]
+    metadata = dataclasses.replace(case.metadata, slot_mapping=torch.cat((real, torch.tensor(free))))
+    qkv(case, key_cache=keys, value_cache=values, metadata=metadata, kernel=kernel)
+    for cache in (keys, values):
+        written = (cache.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
+        assert sorted(written) == sorted(real.tolist())
 
 
 def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:

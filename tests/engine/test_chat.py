@@ -112,6 +112,14 @@ def test_a_special_token_in_a_users_text_stays_text(chat: Chat, encoding: openai
     assert [i for i in injected if i in special] == [i for i in plain if i in special]
 
 
+@pytest.mark.parametrize("name", ["get_weather", "functions.get_weather"])
+def test_a_result_by_the_name_of_its_tool_is_that_tools(
+    chat: Chat, encoding: openai_harmony.HarmonyEncoding, name: str
+) -> None:
+    text = render(chat, encoding, user("Weather?"), {"role": "tool", "name": name, "content": "3"})
+    assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
+
+
 @pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
 def test_a_tool_call_and_its_result_keep_the_tools_name(
     chat: Chat, encoding: openai_harmony.HarmonyEncoding, reasoning: str

@@ -74,6 +74,11 @@ def test_a_half_installed_module_is_no_feature(tmp_path, monkeypatch):
     assert "torch_npu" not in detect(machine(tmp_path)).features
 
 
+def test_what_kernels_may_ask_for_is_looked_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "_installed", lambda name: True)
+    assert detect(machine(tmp_path)).features == {"torch_npu", "triton"}
+
+
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_fp32_in_place_of_bf16_is_asked_for(tmp_path, monkeypatch, value):
     """No hardware does it, so that a kernel for it must not be selected by chance."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from npu_gptoss.kernels import Platform, define_operation, select_kernel, signature
 from npu_gptoss.kernels.registry import ANY, Priority, RegistrationError, register_kernel, registering_as, registry
 from npu_gptoss.kernels.signature import accepts
 
@@ -54,6 +55,27 @@ def test_a_kernel_that_leaves_something_unsaid_is_refused(operation, change, why
     with pytest.raises(RegistrationError, match=why):
         register_kernel("toy", "add", **{**GOOD, **change})
     assert registry.kernels_of(operation) == []
+
+
+def test_a_signature_that_leaves_a_role_unsaid_is_refused(operation):
+    """It would take any dtype there."""
+    define_operation("toy", "pair", roles=("a", "b"), traits=(), summary="two tensors")
+    half = {"solution": "half", "signatures": (accepts(a="float32"),), "traits": {}, "priority": 4}
+    with pytest.raises(RegistrationError, match=r"each signature must name the roles \['a', 'b'\]"):
+        register_kernel("toy", "pair", **half)
+
+
+def test_a_kernel_that_was_taken_back_is_not_served_from_memory(operation):
+    register_kernel("toy", "add", **GOOD)(add_one)
+    with registering_as("package:entry"):
+        register_kernel("toy", "add", **{**GOOD, "solution": "theirs", "priority": 16})(add_one)
+
+    def chosen():
+        return select_kernel(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu")).kernel.solution
+
+    assert chosen() == "theirs"
+    registry.remove_origin("package:entry")
+    assert chosen() == "small_ops"
 
 
 def test_unknown_operation_lists_the_known_ones(operation):

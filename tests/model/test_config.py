@@ -220,6 +220,7 @@ WRONG_TYPES = [
     ("hidden_size", "2880"),
     ("hidden_size", 2880.0),
     ("hidden_size", True),
+    ("sliding_window", True),
     ("hidden_size", None),
     ("num_hidden_layers", [24]),
     ("vocab_size", {}),
@@ -279,6 +280,7 @@ IMPOSSIBLE = [
     ("swiglu_alpha", 1.0, "must be 1.702"),
     ("rope_theta", 1, "above 1"),
     ("rope_scaling.factor", 0.5, "at least 1"),
+    ("rope_scaling.beta_fast", 1.0, r"above beta_slow \(1.0\), got 1.0"),
     ("rope_scaling.beta_fast", 0.5, r"above beta_slow \(1.0\)"),
     ("rope_scaling.rope_type", "linear", "'yarn'"),
     ("rope_scaling.type", "llama3", "'yarn', got 'llama3'"),
@@ -296,10 +298,13 @@ IMPOSSIBLE = [
     ("pruned_heads", {"0": [1]}, "must be {}"),
     ("model_type", "llama", "'gpt_oss'"),
     ("architectures", ["LlamaForCausalLM"], "GptOssForCausalLM"),
+    ("architectures", ["GptOssForCausalLM", "LlamaForCausalLM"], r"must be \['GptOssForCausalLM'\]"),
+    ("quantization_config.dequantize", "no", "true or false"),
     ("quantization_config.quant_method", "fp8", "'mxfp4'"),
     ("quantization_config.modules_to_not_convert", ["model.layers.3.mlp.experts"], "free of experts"),
     ("torch_dtype", "float16", "overflows in float16"),
     ("dtype", "torch.float64", "'bfloat16' or 'float32' .*, got 'float64'"),
+    ("eos_token_id", [200002, 201088], r"below vocab_size \(201088\)"),
     ("eos_token_id", 201088, r"below vocab_size \(201088\)"),
     ("pad_token_id", 201088, r"below vocab_size \(201088\)"),
     ("pad_token_id", 300000, r"below vocab_size \(201088\)"),
@@ -323,6 +328,15 @@ def test_contradicting_dtypes_are_refused() -> None:
 def test_more_experts_a_token_than_there_are_is_refused() -> None:
     text = refusal({"num_experts_per_tok": 33, "experts_per_token": 33})
     assert "num_experts_per_tok must be at most num_local_experts (32), got 33" in text
+
+
+def test_a_token_may_go_to_all_experts_there_are() -> None:
+    values = changed({"num_experts_per_tok": 32, "experts_per_token": 32})
+    assert GptOssConfig.from_dict(values).num_experts_per_tok == 32
+
+
+def test_a_long_value_does_not_bury_the_sentence() -> None:
+    assert len(refusal({"layer_types": ["sliding_attention"] * 5000})) < 500
 
 
 def test_sizes_that_mxfp4_cannot_group_are_fine_in_bf16() -> None:
@@ -360,6 +374,8 @@ def test_original_layout_is_told_from_another_model() -> None:
     original = {"num_hidden_layers": 24, "num_experts": 32, "rope_scaling_factor": 32.0, "swiglu_limit": 7.0}
     with pytest.raises(ConfigError, match="original/ layout: give the directory above it"):
         GptOssConfig.from_dict(original)
+    text = refusal({"model_type": "llama", "rope_scaling_factor": 32.0})  # a field alone does not make it ours
+    assert text.endswith("Give the directory of a gpt-oss checkpoint.")
 
 
 def test_config_built_by_hand_is_checked_too() -> None:

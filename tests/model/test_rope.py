@@ -39,13 +39,20 @@ def yarn_by_definition(config: GptOssConfig) -> list[float]:
 
 @pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 16, 64, 128])
-@pytest.mark.parametrize(("factor", "trained"), [(32.0, 4096), (8.0, 64), (1.0, 4096), (32.0, 4)])
+@pytest.mark.parametrize(
+    ("factor", "trained", "theta"),
+    [(32.0, 4096, 150_000.0), (8.0, 64, 150_000.0), (1.0, 4096, 150_000.0), (32.0, 4, 150_000.0), (32.0, 4096, 10.0)],
+)
 def test_frequencies_are_bit_for_bit_those_of_transformers(
-    truncate: bool, head_dim: int, factor: float, trained: int
+    truncate: bool, head_dim: int, factor: float, trained: int, theta: float
 ) -> None:
+    """Context and base put the ends of the ramp before the first pair, among the pairs, and behind the last."""
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = dataclasses.replace(
-        gpt_oss_20b(), head_dim=head_dim, rope_scaling=YarnScaling(factor, trained, 32, 1, truncate)
+        gpt_oss_20b(),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=YarnScaling(factor, trained, 32, 1, truncate),
     )
     theirs = SimpleNamespace(
         rope_theta=config.rope_theta,

@@ -207,6 +207,11 @@ def _empty_map(directory: Path, weight_map: dict[str, str]) -> None:
     write_index(directory, {})
 
 
+def _repeated(directory: Path, weight_map: dict[str, str]) -> None:
+    text = f'{{"weight_map": {{"a": "{SECOND}", "b": "{FIRST}", "c": "{FIRST}", "c": "{SECOND}"}}}}'
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
 def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
     (directory / "model.safetensors.index.json").write_text("{")
 
@@ -225,6 +230,7 @@ def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
         (_pickle, r"c should lie in a safetensors file of this directory, got 'pytorch_model\.bin'"),
         (_no_map, "weight_map"),
         (_empty_map, "expected a `weight_map`"),
+        (_repeated, "expected JSON, but c is there twice"),
         (_no_json, "expected JSON"),
     ],
 )

@@ -89,6 +89,8 @@ def test_shares_of_expert_parallel_ranks_equal_the_definition(calls, first, last
     layer = make_layer(33, BF16)
     share = local_share(layer.weights, first, last)
     check(lambda at: at.run("ascend", share), layer, share)
+    (routing,) = (kwargs for name, kwargs in calls if name == "npu_moe_init_routing_v2")
+    assert (routing["expert_num"], routing["active_expert_range"]) == (EXPERTS, [first, last])
 
 
 def test_a_rank_to_which_no_token_comes_gives_zero_and_not_nan(calls):

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from npu_gptoss import moe
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, accepts, platform_override, register_kernel
+from npu_gptoss.kernels import ANY, accepts, platform_override, register_kernel, select_kernel
 from npu_gptoss.kernels.registry import registering_as, registry
 from npu_gptoss.moe import (
     ExpertWeights,
@@ -20,7 +21,7 @@ from npu_gptoss.moe import (
     prepare_experts,
     quantize_fp8,
 )
-from npu_gptoss.moe.weights import FP8, FP8_LARGEST
+from npu_gptoss.moe.weights import FP8, FP8_LARGEST, on_device
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, check, local_share, make_layer
 from tests.tolerances import assert_close
 
@@ -173,6 +174,30 @@ def test_experts_are_expanded_where_no_fast_kernel_takes_them_packed(monkeypatch
         assert not keeps_format("mxfp4", dtype)
     with platform_override("ascend", frozenset({"torch_npu"})):
         assert not keeps_format("mxfp4", BF16)
+
+
+@pytest.mark.parametrize("name", ["floats", "mxfp4", "fp8"])
+def test_moved_experts_take_their_map_along(name):
+    share = local_share(make_layer(1, BF16).weights, 2, 5)
+    moved = on_device(share if name == "floats" else in_format(name, share), torch.device("meta"))
+    tensors = [value for value in vars(moved).values() if value is not None]
+    assert len(tensors) == {"floats": 5, "mxfp4": 7, "fp8": 7}[name]
+    assert all(tensor.is_meta for tensor in tensors)
+
+
+def test_kernels_are_asked_whether_they_know_experts_of_other_ranks(monkeypatch):
+    asked = []
+
+    def ask(operation, call, traits):
+        asked.append((str(call), traits["expert_parallel"], traits["rows"]))
+        return select_kernel(operation, call, traits)
+
+    monkeypatch.setattr(moe, "select_kernel", ask)
+    weights = make_layer(1, BF16).weights
+    for share, parallel in ((weights, False), (local_share(weights, 2, 5), True)):
+        asked.clear()
+        prepare_experts(share)
+        assert asked == [("hidden bfloat16, weight bfloat16", parallel, rows) for rows in ("one", "few", "many")]
 
 
 def test_any_negative_id_is_padding():
