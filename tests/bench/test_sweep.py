@@ -191,15 +191,7 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
         seen.append((each.name, (tmp_path / "decode.json").is_file()))
         if each.name == "tp3":
             return "failed with exit status 1"
-        out.mkdir(parents=True)
-        for kind, row in (
-            ("decode", full_decode_row(each.name)),
-            ("prefill", full_prefill_row(each.name)),
-        ):
-            document = records.document(
-                kind, torch.device("cpu"), [row], definitions={}, ceilings=[], price_per_hour=3.0, settings={}
-            )
-            records.write(out / f"{kind}.json", document)
+        measured(out, decode=full_decode_row(each.name), prefill=full_prefill_row(each.name))
         return None
 
     monkeypatch.setattr(action.sweep, "run_layout", started)
@@ -214,6 +206,15 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
     assert "tp3: failed with exit status 1; what it said stands above" in err
     assert "pictures need matplotlib" in err, "what was measured is there, without pictures"
     assert not list(tmp_path.glob("*.svg"))
+
+
+def measured(out: Path, **rows: dict[str, object]) -> None:
+    """A record of each kind, as `bench engine` leaves them."""
+    for kind, row in rows.items():
+        document = records.document(
+            kind, torch.device("cpu"), [row], definitions={}, ceilings=[], price_per_hour=3.0, settings={}
+        )
+        records.write(out / f"{kind}.json", document)
 
 
 def full_decode_row(layout: str) -> dict[str, object]:
@@ -245,6 +246,21 @@ def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_p
         assert main(["bench", "engine", "--model", str(directory), *options]) == 2
         assert f"{tmp_path} holds {name} of an earlier run" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "hours"
+
+
+def test_what_a_layout_had_measured_when_it_was_ended_is_kept(directory, tmp_path, monkeypatch):
+    def ended(each: sweep.Layout, options: object, out: Path) -> None:
+        measured(out, decode=full_decode_row(each.name))
+        if each.name == "tp2":
+            raise SystemExit(143)
+
+    monkeypatch.setattr(action.sweep, "run_layout", ended)
+    with pytest.raises(SystemExit):
+        run(directory, tmp_path, "tp1", "tp2", "ep2")
+    kept = json.loads((tmp_path / "decode.json").read_text())
+    assert [row["layout"] for row in kept["records"]] == ["tp1", "tp2"]
+    assert kept["not_measured"] == {"tp2": "was ended before all of it was measured"}
+    assert "tp2: was ended before all of it was measured." in (tmp_path / "tables.md").read_text()
 
 
 def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
