@@ -186,6 +186,16 @@ def test_a_cache_too_small_for_all_preempts_and_loses_nothing(
     assert tight.scheduler.num_preemptions > 0
 
 
+def test_a_preempted_request_does_not_report_its_answer_as_a_prompt(directory: Path, prompts: list[list[int]]) -> None:
+    """It recomputes both in one chunk, and only graphs have computed the answer so far."""
+    tight = Engine(directory, dtype="float32", num_blocks=14, graphs="full", graph_sizes=SIZES)
+    results = tight.generate(prompts, SamplingParams(max_tokens=60, prompt_logprobs=0))
+    assert tight.scheduler.num_preemptions > 0
+    for result in results:
+        assert result.prompt_logprobs[0] is None
+        assert [entry.token_id for entry in result.prompt_logprobs[1:]] == list(result.prompt_token_ids[1:])
+
+
 def test_graphs_reach_the_end_of_a_context_that_fills_no_whole_block(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, layers=1, max_positions=20)
     plain = Engine(tmp_path, dtype="float32", num_blocks=10)
