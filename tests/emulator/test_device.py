@@ -23,6 +23,12 @@ def test_cann_version_reaches_torch_npu(cann: str, text: str) -> None:
 
 
 def test_number_of_devices() -> None:
-    code = "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)"
+    code = (
+        "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)\n"
+        "try: x + torch.ones(2, device='npu:1')\n"
+        "except RuntimeError as error: print(str(error).splitlines()[0])"
+    )
     run = machine.emulate("-c", code, machine=Machine(devices=4), ASCEND_RT_VISIBLE_DEVICES="0,1,2")
-    assert run.stdout.strip() == "3 npu:2", run.stderr
+    devices, *refusal = run.stdout.splitlines()
+    assert devices == "3 npu:2", run.stderr
+    assert "at least two devices, npu:2 and npu:1!" in refusal[0], "tensors of two devices"

@@ -34,7 +34,7 @@ from npu_gptoss.model.checkpoint import CheckpointError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import apply_rotary, cos_sin_cache
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
-from npu_gptoss.serving import loading
+from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
 from npu_gptoss.serving.model import GptOssForCausalLM
 from npu_gptoss.serving.moe import GptOssExpertsMethod
@@ -268,6 +268,25 @@ def test_what_was_never_loaded_does_not_run(
         finish(model, vllm_config)
 
 
+def test_a_parameter_that_no_official_tensor_fills_is_named(
+    model: GptOssForCausalLM, tensors: dict[str, torch.Tensor]
+) -> None:
+    model.model.norm.register_parameter("offset", torch.nn.Parameter(torch.zeros(96)))
+    with pytest.raises(RuntimeError, match=r"no tensor of gpt-oss fills model\.norm\.offset"):
+        model.load_weights(tensors.items())
+
+
+def test_no_model_is_built_without_the_essential_patches(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_out() -> None:
+        raise compat.PatchError("model-wide-window is left out")
+
+    monkeypatch.setattr(compat, "require_essential", left_out)
+    with pytest.raises(compat.PatchError, match="model-wide-window"):
+        build(vllm_config)
+
+
 def test_loading_a_second_time_is_refused_and_not_half_done(
     loaded: GptOssForCausalLM, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -383,6 +402,7 @@ RANKS = {
         rank(expert_map=owned(3, 4, 5)),
         rank(expert_map=owned(6, 7)),
     ],
+    "expert parallel 2, in any order": [rank(expert_map=owned(5, 0, 3, 2)), rank(expert_map=owned(1, 7, 6, 4))],
     "expert parallel 2, alternating": [rank(expert_map=owned(0, 2, 4, 6)), rank(expert_map=owned(1, 3, 5, 7))],
 }
 

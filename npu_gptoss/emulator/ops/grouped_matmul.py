@@ -270,11 +270,10 @@ def _check_weight_only(call: Call, a: Arguments, found: Shape, nz: bool) -> None
         list(scale.shape) in (channel, [found.experts, groups, found.columns])
         and groups > 0
         and found.inner % groups == 0
-        and found.columns % 2 == 0
         and not (transposed and per_group % 2),
         52,
-        f"A16W4 scales are [E, N] or [E, G, N] with K = {found.inner} a multiple of G, an even N and, for a transposed "
-        f"weight, an even group; got {shape(scale)} for weight {shape(a.weight[0])}",
+        f"A16W4 scales are [E, N] or [E, G, N] with K = {found.inner} a multiple of G and, for a transposed weight, an "
+        f"even group; got {shape(scale)} for weight {shape(a.weight[0])}",
         Layer.PARAMETER,
     )
 

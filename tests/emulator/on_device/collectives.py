@@ -88,6 +88,9 @@ def others(rank: int, ranks: int) -> dict[str, bool]:
         dist.all_reduce(x, group=group)
         found["all_reduce of a group"] = x.tolist() == [2, 2, 2]
     dist.barrier()
+    x = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16, device="npu")
+    dist.all_reduce(x)  # rounded at each step, it would stay 256
+    found["a sum in float32, rounded once"] = x.item() == torch.tensor(255.0 + ranks).bfloat16().item()
     large = torch.full((20_000_000,), 1.0, device="npu")  # more than one slot of shared memory
     dist.all_reduce(large)
     found["all_reduce of 80 MB"] = bool((large == ranks).all())

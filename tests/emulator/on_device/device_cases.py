@@ -101,6 +101,16 @@ def case_raw_memory_is_poisoned_when_allocated_and_when_freed() -> None:
     assert acl.aclrtFree(ctypes.c_void_p(address)) == 107000, "freed twice"
 
 
+def case_memory_that_was_given_back_is_no_tensors() -> None:
+    from npu_gptoss.emulator import memory
+
+    address = raw(1 << 20)
+    assert memory.alias_at(address, (4,), (1,), torch.float32).isnan().all()
+    assert acl.aclrtFree(ctypes.c_void_p(address)) == 0
+    with refused("R87", "not allocated"):
+        memory.alias_at(address, (4,), (1,), torch.float32)
+
+
 def case_pinned_memory_is_poison_when_allocated() -> None:
     pointer = ctypes.c_void_p()
     assert acl.aclrtMallocHost(ctypes.byref(pointer), ctypes.c_size_t(64)) == 0
@@ -211,6 +221,7 @@ def case_writes_through_views() -> None:
 def case_results_are_contiguous_as_on_an_npu() -> None:
     x = torch.ones(3, 4, device="npu").t()
     assert (x + 1).is_contiguous()
+    assert x.clone().stride() == x.stride(), "as in torch"
 
 
 def case_pinned_copies() -> None:
@@ -263,12 +274,22 @@ def case_copies_convert() -> None:
     assert torch.equal(z, x.double())
 
 
+def case_copies_follow_strides_and_broadcast() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(torch.empty(3, 2, device="npu").copy_(x.t()).cpu(), x.t())
+    assert torch.equal(torch.empty(2, 3, device="npu").copy_(x[0]).cpu(), x[:1].expand(2, 3))
+    assert torch.equal(x.npu().t().cpu(), x.t())
+    assert torch.equal(torch.zeros(3, 2, device="npu").t().copy_(x).cpu(), x)
+
+
 def case_random_numbers_follow_the_seed() -> None:
     npu.manual_seed(3)
     first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
     npu.manual_seed(3)
     assert torch.equal(first.cpu(), torch.rand(4, device="npu").cpu())
     assert not torch.equal(first.cpu(), second.cpu())
+    npu.manual_seed(4)
+    assert not torch.equal(first.cpu(), torch.rand(4, device="npu").cpu())
 
 
 def case_unknown_operators_raise() -> None:
@@ -359,9 +380,29 @@ def case_format_cast_is_remembered() -> None:
     assert storage.format_of(y) == 29
     assert storage.is_whole(y)
     assert not storage.is_whole(y[1:])
+    assert not storage.is_whole(y[:16])
     address = y.data_ptr()
     del y
     assert storage.format_of(torch.empty(32, 32, dtype=torch.bfloat16, device="npu")) == 2, hex(address)
+
+
+def case_a_format_cast_in_place_ends_with_its_tensor() -> None:
+    """The next tensor at this address is in ND again, or it would be refused for what lay there before."""
+    from npu_gptoss.emulator import storage
+
+    for _ in range(2):
+        x = torch.zeros(2, 32, 32, device="npu", dtype=torch.bfloat16)
+        address = x.data_ptr()
+        assert storage.format_of(x) == 2
+        torch_npu.npu_format_cast_(x, 29)
+        assert storage.format_of(x) == 29
+        del x
+    y = torch.zeros(2, 32, 32, device="npu", dtype=torch.bfloat16)
+    assert y.data_ptr() == address, "the allocator hands the block out again"
+    assert storage.format_of(y) == 2
+    torch_npu.npu_format_cast_(y, 29)
+    torch_npu.npu_format_cast_(y, 2)
+    assert storage.format_of(y) == 2
 
 
 def case_float32_weights_have_no_NZ_R77() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
 
 import torch
@@ -344,6 +345,11 @@ def case_R82_masked_indexing() -> None:
     refused_while_capturing(lambda: x[mask], "107027")
 
 
+def case_R82_masked_indexing_with_bytes() -> None:
+    x, mask = tensor(1, 2), torch.tensor([1, 0], dtype=torch.uint8).npu()
+    refused_while_capturing(lambda: x[mask], "107027")
+
+
 def case_R82_masked_assignment() -> None:
     x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
     refused_while_capturing(lambda: x.index_put_((mask,), torch.zeros((), device="npu")), "107027")
@@ -506,6 +512,21 @@ def group_of(count: int) -> None:
 
 def case_a_group_of_one_operator_is_captured() -> None:
     group_of(1)
+
+
+def case_a_workspace_query_is_no_operator() -> None:
+    query, cache = (torch.ones(1, n, 128, device="npu", dtype=torch.bfloat16) for n in (1, 128))
+    table, x, out = torch.zeros(1, 1, dtype=torch.int32, device="npu"), tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+            query, cache, cache, actual_seq_lengths_kv=[1], block_table=table, num_heads=2, block_size=128
+        )
+        torch.add(x, x, out=out)
+        npu.graph_task_group_end(npu.current_stream())
+
+    captured(body)
 
 
 def case_R85_empty_group() -> None:
@@ -789,18 +810,74 @@ def case_R89_update_with_another_shape() -> None:
         torch.add(x[:1], x[:1], alpha=2, out=out[:1])
 
 
+def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(x, x, alpha=1, out=out)
+        handle = npu.graph_task_group_end(npu.current_stream())
+    return graph, handle
+
+
+def case_R89_update_with_another_stride_or_type() -> None:
+    """Of the same size at the same address: the kernel would read the elements of others."""
+    x, out = torch.ones(2, 2, device="npu"), torch.zeros(2, 2, device="npu")
+    _graph, handle = updatable(x, out)
+    for other, into in ((x.t(), out), (x.view(torch.int32), out.view(torch.int32))):
+        side = npu.Stream()
+        with refused("207019", "R89"), npu.stream(side):
+            npu.graph_task_update_begin(side, handle)
+            torch.add(other, other, alpha=2, out=into)
+
+
+def case_R86_update_with_another_number_of_tensors() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+    _graph, handle = updatable(x, out)
+    with refused("207019", "R86", "with 3 device tensors and is updated with 2"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, torch.tensor(1.0), alpha=2, out=out)
+
+
+def case_R87_an_update_through_weak_references_keeps_watching_the_captured_tensors() -> None:
+    """vllm-ascend updates so: the references are gone before the replay, the tensors are not."""
+    holder, out, side = [tensor(1, 2)], tensor(0, 0), npu.Stream()
+    graph, handle = updatable(holder[0], out)
+    with npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        weak = torch_npu._C._weak_ref_tensor(holder[0])
+        torch.add(weak, weak, alpha=4, out=out)
+        npu.graph_task_update_end(side)
+    del weak
+    graph.replay()
+    assert out.tolist() == [5, 10]
+    holder.clear()
+    with refused("R87"):
+        graph.replay()
+
+
 # --- R90
 
 
-def case_R90_attention_v2_under_auto_dispatch() -> None:
+def attend_under_auto_dispatch() -> None:
     query, cache = (
         torch.ones(1, 2, 64, device="npu", dtype=torch.bfloat16),
         torch.ones(1, 128, 64, device="npu", dtype=torch.bfloat16),
     )
     table = torch.zeros(1, 1, dtype=torch.int32, device="npu")
-    graph = npu.NPUGraph()
-    with refused("R90"), npu.graph(graph, auto_dispatch_capture=True):
+    with npu.graph(npu.NPUGraph(), auto_dispatch_capture=True):
         torch_npu.npu_fused_infer_attention_score_v2(
             query, cache, cache, actual_seq_qlen=[1], actual_seq_kvlen=[1], block_table=table, num_query_heads=2,
             num_key_value_heads=1, block_size=128, input_layout="TND",
         )  # fmt: skip
+
+
+def case_R90_attention_v2_under_auto_dispatch() -> None:
+    with refused("R90"):
+        attend_under_auto_dispatch()
+
+
+def case_auto_dispatch_knows_version_2_from_8_5() -> None:
+    from npu_gptoss.emulator import context
+
+    context.set_default(dataclasses.replace(context.current(), cann="8.5"))
+    attend_under_auto_dispatch()

@@ -206,7 +206,8 @@ def broken_for_atb(name: str, legal: dict[str, object]) -> dict[str, tuple[dict[
         "out float32": ({"out": legal["out"].float()}, "out should be like query"),
         "heads": ({"num_heads": 9}, "9 heads are no multiple of 2"),
         "no heads": ({"num_heads": 0}, "0 heads"),
-        "no key heads": ({"num_kv_heads": -1}, "no multiple of -1"),
+        "negative key heads": ({"num_kv_heads": -1}, "no multiple of -1"),
+        "no key heads": ({"num_kv_heads": 0}, "no multiple of 0"),
     }
     if "key_cache" in legal:
         cache, table = legal["key_cache"], legal["block_table"]
@@ -235,6 +236,8 @@ def broken_for_atb(name: str, legal: dict[str, object]) -> dict[str, tuple[dict[
 def test_atb_attention_refuses(name):
     legal, op = atb_operands()[name], OPS[f"atb::{name}"]
     op(**legal)
+    if "context_lens" in legal:
+        op(**{**legal, "context_lens": torch.tensor([128 * legal["block_table"].size(1), 128], dtype=torch.int32)})
     for change, words in broken_for_atb(name, legal).values():
         broken = {**legal, **change}
         with pytest.raises(ContractError, match=words):

@@ -530,12 +530,19 @@ def test_R08_ranks_outside_of_packed_tokens():
         {"num_key_value_heads": 3},
         {"num_query_heads": 65, "num_key_value_heads": 1, "query": torch.zeros(2, 1, 65 * 64).bfloat16()},
         {"query": torch.zeros(2, 1, 513).bfloat16()},
+        {"num_query_heads": -8},
+        {"num_query_heads": 0},
     ],
-    ids=["BSND", "BNSD", "no whole ratio", "more than 64 to a key", "no whole heads"],
+    ids=["BSND", "BNSD", "no whole ratio", "more than 64 to a key", "no whole heads", "negative", "none"],
 )
 def test_R09_heads_outside_of_packed_tokens(changes):
     with rejects(9):
         fia(**{**bsh(), **changes})
+
+
+def test_64_heads_may_share_a_key_outside_of_packed_tokens():
+    key = torch.randn(2, 7, 64).bfloat16()
+    fia_v1(torch.randn(2, 7, 64 * 64).bfloat16(), key, key, num_heads=64, num_key_value_heads=1, input_layout="BSH")
 
 
 def test_R11_paged_keys_have_lengths():
@@ -562,11 +569,15 @@ def test_R14_lengths_outside_of_packed_tokens_are_not_negative():
         ({"input_layout": "SBH"}, r"inputlayout\(SBH\) only support"),
         ({"sparse_mode": 5}, "sparse_mode should be 0 to 4 for BSH, got 5"),
         ({"query": torch.zeros(2, 1, 512)}, "should all be float16 or bfloat16, got .*float32"),
+        (
+            {"query": torch.zeros(2, 1, 512), **dict.fromkeys(("key", "value"), torch.zeros(4, 128, 128))},
+            "should all be float16 or bfloat16, got .*float32",
+        ),
         ({"key": torch.zeros(4, 128, 128).half()}, "should all be float16 or bfloat16, got .*bfloat16.*float16"),
         ({"dequant_scale_query": torch.zeros(1)}, "no quantisation, pse_shift or rope for layout BSH"),
         ({"pse_shift": torch.zeros(1)}, "no quantisation, pse_shift or rope for layout BSH"),
     ],
-    ids=["layout", "sparse mode", "float32", "mixed", "quantised", "pse"],
+    ids=["layout", "sparse mode", "query in float32", "float32", "mixed", "quantised", "pse"],
 )
 def test_what_no_layout_takes_is_refused(changes, words):
     with pytest.raises(ContractError, match=words):
