@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_gptoss.model import checkpoint
+from npu_gptoss.model.assembly import assemble
 from npu_gptoss.model.checkpoint import (
     CheckpointError,
     check_checkpoint,
@@ -378,6 +379,20 @@ def test_nothing_that_was_handed_on_is_held_while_the_next_tensor_is_read(stage:
         pass  # nobody else holds what came
     half = int(stage == "expansion")  # blocks wait for their scales
     assert held == [0, 0, 0, half, 0, 0]
+
+
+def test_what_was_converted_is_not_held_beside_the_next_tensor_that_is_read() -> None:
+    config = small_config()
+    last: list[weakref.ref[torch.Tensor]] = []
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        assert not last or last[-1]() is None
+        last.append(weakref.ref(tensor))
+        return tensor
+
+    stream = ((name, wide(tensor.float())) for name, tensor in random_tensors(config).items())
+    assemble(config, stream, "cpu", torch.bfloat16)
+    assert len(last) == len(expected_tensors(config))
 
 
 def test_large_checkpoint_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
