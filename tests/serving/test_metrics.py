@@ -208,6 +208,8 @@ def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeyp
     with patched("stat-logger"), monkeypatch.context() as context:
         context.setattr("vllm.v1.metrics.loggers.PrometheusStatLogger", Nothing)
         ours, others = (StatLoggerManager(config(kind, "order"), [0]) for kind in ("gpt_oss", "llama"))
+        twice = StatLoggerManager(config("gpt_oss", "twice"), [0], [metrics.StatLogger])  # as releases from 0.11.1 do
+    assert [type(logger) for logger in twice.per_engine_logger_dict[0]].count(metrics.StatLogger) == 1
     kinds = [type(logger) for logger in ours.per_engine_logger_dict[0]]
     assert kinds == [metrics.StatLogger, LoggingStatLogger]
     assert [type(logger) for logger in others.per_engine_logger_dict[0]] == [LoggingStatLogger]

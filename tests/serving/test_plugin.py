@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +64,7 @@ def test_registering_again_changes_nothing() -> None:
     first = state()
     plugin.register()
     assert state() == first
+    assert ModelRegistry.models[plugin.ARCHITECTURE] is first[0], "vLLM would warn of a model that is overwritten"
     assert f"{first[0].module_name}:{first[0].class_name}" == plugin.MODEL
     assert first[2].count(quantization.NAME) == 1
 
@@ -94,6 +95,16 @@ def test_every_other_vllm_is_outside_and_the_window_is_named(version: str | None
     assert objection is not None
     assert "supports vLLM 0.11.0" in objection
     assert (version or "carries no version") in objection
+
+
+def test_a_vllm_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source tree on PYTHONPATH: the plugin steps aside instead of ending vLLM's start."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plugin, "version", missing)
+    assert plugin.installed_vllm() is None
 
 
 def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> None:

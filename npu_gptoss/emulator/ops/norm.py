@@ -28,7 +28,7 @@ def _normalised(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[t
 
 def _check_trailing(call: Call, x: torch.Tensor, gamma: torch.Tensor) -> None:
     call.require(
-        gamma.dim() <= x.dim() and list(gamma.shape) == list(x.shape[x.dim() - gamma.dim() :]),
+        list(gamma.shape) == list(x.shape[x.dim() - gamma.dim() :]),
         None,
         f"gamma should have x's trailing dimensions, got x {shape(x)} and gamma {shape(gamma)}",
         Layer.PARAMETER,

@@ -221,7 +221,28 @@ def case_writes_through_views() -> None:
 def case_results_are_contiguous_as_on_an_npu() -> None:
     x = torch.ones(3, 4, device="npu").t()
     assert (x + 1).is_contiguous()
+    assert torch.empty_like(x).stride() == x.stride(), "but for what is made like something"
     assert x.clone().stride() == x.stride(), "as in torch"
+
+
+def case_new_tensors_have_the_type_that_is_asked_for() -> None:
+    x = torch.ones(2, device="npu")
+    assert x.new_empty_strided((2,), (1,), dtype=torch.int64).dtype == torch.int64
+    assert x.new_empty_strided((2,), (1,)).dtype == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    assert torch.empty(2, device="npu").dtype == torch.bfloat16
+    assert torch.empty_strided((2,), (1,), device="npu").dtype == torch.bfloat16
+
+
+def case_the_python_package_acl_copies_and_knows_nothing_else() -> None:
+    import acl as package
+
+    x, host = torch.zeros(4, device="npu"), torch.arange(4.0)
+    assert package.rt.memcpy(x.data_ptr(), 16, host.data_ptr(), 16, 1) == 0
+    assert x.tolist() == [0, 1, 2, 3]
+    assert package.rt.memcpy(x.data_ptr(), 15, host.data_ptr(), 16, 1) == 107000
+    for owner, name in ((package, "init"), (package.rt, "malloc")):
+        assert not hasattr(owner, name), "it would do nothing and say that it did"
 
 
 def case_pinned_copies() -> None:
@@ -375,6 +396,7 @@ def case_format_cast_is_remembered() -> None:
     y = torch_npu.npu_format_cast(x, 29)
     assert int(torch_npu.get_npu_format(y)) == 29
     assert torch.equal(y.cpu(), x.cpu())
+    assert torch.equal(torch_npu.npu_format_cast(x.t(), 29).cpu(), x.t().cpu())
     from npu_gptoss.emulator import storage
 
     assert storage.format_of(y) == 29

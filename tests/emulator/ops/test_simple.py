@@ -41,9 +41,10 @@ def test_matmul_add_fp32_only_checks_when_it_is_not_to_run():
         (torch.ones(3, 2).half(), torch.ones(3, 2).half(), torch.ones(2, 2).half()),
         (torch.ones(2, 3).half(), torch.ones(3, 2).half(), torch.ones(2, 2)),
         (torch.ones(3, 2).half(), torch.ones(3, 4).half(), torch.ones(4, 2)),
-        (torch.ones(1, 3, 2).half(), torch.ones(3, 2).half(), torch.ones(2, 2)),
+        (torch.ones(3, 2, 1).half(), torch.ones(3, 2).half(), torch.ones(2, 2)),
+        (torch.ones(2, 2).half(), torch.ones(3, 2).half(), torch.ones(2, 2)),
     ],
-    ids=["float32", "two types", "a sum of 16 bits", "x not transposed", "a sum transposed", "a batch"],
+    ids=["float32", "two types", "a sum of 16 bits", "x not transposed", "a sum transposed", "a batch", "another k"],
 )
 def test_matmul_add_fp32_refuses(x, weight, C):
     with pytest.raises(ContractError, match=r"should be 16-bit \[k, m\] and \[k, n\], C float32 \[m, n\]"):

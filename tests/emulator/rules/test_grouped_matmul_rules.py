@@ -115,7 +115,7 @@ def test_1024_groups_and_128_lists_are_legal():
     "changes",
     [
         {"weight": [torch.ones(INNER, COLUMNS).bfloat16()] * 2},
-        {"weight": [torch.ones(1, INNER, COLUMNS).bfloat16()]},
+        {"weight": [torch.ones(INNER, COLUMNS, 1).bfloat16()]},
         {"weight": [torch.ones(INNER + 1, COLUMNS).bfloat16()]},
     ],
     ids=["two weights", "rank", "K"],
@@ -349,7 +349,7 @@ def test_one_row_or_one_column_is_not_transposed():
 @pytest.mark.parametrize("name", ["npu_grouped_matmul_finalize_routing", "npu_grouped_matmul_swiglu_quant"])
 def test_R64_fused_matmuls_are_for_integers(name):
     def run(dtype=torch.int8, columns=COLUMNS, **extra):
-        weight = torch.zeros(EXPERTS, INNER, columns, dtype=torch.int8)
+        weight = torch.zeros(EXPERTS, INNER, columns, dtype=extra.get("weight", torch.int8))
         operands = [torch.zeros(6, INNER).to(dtype), weight, torch.tensor([2, 2, 5])]
         if name.endswith("swiglu_quant"):
             operands += [torch.ones(EXPERTS, columns), torch.ones(6)]
@@ -364,6 +364,6 @@ def test_R64_fused_matmuls_are_for_integers(name):
         run(columns=10272)
     with rejects(64, "FRACTAL_NZ"):
         run(nd=True)
-    for columns in (COLUMNS, 10240):
+    for legal in ({}, {"columns": 10240}, {"weight": torch.int32, "columns": COLUMNS // 8, "nd": True}):
         with pytest.raises(NotEmulatedError):
-            run(columns=columns)
+            run(**legal)

@@ -34,6 +34,7 @@ def test_R57_gating_top_k_softmax(x, k):
         softmax(x, k=k)
     softmax(LOGITS[None], k=8)
     softmax(torch.zeros(1, 1100), k=1024)
+    assert softmax(LOGITS, k=0)[0].shape == (5, 0)
 
 
 @pytest.mark.parametrize("finished", [torch.zeros(5), torch.zeros(4, dtype=torch.bool)], ids=["float", "rows"])
@@ -66,7 +67,7 @@ def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
         (LOGITS, {"renorm": 1}),
         (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
         (LOGITS, {"group_count": 3}),
-        (LOGITS, {"group_count": -2}),
+        (LOGITS, {"group_count": 0}),
         (LOGITS, {"group_count": 2, "k_group": 3}),
         (LOGITS, {"k_group": 0}),
         (LOGITS, {"k": 9}),
@@ -238,6 +239,7 @@ def test_R62_finalize_routing():
         {"expanded_permuted_rows": rows.double()},
         {"expanded_permuted_rows": rows[None]},
         {"drop_pad_mode": 1},
+        {"drop_pad_mode": 4, "expanded_permuted_rows": rows[None]},
         {"expanded_src_to_dst_row": places.long()},
         {"expanded_src_to_dst_row": places[None]},
         {"export_for_source_row": IDS.long()},
@@ -247,6 +249,8 @@ def test_R62_finalize_routing():
             finalize(**{**legal, **changes})
     for absent in ({"skip2": None}, {"skip1": None, "skip2": None}, {"bias": None, "export_for_source_row": None}):
         finalize(**{**legal, **absent})
+    with rejects(62, "float64"):
+        finalize(rows.double(), None, None, None, None, places, None)
     with rejects(62, "places"):
         finalize(**{**legal, "expanded_src_to_dst_row": places + 1})
 

@@ -214,6 +214,9 @@ def test_R73_rotary_mul(x, cos, sin):
         {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48)},
         {"cos_sin_cache": bf16(9, 128)},
         {"query": bf16(4, 128)},
+        {"query": bf16(3, 64, 2)},
+        {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48), "cos_sin_cache": bf16(9, 32)},
+        {"key": bf16(4, 64)},
         {"query": bf16(3, 96)},
         {"key": bf16(3, 96)},
         {"cos_sin_cache": bf16(9, 48)},
@@ -227,6 +230,9 @@ def test_R73_rotary_mul(x, cos, sin):
         "head size",
         "rotary_dim",
         "rows",
+        "rank with whole heads",
+        "head size % 32",
+        "key's rows",
         "query's heads",
         "key's heads",
         "rotary_dim % 32",
@@ -286,6 +292,22 @@ def test_R75_rotary_embedding_needs_a_warm_up_with_the_same_count():
         rotary(*one, 64, cache, True)
         with rejects(75, "1 before, 2 now"):
             rotary(*two, 64, cache, True)
+
+
+def test_R75_rotary_embedding_has_two_dimensions_and_a_position_a_row():
+    with rejects(75, "two dimensions"):
+        rotary(torch.arange(2), bf16(2, 2, 64), bf16(2, 64), 64, bf16(8, 64), True)
+    for query, key in ((bf16(3, 64), bf16(2, 64)), (bf16(2, 64), bf16(1, 64))):
+        with rejects(75, "2 positions"):
+            rotary(torch.arange(2), query, key, 64, bf16(8, 64), True)
+
+
+def test_R75_a_call_that_waits_to_be_run_is_no_warm_up():
+    operands = torch.tensor([1]), bf16(1, 64), bf16(1, 64), 64, bf16(8, 64), True
+    with use(execute=False):
+        rotary(*operands)
+        with use(capturing=True), rejects(75, "107027"):
+            rotary(*operands)
 
 
 def test_R75_rotary_embedding_writes_contiguous_tensors():

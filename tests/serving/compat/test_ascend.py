@@ -85,6 +85,18 @@ def test_other_models_keep_their_mask(release: Any) -> None:
     assert runner_of(module, "gpt_oss")._make_attention_mask(**asked) is None
 
 
+def test_steps_of_other_models_are_not_observed(release: Any) -> None:
+    module, answer = stand_in(), (SimpleNamespace(name="NONE"), None)
+    metrics.install_ascend_report(module)
+    for model_type, observed in (("qwen3", False), ("gpt_oss", True)):
+        runner, dispatched = runner_of(module, model_type), []
+        runner.aclgraph_dispatcher = SimpleNamespace(dispatch=lambda step, seen=dispatched: seen.append(step) or answer)
+        step = SimpleNamespace(total_num_scheduled_tokens=1, num_tokens=1)
+        runner.execute_model(step)
+        assert dispatched == [step]
+        assert hasattr(runner, metrics.OBSERVER) is observed
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_other_models_keep_their_updates(ours: bool, release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs hold calls of ours for gpt-oss only; any other's lengths are vllm-ascend's to give."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -158,6 +159,35 @@ def test_guards_name_what_differs():
     with pytest.raises(machinery.Mismatch, match="no longer contains 'return second'"):
         machinery.expect_source(function, "return second")
     machinery.expect_source(function, "return  first")
+
+
+def test_an_import_is_hooked_once_and_leaves_no_trace(tmp_path, monkeypatch):
+    """inspect, pickle and reload ask the module for its loader."""
+    (tmp_path / "a_module_to_hook.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+    machinery.when_imported("a_module_to_hook", calls.append)
+    module = importlib.import_module("a_module_to_hook")
+    assert calls == [module]
+    assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
+    importlib.reload(module)
+    assert calls == [module]
+    machinery.when_imported("a_module_to_hook", calls.append)
+    assert calls == [module, module], "it is here already"
+    monkeypatch.delitem(sys.modules, "a_module_to_hook")
+
+
+@pytest.mark.parametrize("essential", [True, False])
+def test_only_essential_patches_are_required(monkeypatch, essential):
+    patch = next(patch for patch in compat.PATCHES if patch.essential is essential)
+    entries = {state: compat.PatchStatus(patch, state, "for this test") for state in ("applied", "waiting", "skipped")}
+    for state, entry in entries.items():
+        monkeypatch.setattr(compat, "status", lambda entry=entry: (entry,))
+        if essential and state == "skipped":
+            with pytest.raises(compat.PatchError, match=rf"without the patch {patch.name} \(for this test\)"):
+                compat.require_essential()
+        else:
+            compat.require_essential()
 
 
 def test_copies_of_a_name_are_replaced_and_what_others_put_there_is_not(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GptOssConfig as HuggingFaceConfig
@@ -11,6 +13,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models import gpt_oss as stock
 
 from npu_gptoss.serving import rotary
+from npu_gptoss.serving.compat import rope
 from tests.model.published import gpt_oss_20b, published_config
 
 pytestmark = pytest.mark.serving
@@ -63,6 +66,15 @@ def test_a_config_that_rounds_is_rounded(patched, stock_cache):
         expected = stock_cache(truncate=True)
     with patched("yarn-truncate"):
         assert torch.equal(stock_cache(truncate=True), expected)
+
+
+def test_a_config_that_does_not_say_is_rounded():
+    """As in transformers, whose default is truncate=True."""
+    scaling = {name: value for name, value in published_config()["rope_scaling"].items() if name != "truncate"}
+    cache = torch.zeros(8, 64)
+    config = SimpleNamespace(rope_scaling=scaling, head_dim=64, rope_theta=150_000.0)
+    rope.fill(SimpleNamespace(cos_sin_cache=cache), config)
+    assert not cache.any(), "left as vLLM has filled it"
 
 
 def test_our_model_rotates_by_unrounded_frequencies(patched, fresh_rope):
