@@ -16,10 +16,25 @@ def test_device(case: str) -> None:
     machine.check(FILE, case)
 
 
-@pytest.mark.parametrize(("cann", "text"), [("8.3.rc2", "8.3.RC2"), ("8.5", "8.5.0")])
-def test_cann_version_reaches_torch_npu(cann: str, text: str) -> None:
-    code = "import torch_npu; from torch_npu.npu.utils import get_cann_version; print(get_cann_version())"
-    assert machine.emulate("-c", code, machine=Machine(cann=cann)).stdout.strip() == text
+@pytest.mark.parametrize(
+    ("wanted", "variables", "found"),
+    [
+        (Machine("8.3.rc2"), {}, "8.3.RC2 8.3.rc2 True False False"),
+        (
+            Machine("8.5", strict=False, diagnostic_fp32=True),
+            {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"},
+            "8.5.0 8.5 False True True",
+        ),
+    ],
+    ids=["8.3.rc2", "8.5, lenient, float32"],
+)
+def test_the_machine_reaches_torch_npu_and_the_contracts(wanted: Machine, variables: dict, found: str) -> None:
+    code = (
+        "import torch_npu; from torch_npu.npu.utils import get_cann_version\n"
+        "from npu_gptoss.emulator.context import current; it = current()\n"
+        "print(get_cann_version(), it.cann, it.strict, it.diagnostic_fp32, it.tnd_max_workspace)"
+    )
+    assert machine.emulate("-c", code, machine=wanted, **variables).stdout.strip() == found
 
 
 def test_number_of_devices() -> None:

@@ -43,6 +43,20 @@ def test_variables_reach_the_machine(venv: Path) -> None:
     assert found["NPU_GPTOSS_PLATFORM"] == "ascend"
     assert found["KEEP"] == "1"
     assert "PYTHONPATH" not in found, "packages of another environment would leak in"
+    assert (found["NPU_GPTOSS_EMULATED"], found["NPU_GPTOSS_EMULATED_CANN"]) == ("1", "8.3.rc2")
+    assert (found["NPU_GPTOSS_EMULATED_DEVICES"], found["NPU_GPTOSS_EMULATED_FP32"]) == ("2", "1")
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert found["ASCEND_HOME_PATH"] == str(launch.toolkit(venv, "8.3.rc2"))
+
+
+def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path) -> None:
+    base = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "LD_LIBRARY_PATH": "/mine", "NPU_GPTOSS_PLATFORM": "cpu"}
+    found = launch.environment(Machine(), venv, base)
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert found["LD_LIBRARY_PATH"] == f"{venv / launch.FOLDER / 'lib'}{os.pathsep}/mine"
+    assert found["NPU_GPTOSS_PLATFORM"] == "ascend", "no wish: elsewhere the emulated operators are not called"
+    switches = {name: found[f"NPU_GPTOSS_EMULATED_{name}"] for name in ("STRICT", "FP32", "TRACE", "TASK_QUEUE")}
+    assert switches == {"STRICT": "1", "FP32": "0", "TRACE": "", "TASK_QUEUE": ""}
 
 
 def test_toolkit_folder_names_the_version(venv: Path) -> None:
@@ -70,6 +84,31 @@ def test_options_after_the_dashes_belong_to_the_command() -> None:
     args = parse("--devices", "2", "--", "vllm", "serve", "--devices", "3")
     assert args.devices == 2
     assert args.command[-4:] == ["vllm", "serve", "--devices", "3"]
+
+
+def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(Exception):
+        pass
+
+    def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
+        raise Replaced(words[1:], {name[20:]: value for name, value in variables.items() if name.startswith(PREFIX)})
+
+    PREFIX = "NPU_GPTOSS_EMULATED_"
+    monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
+    monkeypatch.setattr(command.os, "execve", execve)
+    trace = tmp_path / "folder" / "trace.jsonl"
+    words = ["--cann", "8.5", "--devices", "3", "--memory", "0.5", "--trace", str(trace), "--lenient", "--fp32"]
+    with pytest.raises(Replaced) as replaced:
+        command.run(parse(*words, "--", "sh", "-c", "true"))
+    said, machine_ = replaced.value.args
+    assert said == ["-c", "true"]
+    expected = {"CANN": "8.5", "DEVICES": "3", "MEMORY": str(512 << 20), "STRICT": "0", "FP32": "1"}
+    assert machine_.items() >= {**expected, "TRACE": str(trace)}.items()
+    assert trace.read_text() == ""
+    with pytest.raises(Replaced) as replaced:
+        command.run(parse("sh"))
+    default = {"CANN": "8.3.rc1", "DEVICES": "1", "MEMORY": str(4 << 30), "STRICT": "1", "FP32": "0", "TRACE": ""}
+    assert replaced.value.args[1].items() >= default.items()
 
 
 def test_nothing_to_run_and_unknown_programs_are_refused(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
