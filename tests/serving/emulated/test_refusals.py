@@ -48,6 +48,14 @@ def test_too_little_memory_for_the_cache_is_said_by_vllm(options, sentence, serv
     assert sentence in ending(serve, options=options)
 
 
+def test_blocks_that_attention_does_not_read_are_refused_in_words(serve):
+    """vllm-ascend sets 128 by itself, but not under a scheduler of its own; R29 would end the first request."""
+    scheduler = {"ascend_scheduler_config": {"enabled": True}}
+    how = {"block_size": 64, "enable_prefix_caching": False, "enable_chunked_prefill": False}
+    said = ending(serve, options={**how, "max_num_batched_tokens": 2048, "additional_config": scheduler})
+    assert "--block-size 64: the attention of gpt-oss on Ascend reads a cache in blocks of 128 keys" in said
+
+
 def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
     """They ask the device how many rows each expert has (107027 while capturing); in eager mode they serve."""
     how = {"variables": {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}}
