@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -20,6 +21,7 @@ import openai_harmony
 
 from npu_gptoss import cli
 from npu_gptoss.engine import Engine, Result, SamplingParams, command
+from npu_gptoss.engine.chat import Reply, Turn
 from npu_gptoss.engine.command import add_arguments
 from npu_gptoss.engine.prompts import PromptEntry
 from npu_gptoss.errors import InputError
@@ -154,6 +156,20 @@ def test_an_empty_answer_is_printed_as_such_and_not_as_token_ids(capsys: pytest.
     for text, printed in (("", "\n"), (None, "200002\n")):
         command._print_text(entry, Result((1,), (200002,), text, "stop"), None, alone=True)
         assert capsys.readouterr().out == printed
+
+
+def test_what_is_no_harmony_is_printed_with_what_was_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = (Turn(None, None, "So"), Turn("analysis", None, "I think"), Turn("commentary", "functions.f", "{}"))
+    chat = SimpleNamespace(parse=lambda ids: Reply(turns, "token 9: no"))
+    entry = PromptEntry("--prompt", "messages", [], {})
+    command._print_text(entry, Result((1,), (5, 6), "raw", "length"), chat, alone=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "== --prompt (length, 2 tokens)",
+        "[no channel] So",
+        "[analysis] I think",
+        "[commentary to functions.f] {}",
+        "[not harmony from here: token 9: no] raw",
+    ]
 
 
 def test_text_without_json_is_readable(

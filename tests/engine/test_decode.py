@@ -267,12 +267,13 @@ def test_a_batch_above_the_largest_graph_runs_without(
     assert counts["launch"] == 1
 
 
-def test_logits_that_are_not_finite_stop_a_graph_too(directory: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])  # chosen by the device, and by the host
+def test_logits_that_are_not_finite_stop_a_graph_too(directory: Path, temperature: float) -> None:
     engine = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(1,))
-    first = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids[0]
+    first = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=temperature, seed=1))[0].token_ids[0]
     engine.model.embedding[first] = float("nan")  # the prompt is computed without graphs, and still finite
     with pytest.raises(engine_module.NonFiniteLogits, match="NaN or infinity"):
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=temperature, seed=1))
 
 
 # Mistakes that a graph invites: each must change the tokens

@@ -353,6 +353,17 @@ def test_a_cache_or_step_of_nothing_is_refused(directory: Path, settings: dict[s
 # Failures on the way
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_infinite_logit_is_an_error_though_it_could_be_chosen(tmp_path: Path, temperature: float) -> None:
+    write_random_checkpoint(tmp_path, layers=1)
+    engine = Engine(tmp_path, num_blocks=20)
+    engine.model.lm_head[7] = 0
+    engine.model.lm_head[7, 0] = math.inf
+    assert not engine.model.head(torch.randn(4, engine.config.hidden_size, dtype=torch.bfloat16)).isnan().any()
+    with pytest.raises(NonFiniteLogits, match="NaN or infinity"):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=1, temperature=temperature))
+
+
 def test_nan_weights_are_an_error_instead_of_garbage_and_leave_the_engine_empty(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, layers=1)
     engine = Engine(tmp_path, num_blocks=20)

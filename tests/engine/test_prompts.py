@@ -36,6 +36,8 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) ->
         ("[" * 100_000, "is not JSON"),
         ("[1]", "must be a JSON object with one of prompt, prompt_token_ids, messages"),
         ('"text"', "must be a JSON object"),
+        ('["prompt"]', "must be a JSON object"),
+        ('"prompt"', "must be a JSON object"),
         ("{}", "must be a JSON object with one of"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "must be a JSON object with one of"),
         ('{"prompt": 3}', "prompt must be a text, got 3"),

@@ -79,6 +79,12 @@ def test_a_tiny_temperature_is_greedy_and_not_nan(temperature: float) -> None:
     assert choose(logits, params, [0.0, 0.3, 0.7, 0.999]).equal(logits.argmax(-1))
 
 
+def test_a_small_temperature_still_draws_between_near_ties() -> None:
+    logits, params = torch.tensor([[0.001, 0.0, -5.0]]), [SamplingParams(temperature=0.005)]
+    share = 1 / (1 + math.exp(-0.2))  # of the first
+    assert [choose(logits, params, [draw]).item() for draw in (0.0, share - 0.01, share + 0.01, 0.999)] == [0, 0, 1, 1]
+
+
 def test_the_largest_draw_stays_inside_the_kept_tokens() -> None:
     """As float32 this draw is 1, beyond the whole distribution."""
     draw = math.nextafter(1.0, 0.0)

@@ -87,6 +87,7 @@ def test_special_tokens_have_the_published_ids(tokenizer):
     for i, text in SPECIAL_TOKENS.items():
         assert tokenizer.token_to_id(text) == i
         assert tokenizer.encode(text, add_special_tokens=False).ids == [i]
+        assert tokenizer.decode([i], skip_special_tokens=True) == ""
     assert tokenizer.get_vocab_size() == 200_019
 
 
@@ -98,6 +99,14 @@ def test_merges_are_recovered_in_the_order_of_their_ranks():
 def test_missing_ranks_name_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(VocabularyError, match=r"pip install 'npu-gptoss\[tiny\]'"):
+        packaged_vocabulary()
+
+
+def test_ranks_that_were_cut_off_are_refused_in_words(monkeypatch):
+    pytest.importorskip("bpe_openai")
+    right = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: right(path)[:-100])
+    with pytest.raises(VocabularyError, match=r"cannot be read \(Compressed file ended"):
         packaged_vocabulary()
 
 

@@ -191,6 +191,18 @@ def test_activation_clamps_gate_on_one_side_and_up_on_both():
     assert_close(got, torch.tensor([7.0, -9.0, 8.0, -6.0, 1.5]) * sigmoid)
 
 
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+def test_what_all_experts_agree_on_comes_out_unchanged(kernel):
+    """The weights sum to one in fp32; rounded to bfloat16 first they would not."""
+    layer = make_layer(200, torch.bfloat16)
+    same = dataclasses.replace(
+        layer.weights,
+        down_proj=torch.zeros_like(layer.weights.down_proj),
+        down_proj_bias=torch.ones_like(layer.weights.down_proj_bias),
+    )
+    assert bool((layer.run(kernel, same) == 1).all())
+
+
 @pytest.mark.parametrize("device_has_it", [True, False])
 def test_groups_of_any_size_meet_their_own_weight(monkeypatch, device_has_it):
     """Older releases of torch have no grouped product for a CPU, and on accelerators it takes some shapes only."""
