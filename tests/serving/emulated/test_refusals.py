@@ -66,6 +66,13 @@ def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
     assert isinstance(results[0], list)
 
 
+def test_the_slow_experts_are_refused_where_tokens_travel(serve):
+    """They would add up what this rank happens to hold."""
+    variables = {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
+    said = ending(serve, options=EAGER, spoil="by_all_to_all", variables=variables)
+    assert "works where every rank sees all tokens, and this step goes by AlltoAllCommImpl; unset NPU_GPTOSS" in said
+
+
 @pytest.mark.parametrize("kernel", ["small_ops", "reference"])
 def test_the_slow_router_serves_with_graphs(kernel, serve, expected):
     """Its ids are int64, which CANN's dispatch refuses (R59) unless they are converted."""
