@@ -252,6 +252,21 @@ def test_full_graphs_that_do_not_work_become_piecewise_as_vllm_ascend_prepares_t
     assert counted == [config], "the sizes are thinned out to the budget of streams"
 
 
+@pytest.mark.parametrize("odd", [None, True, False])
+def test_a_full_graph_is_compared_with_the_kernels_of_both_kinds_of_layers(monkeypatch, odd):
+    """A kernel of somebody else's may take layers with a window only."""
+
+    def select(operation: Any, call: Any, traits: dict[str, Any]) -> SimpleNamespace:
+        theirs = traits["sliding_window"] is odd
+        return SimpleNamespace(
+            kernel=SimpleNamespace(solution="theirs" if theirs else "ascend", name="attention.theirs")
+        )
+
+    monkeypatch.setattr(full_graph, "select_kernel", select)
+    found = full_graph._other_kernel(torch.bfloat16, 64, 128)
+    assert found == (None if odd is None else "attention.theirs")
+
+
 def test_full_graphs_of_others_and_other_graphs_are_not_tried(monkeypatch):
     def never(*_: Any) -> None:
         raise AssertionError("it was tried")
