@@ -325,9 +325,8 @@ class Engine:
             logits = self._finite_logits(hidden[start - chunk.start : end - chunk.start])
             if request.prompt_logits is not None:
                 request.prompt_logits.append(logits)
-            following = request.token_ids[
-                start + 1 : end + 1
-            ]  # nothing is generated before the whole prompt is reported
+            # nothing is generated before the whole prompt is reported
+            following = request.token_ids[start + 1 : end + 1]
             if request.params.prompt_logprobs is not None and following:
                 chosen = torch.tensor(following, device=logits.device)
                 counts = [request.params.prompt_logprobs] * len(following)
