@@ -84,12 +84,11 @@ def format_cast(self: torch.Tensor, acl_format: int | torch.Tensor, customize_dt
         return self
     with context.use(execute=False, set_format=lambda tensor, acl_format: None):
         OPS["npu::npu_format_cast"](memory.alias(self), wanted, customize_dtype)
-    source = self if self.is_contiguous() else self.contiguous()
     result = torch.ops.npu.empty_with_format(list(self.size()), dtype=self.dtype, device=self.device, acl_format=wanted)
     storage.forget_at(result.data_ptr(), result.untyped_storage().nbytes())
     if wanted != context.FORMAT_ND:
         storage.remember(result, wanted)
-    graphs.launch(_cast, (result, source), {}, self.device)
+    graphs.launch(_cast, (result, self), {}, self.device)
     return result
 
 
