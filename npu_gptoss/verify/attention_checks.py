@@ -51,16 +51,21 @@ def _call(
     return Call(name, _inputs(step, window, wanted.roles), traits)
 
 
+def _named(window: int | None) -> str:
+    return "all keys" if window is None else f"window {window}"
+
+
 def paged_calls(wanted: Wanted) -> Iterator[Call]:
     """All steps at the usual shape with each window; each other head and block size once; long contexts and large
     batches; then random steps."""
     dims, sizes = wanted.values("head_dim", HEAD_DIMS), wanted.values("block_size", BLOCK_SIZES)
     windowed = wanted.values("sliding_window", (True, False))
     windows = [w for w in WINDOWS if (w is not None) in windowed]
+    own_windows = [w for w in windows if w in (None, WINDOW)]  # gpt-oss's
     usual = Shape(head_dim=dims[0], block_size=sizes[0])
     if wanted.thorough:
         for window in windows:
-            label = "all keys" if window is None else f"window {window}"
+            label = _named(window)
             for name, requests in STEPS.items():
                 yield _call(f"{name}, {label}", wanted, requests, window, usual, 0)
             requests = STEPS["decode at the window's edge"]
@@ -71,16 +76,15 @@ def paged_calls(wanted: Wanted) -> Iterator[Call]:
             *(dataclasses.replace(usual, block_size=size) for size in sizes[1:]),
             *(dataclasses.replace(usual, heads=heads, kv_heads=kv) for heads, kv in ((8, 1), (1, 1), (64, 8), (6, 2))),
         ):
-            for window in [w for w in windows if w in (None, WINDOW)][: 1 if shape.heads == 64 else 2]:
+            for window in own_windows[: 1 if shape.heads == 64 else 2]:
                 label = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, blocks of {shape.block_size}"
                 yield _call(f"mixed, {label}, window {window}", wanted, mixed, window, shape, 2)
         for name, requests in LARGE_STEPS.items():
             decode = all(rows == 1 for rows, _ in requests)  # as in a graph: lengths on the device
-            for window in [w for w in windows if w in (None, WINDOW)]:
-                label = "all keys" if window is None else f"window {window}"
-                yield _call(f"{name}, {label}", wanted, requests, window, usual, 3, 0 if decode else 3, decode)
+            for window in own_windows:
+                yield _call(f"{name}, {_named(window)}", wanted, requests, window, usual, 3, 0 if decode else 3, decode)
     else:
-        for window in [w for w in windows if w in (None, WINDOW)]:
+        for window in own_windows:
             chunks = STEPS["chunks that cross the window"]
             yield _call(f"chunks that cross the window, window {window}", wanted, chunks, window, usual, 0)
     for number in range(wanted.cases):
@@ -97,7 +101,7 @@ def paged_calls(wanted: Wanted) -> Iterator[Call]:
         name = f"fuzz {number} of seed {wanted.seed}"
         if decode:
             name += f", lengths on the device{' with padding' if padding else ''}"
-        name += ", all keys" if window is None else f", window {window}"
+        name += f", {_named(window)}"
         yield _call(name, wanted, requests, window, shape, draw.getrandbits(32), padding, decode)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,8 @@ from npu_gptoss.dense.triton import launch_hopper
 from npu_gptoss.kernels import load_kernels, platform_override, signature
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
-from npu_gptoss.moe.triton import launches, layout, tuned
+from npu_gptoss.moe import triton as moe_triton
+from npu_gptoss.moe.triton import launches, tuned
 from npu_gptoss.verify.calls import Call, Wanted, wanted_of
 from npu_gptoss.verify.checks import CHECKS
 
@@ -43,29 +45,40 @@ def calls_of(name: str) -> Iterator[tuple[Wanted, Call]]:
                     yield wanted, call
 
 
-def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products() -> None:
+@pytest.fixture
+def tiles_of_experts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The tiles that each call of an experts' kernel chooses; nothing is computed."""
+    chosen: list[object] = []
+    only_last = SimpleNamespace(shares_of=lambda *arguments: chosen.append(arguments[-1]))
+    for program in ("one_hopper", "few_hopper"):
+        monkeypatch.setattr(moe_triton, program, only_last, raising=False)
+    right = launches.tiles
+
+    def tiles(weight_format: str, path: str, tokens: int) -> tuple[tuned.Tiles, tuned.Tiles]:
+        both = right(weight_format, path, tokens)
+        chosen.append((weight_format, both))
+        return both
+
+    monkeypatch.setattr(launches, "tiles", tiles)
+    monkeypatch.setattr(launches, "_products_in_gluon", lambda *arguments: chosen.append(arguments[-1]))
+    monkeypatch.setattr(launches, "sorted_slots", lambda ids, *_: (ids, ids))
+    for computing in ("_launch", "_combined"):
+        monkeypatch.setattr(launches, computing, lambda *_, **__: None)
+    return chosen
+
+
+def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products(tiles_of_experts: list[object]) -> None:
     """So its loop over the inputs runs as often as in a server, in gate_up and in down."""
     reached: set[tuple[object, int, int]] = set()
     for name in ("one", "few", "many"):
-        for wanted, call in calls_of(f"moe.experts.triton_{name}"):
-            weights, ids = call.inputs["weights"], call.inputs["topk_ids"]
-            tokens, weight_format, experts = len(ids), wanted.roles["weight"], weights.num_experts
-            both = weights.hidden_size, weights.intermediate_size
-            if weight_format == "mxfp4":
-                experts_there = experts if weights.expert_map is None else len(weights.expert_map)
-                tiled = layout.prepare(weights, call.inputs["swiglu_limit"])
-                few, many = tuned.few_gluon_tiles(tokens), tuned.gluon_tiles(ids.numel(), experts_there)
-                if name == "one" and launches.one_in_gluon(tiled, None):
-                    reached.add((tuned.ONE, *both))
-                    continue
-                if name == "few" and few is not None and launches.few_in_gluon(tiled, few, None):
-                    reached.add((few, *both))
-                    continue
-                if name == "many" and many is not None and launches.gluon_fits(tiled, None):
-                    reached.add((many, *both))
-                    continue
-            path = "many" if name == "many" else "few"
-            reached.add(((weight_format, tuned.tiles(weight_format, path, tokens)), *both))
+        kernel = registry.kernels[f"moe.experts.triton_{name}"]
+        for _, call in calls_of(kernel.name):
+            arguments = {each: value for each, value in call.inputs.items() if each != "logits"}
+            weights = arguments["weights"]
+            prepared = kernel.prepare(weights, arguments["swiglu_limit"])
+            kernel.function(**{**arguments, "weights": prepared})
+            reached.add((tiles_of_experts.pop(), weights.hidden_size, weights.intermediate_size))
+            assert not tiles_of_experts, "one program a call"
     in_triton = {
         (weight_format, (up, down))
         for weight_format, rows in tuned.TABLE.items()
@@ -86,7 +99,7 @@ def test_each_ring_of_the_projections_goes_round() -> None:
             x, weight = (call.inputs["residual" if name == "qkv" else "attended"], call.inputs["weight"])
             if not launch_hopper.takes(x, weight) or (name == "qkv" and call.traits["head_dim"] != 64):
                 continue
-            ring = next(ring for most, ring in table if len(x) <= most)
+            ring = launch_hopper._ring(table, len(x))
             if x.shape[1] > ring.inputs * ring.stages * ring.splits:
                 reached.add((name, ring))
     want = {("qkv", ring) for _, ring in launch_hopper.QKV} | {("output", ring) for _, ring in launch_hopper.LINEAR}

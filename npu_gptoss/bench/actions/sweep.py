@@ -54,19 +54,20 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, each in enumerate(layouts, 1):
             print(f"[{number}/{len(layouts)}] {each.name}", flush=True)
-            missing[each.name] = "was ended before all of it was measured"
+            reason: str | None = "was ended before all of it was measured"
             try:
                 reason = sweep.run_layout(each, options, Path(folder) / each.name)
-                del missing[each.name]
-                if reason is not None:
-                    missing[each.name], status = reason, 1
-                    print(f"{each.name}: {reason}; what it said stands above", file=sys.stderr)
             finally:  # what has been measured is kept, also of a layout that is ended
+                if reason is not None:
+                    missing[each.name] = reason
                 for kind, documents in found.items():
                     file = Path(folder) / each.name / f"{kind}.json"
                     if file.is_file():
                         documents.append(json.loads(file.read_text(encoding="utf-8")))
                 page = _write(args, found, missing)  # now, because the next layout may take long and be ended
+            if reason is not None:
+                status = 1
+                print(f"{each.name}: {reason}; what it said stands above", file=sys.stderr)
     if not page:
         raise InputError("no layout could be measured; what each said stands above")
     print(page, end="")
