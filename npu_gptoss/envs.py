@@ -27,6 +27,12 @@ def _switch(text: str) -> bool:
         raise ValueError("expected one of " + ", ".join(_SWITCH)) from None
 
 
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or not 0 < int(text) <= 10**9:
+        raise ValueError("expected a whole number from 1 to 1000000000")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Variable:
     name: str
@@ -67,6 +73,21 @@ VARIABLES: dict[str, Variable] = {
             False,
             "on the emulated 910B: operators take float32 in the place of bfloat16, to tell rounding from mistakes",
         ),
+        Variable(
+            "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"
+        ),
+        Variable(
+            "NPU_GPTOSS_GRAMMAR_SECONDS",
+            _count,
+            5,
+            "time for checking one schema, regular expression or grammar of a request; what takes longer is refused",
+        ),
+        Variable("NPU_GPTOSS_MAX_BODY_MIB", _count, 32, "largest body of a request, MiB; a larger one is answered 413"),
+        Variable("NPU_GPTOSS_MAX_N", _count, 128, "most answers (`n`) that one request may ask for"),
+        Variable(
+            "NPU_GPTOSS_MAX_PROMPTS", _count, 1024, "most sequences (prompts times `n`) in one /v1/completions request"
+        ),
+        Variable("NPU_GPTOSS_OPEN_METRICS", _switch, False, "with an API key: /metrics needs none"),
         Variable("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
         Variable(
             "NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"

@@ -16,7 +16,7 @@ from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.registry import registry
 from scripts.page_tables import Tables
 
-VALUES = {bool: "`1` or `0`", tuple: "names, separated by commas", str: "text"}
+VALUES = {bool: "`1` or `0`", int: "a whole number", tuple: "names, separated by commas", str: "text"}
 
 
 def variables() -> str:

@@ -44,10 +44,18 @@ def test_only_the_emulators_strictness_is_on_by_default(monkeypatch):
     """Lenient, it would poison what our serving must never do."""
     for name in envs.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    on = {name for name in envs.VARIABLES if envs.get(name)}
+    on = {name for name in envs.VARIABLES if envs.get(name) and type(envs.get(name)) is not int}
     assert on == {"NPU_GPTOSS_EMULATED_STRICT", "NPU_GPTOSS_EMULATED_CANN"}
     assert envs.get("NPU_GPTOSS_EMULATED_STRICT") is True
     assert envs.get("NPU_GPTOSS_EMULATED_CANN") == "8.3.rc1"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "9999999999"])
+def test_a_bound_is_a_positive_whole_number(monkeypatch, text):
+    """None of them could serve anybody."""
+    monkeypatch.setenv("NPU_GPTOSS_MAX_N", text)
+    with pytest.raises(InputError, match=r"NPU_GPTOSS_MAX_N=.* expected a whole number"):
+        envs.get("NPU_GPTOSS_MAX_N")
 
 
 def test_a_value_that_does_not_parse_is_an_error_in_words(monkeypatch):

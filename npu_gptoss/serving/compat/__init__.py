@@ -35,6 +35,9 @@ _HARMONY = "vllm.entrypoints.harmony_utils"
 _CONTEXT = "vllm.entrypoints.context"
 _ENGINE = "vllm.entrypoints.openai.serving_engine"
 _CHAT = "vllm.entrypoints.openai.serving_chat"
+_API_SERVER = "vllm.entrypoints.openai.api_server"
+_PROTOCOL = "vllm.entrypoints.openai.protocol"
+_PROCESSOR = "vllm.v1.engine.processor"
 _RESPONSES = "vllm.entrypoints.openai.serving_responses"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
@@ -142,6 +145,36 @@ PATCHES: tuple[Patch, ...] = (
         touches=(f"{_REASONING}:GptOssReasoningParser.is_reasoning_end",),
         installer="structured_output:install_reasoning_end",
         upstream="vllm PR 34454",
+    ),
+    Patch(
+        name="admission",
+        reason="vLLM's API key guards only what begins with /v1, by a path read from the client's Host header; "
+        "fields that end the engine, hold it for hours or fail with 500 reach it unchecked.",
+        module=_API_SERVER,
+        touches=(f"{_API_SERVER}:build_app",),
+        installer="admission:install_gate",
+        upstream="CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one",
+    ),
+    Patch(
+        name="structure-verdicts",
+        reason="vLLM parses a client's regular expressions, grammars and schemas in the server's own process, which "
+        "some of them crash and others hold for ever.",
+        module=_PROCESSOR,
+        touches=(f"{_PROCESSOR}:Processor._validate_structured_output",),
+        installer="admission:install_verdicts",
+        upstream="CVE-2026-55574, fixed in 0.24.0",
+    ),
+    Patch(
+        name="response-formats",
+        reason="`response_format` of type text, and json_schema without a schema, end the engine; /v1/completions "
+        "drops every format in silence, /v1/responses takes no json_object.",
+        module=_PROTOCOL,
+        touches=tuple(
+            f"{_PROTOCOL}:{kind}.to_sampling_params"
+            for kind in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest")
+        ),
+        installer="admission:install_formats",
+        upstream="vllm PR 26822",
     ),
     Patch(
         name="harmony-vocabulary",

@@ -1,0 +1,184 @@
+"""A function that may hang, exhaust memory or crash, run in a process of its own for each question.
+
+A process is forked once, while everything that the function needs is loaded (the *keeper*: single-threaded, it never
+looks at a question). For each question the keeper forks another one, in milliseconds, which has a bound on its time
+and on its memory, answers, and ends. It may also die: that is an answer, too. A keeper that died is forked anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+AT_ONCE = 2  # questions in flight; others wait for their turn
+PATIENCE = 120.0  # seconds for a keeper that is just loading what it needs
+_PR_SET_PDEATHSIG = 1
+_BEGUN = b"+"
+
+
+class Died(Exception):
+    """The process that looked at the question gave no answer; the message says how it ended."""
+
+
+class Bounded:
+    """Answers questions by `work(question) -> answer`, in bounded processes."""
+
+    def __init__(
+        self,
+        work: Callable[[bytes], bytes],
+        prepare: Callable[[], None] = lambda: None,
+        seconds: float = 5.0,
+        memory: int = 2 << 30,
+    ) -> None:
+        """`prepare` runs once in the keeper; `memory` is in bytes, beyond what the keeper has."""
+        self.work, self.prepare, self.seconds, self.memory = work, prepare, seconds, memory
+        self._control: socket.socket | None = None
+        self._keeper: int | None = None
+        self._turn = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def keeper(self) -> int | None:
+        """The keeper's process id; None before the first question and after `stop`."""
+        return self._keeper
+
+    def start(self) -> None:
+        """Fork the keeper, unless there is one."""
+        if self._keeper is not None:
+            return
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the keeper takes no lock of theirs
+            pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _keep(self, theirs, parent)
+                status = 0
+            finally:
+                os._exit(status)  # nothing of the server's may run here: no atexit, no finally, no event loop
+        theirs.close()
+        self._control, self._keeper = ours, pid
+
+    def stop(self) -> None:
+        """End the keeper and with it every process of its own."""
+        if self._keeper is None:
+            return
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._keeper, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._keeper, 0)
+        self._control = self._keeper = None
+
+    async def ask(self, question: bytes) -> bytes:
+        """The answer. Raises Died when the process that looked at the question ended without one."""
+        async with self._turn:
+            for _ in range(2):
+                self.start()
+                with contextlib.suppress(_KeeperDied):
+                    return await self._ask(question)
+                self.stop()
+            raise Died("the process that checks it cannot be started")
+
+    async def _ask(self, question: bytes) -> bytes:
+        ours, theirs = socket.socketpair()
+        try:
+            try:
+                socket.send_fds(self._control, [_BEGUN], [theirs.fileno()])
+            finally:
+                theirs.close()
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except OSError as error:
+            ours.close()
+            raise _KeeperDied from error
+        try:
+            begun = await asyncio.wait_for(reader.read(1), PATIENCE)
+            if begun != _BEGUN:
+                raise _KeeperDied
+            since = time.monotonic()
+            writer.write(len(question).to_bytes(8, "big") + question)
+            # the process ends by itself in time; a second more is for a machine that is busy
+            answer = await asyncio.wait_for(reader.read(-1), self.seconds + 5)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise Died(f"it took longer than {self.seconds:g} s") from None
+        except OSError:
+            answer, since = b"", time.monotonic()
+        finally:
+            writer.close()
+        if not answer:
+            late = time.monotonic() - since >= self.seconds * 0.95
+            raise Died(f"it took longer than {self.seconds:g} s" if late else "it ended the process that checked it")
+        return answer
+
+
+class _KeeperDied(Exception):
+    pass
+
+
+def _dies_with(parent: int) -> None:
+    """End when the parent does, however it does."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _keep(bounded: Bounded, control: socket.socket, parent: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes the dead away
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+    _dies_with(parent)
+    faulthandler.disable()
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(null, standard)
+    # not one of the server's connections, nor its listening socket, may stay open here
+    kept = control.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    bounded.prepare()
+    gc.collect()
+    gc.freeze()  # so that collecting does not copy the pages that all share
+    us = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        for descriptor in descriptors:
+            if os.fork() == 0:
+                status = 1
+                try:
+                    control.close()
+                    _dies_with(us)
+                    _answer(bounded, socket.socket(fileno=descriptor))
+                    status = 0
+                finally:
+                    os._exit(status)
+            os.close(descriptor)
+
+
+def _answer(bounded: Bounded, connection: socket.socket) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)  # what a library prints about a client's text belongs in no log
+    connection.sendall(_BEGUN)
+    with connection.makefile("rb") as stream:
+        question = stream.read(int.from_bytes(stream.read(8), "big"))
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + bounded.memory,) * 2)
+    signal.setitimer(signal.ITIMER_REAL, bounded.seconds)  # SIGALRM ends the process, also within foreign code
+    connection.sendall(bounded.work(question))

@@ -1,0 +1,275 @@
+"""The table of every field that vLLM 0.11.0's requests have, by route: its bounds, or nothing where any value serves.
+
+A field that is not named here is either free text for the model, or bound by vLLM before it does anything with it;
+`tests/serving/admission/test_fields.py` has the list of those, so that a field of another release cannot be missed.
+The reasons stand beside the bounds that are not the ones of OpenAI's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from npu_gptoss.serving.admission.refusal import Refusal, Said, refuse
+from npu_gptoss.serving.admission.rules import (
+    Limits,
+    Rule,
+    as_number,
+    fields_of,
+    identifier,
+    integer,
+    logprobs,
+    mapping,
+    number,
+    objects,
+    size,
+    text,
+    texts,
+    token_ids,
+    unless,
+)
+
+Fields = Mapping[str, Rule]
+
+INT32 = 2**31 - 1  # what tensors of counts and ranks hold
+INT64 = 2**63 - 1
+
+SCHEMA = size(256 * 1024)  # a schema of 256 KiB has thousands of properties
+PATTERN = text(16 * 1024)
+REQUEST_ID = identifier(256)
+CHOICES = texts(4096, 4096)
+
+# names that transformers' apply_chat_template takes for itself (CVE-2025-62426)
+_TEMPLATE_OWN = [
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+]
+
+
+def _template_name(value: Any, limits: Limits, name: str) -> None:
+    if value in _TEMPLATE_OWN:
+        raise refuse(name, "names that the template reads", value)
+
+
+def _prompts(value: Any, limits: Limits, name: str) -> None:
+    """A text, token ids, or a list of either."""
+    if isinstance(value, str) or not isinstance(value, list):
+        return
+    if not value:
+        raise refuse(name, "a prompt", value)
+    if not isinstance(value[0], str | list):
+        token_ids("vocab_size", empty=False)(value, limits, name)
+        return
+    if len(value) > limits.max_prompts:
+        raise refuse(name, f"at most {limits.max_prompts} prompts", Said(str(len(value))))
+    for index, item in enumerate(value):
+        if not item and isinstance(item, str | list):
+            raise refuse(f"{name}[{index}]", "a prompt that is not empty", item)
+        token_ids("vocab_size")(item, limits, f"{name}[{index}]")
+
+
+def _response_format(value: Any, limits: Limits, name: str) -> None:
+    fields_of({"json_schema": fields_of({"schema": SCHEMA}), "structures": objects(256, {"schema": SCHEMA})})(
+        value, limits, name
+    )
+    if value.get("type") == "json_schema":
+        _needs_schema((value.get("json_schema") or {}).get("schema"), f"{name}.json_schema.schema")
+
+
+def _text_format(value: Any, limits: Limits, name: str) -> None:
+    fields_of({"schema": SCHEMA})(value, limits, name)
+    if value.get("type") == "json_schema":
+        _needs_schema(value.get("schema"), f"{name}.schema")
+
+
+def _needs_schema(schema: Any, name: str) -> None:
+    if not isinstance(schema, dict):
+        raise refuse(name, "a JSON schema", schema)
+
+
+STRUCTURED: Fields = {
+    "json": SCHEMA,
+    "regex": PATTERN,
+    "choice": CHOICES,
+    "grammar": PATTERN,
+    "structural_tag": SCHEMA,
+    "whitespace_pattern": text(256),
+}
+
+# what every request has that reaches the scheduler
+QUEUED: Fields = {
+    "model": text(1024),
+    "priority": integer(-INT32, INT32),
+    "request_id": REQUEST_ID,
+    "cache_salt": text(1024),
+    "mm_processor_kwargs": mapping(0),  # gpt-oss reads text
+    "truncate_prompt_tokens": integer(-1, "max_model_len"),
+}
+
+SAMPLING: Fields = QUEUED | {
+    "n": integer(1, "max_n"),
+    "best_of": integer(1, 1),  # vLLM's engine serves no other
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    # a factor on logits in float32: far from where it over- or underflows
+    "repetition_penalty": number(0.01, 100),
+    "length_penalty": number(-100, 100),
+    "temperature": number(0, 100),
+    "top_p": number(0, 1, above=True),
+    "min_p": number(0, 1),
+    "top_k": integer(-1, INT32),
+    "seed": integer(-INT64 - 1, INT64),
+    "max_tokens": integer(0, INT64),
+    "min_tokens": integer(0, "max_model_len"),
+    "prompt_logprobs": logprobs(least=-1),
+    "stop": texts(256, 4096),
+    "stop_token_ids": token_ids("vocab_size", 1024),
+    "allowed_token_ids": token_ids("tokenizer_size", empty=False),
+    "logit_bias": mapping(2048, keys=integer(0, "last_token"), values=number(None)),
+    "stream_options": fields_of({}),
+    "response_format": _response_format,
+    "structured_outputs": fields_of(STRUCTURED),
+    "guided_json": SCHEMA,
+    "guided_regex": PATTERN,
+    "guided_choice": CHOICES,
+    "guided_grammar": PATTERN,
+    "guided_whitespace_pattern": text(256),
+    "vllm_xargs": mapping(64, keys=text(256)),
+    "kv_transfer_params": size(16 * 1024),
+}
+
+TOOLS: Fields = {
+    "tools": objects(
+        512,
+        {
+            "function": fields_of(
+                {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}
+            )
+        },
+    ),
+}
+
+TEMPLATE: Fields = {
+    "chat_template": unless(
+        "chat_templates", "this server renders with its own template; --trust-request-chat-template takes others."
+    ),
+    "chat_template_kwargs": mapping(32, keys=_template_name, values=size(4096)),
+}
+
+CHAT: Fields = (
+    SAMPLING
+    | TOOLS
+    | TEMPLATE
+    | {
+        "messages": objects(16384),
+        "top_logprobs": logprobs(least=-1),
+        "max_completion_tokens": integer(0, INT64),
+        # a word of white space alone has no token
+        "bad_words": texts(1024, 256, blank=False),
+        "structural_tag": SCHEMA,
+    }
+)
+
+COMPLETION: Fields = SAMPLING | {
+    "prompt": _prompts,
+    "prompt_embeds": unless("prompt_embeds", "this server takes no embeddings; --enable-prompt-embeds takes them."),
+    "logprobs": logprobs(),
+}
+
+RESPONSES: Fields = QUEUED | {
+    "temperature": SAMPLING["temperature"],
+    "top_p": SAMPLING["top_p"],
+    "top_logprobs": logprobs(),
+    "max_output_tokens": integer(1, INT64),
+    "max_tool_calls": integer(0, INT32),
+    "text": fields_of({"format": _text_format}),
+    "tools": objects(512, {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}),
+    "previous_response_id": identifier(256),
+    "reasoning": fields_of({}),
+}
+
+TOKENIZE: Fields = TOOLS | TEMPLATE | {"messages": objects(16384), "mm_processor_kwargs": mapping(0)}
+
+DETOKENIZE: Fields = {"tokens": token_ids("tokenizer_size")}
+
+# what no served model of ours can do; vLLM says so, once it could read the request
+OTHER: Fields = QUEUED | {"dimensions": integer(1, INT32), "top_n": integer(-INT32, INT32)}
+
+ROUTES: dict[str, Fields] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+    **dict.fromkeys(
+        ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), OTHER
+    ),
+}
+
+INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
+RESPONSES_ROUTE = "/v1/responses"
+GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, INVOCATIONS}
+
+# routes that only some servers have a use for: the field of Limits that says so, and what is said elsewhere
+RESERVED = {
+    "/scale_elastic_ep": (
+        "elastic",
+        "This server cannot be scaled while it runs (--data-parallel-backend ray); trying would stop its service.",
+    ),
+}
+
+
+def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
+    """The table that applies; an empty one for a route without."""
+    if route == INVOCATIONS:
+        if "messages" in body:
+            return CHAT if "prompt" not in body else CHAT | {"prompt": _prompts, **_EMBEDS}
+        return COMPLETION if "prompt" in body or "prompt_embeds" in body else OTHER
+    return ROUTES.get(route, {})
+
+
+_EMBEDS: Fields = {"prompt_embeds": COMPLETION["prompt_embeds"]}
+
+
+def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
+    """Raises Refusal for the first field that is out of its bounds."""
+    option, reason = RESERVED.get(route, (None, ""))
+    if option is not None and not getattr(limits, option):
+        raise Refusal(reason)
+    for name, rule in fields_for(route, body).items():
+        value = body.get(name)
+        if value is not None:
+            rule(value, limits, name)
+    for relation in RELATIONS:
+        relation(body, limits)
+
+
+def _sequences(body: Mapping[str, Any], limits: Limits) -> None:
+    prompts = body.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], str | list) else 1
+    asked = count * int(as_number(body.get("n") or 1) or 1)
+    if asked > limits.max_prompts:
+        raise refuse("n", f"at most {limits.max_prompts} sequences (prompts times n) in one request", Said(str(asked)))
+
+
+def _least_and_most(body: Mapping[str, Any], limits: Limits) -> None:
+    most = as_number(body.get("max_completion_tokens") or body.get("max_tokens"))
+    least = as_number(body.get("min_tokens"))
+    if most and least and least > most:
+        raise refuse("min_tokens", f"at most max_tokens, {most}", least)
+
+
+RELATIONS = (_sequences, _least_and_most)

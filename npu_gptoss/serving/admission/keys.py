@@ -1,0 +1,60 @@
+"""Who may come in: with keys, every route but /health and /ping needs one.
+
+vLLM 0.11.0 guards what begins with /v1 and reads the path from the client's Host header (CVE-2026-48746). Here the
+path is the one that the router sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from npu_gptoss.serving.admission.refusal import Refusal
+
+OPEN = frozenset({"/health", "/ping"})  # for load balancers and orchestrators, which hold no key
+METRICS = "/metrics"
+CHALLENGE = ((b"www-authenticate", b"Bearer"),)
+
+_REFUSAL = Refusal(
+    "An API key is needed: send the header `Authorization: Bearer KEY` with a key of this server.",
+    status=HTTPStatus.UNAUTHORIZED,
+)
+
+
+def route_path(scope: Mapping[str, Any]) -> str:
+    """The path that the router matches: without the prefix that a proxy left on it (`--root-path`)."""
+    path, root = scope["path"], scope.get("root_path", "")
+    if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
+        return path[len(root) :]
+    return path
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyGuard:
+    """Holds the digests of the keys; without keys everybody may come in."""
+
+    def __init__(self, keys: Iterable[str], open_metrics: bool = False) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open = OPEN | {METRICS, METRICS + "/"} if open_metrics else OPEN
+
+    def objection(self, scope: Mapping[str, Any]) -> Refusal | None:
+        """Why this HTTP or WebSocket connection is not let in; None when it is."""
+        if not self._digests or route_path(scope) in self._open:
+            return None
+        headers = dict(scope["headers"])
+        if scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
+            return None  # a browser's preflight carries no key, and the CORS middleware answers it by itself
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return _REFUSAL
+        scheme, _, key = given[0].partition(b" ")
+        digest, known = _digest(key), False
+        for other in self._digests:  # all of them, so that the time does not tell which
+            known |= secrets.compare_digest(digest, other)
+        return None if known and scheme.lower() == b"bearer" else _REFUSAL

@@ -1,0 +1,65 @@
+"""An answer that says no: the field, what was expected, what was got, in OpenAI's error form."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
+_SHOWN.maxlist = _SHOWN.maxdict = 4
+_SHOWN.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """A value in at most some 200 characters, with everything that is not printable escaped."""
+    if value is True or value is False or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = _SHOWN.repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def escaped(text: str, limit: int = 1000) -> str:
+    """A text from elsewhere (a library's error) on one line, printable and bounded."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit].strip().replace("\n", " "))
+    return line + "..." if len(text) > limit else line
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """Why a request is not served."""
+
+    message: str
+    param: str | None = None
+    status: HTTPStatus = HTTPStatus.BAD_REQUEST
+
+    def body(self) -> bytes:
+        kind = "BadRequestError" if self.status == HTTPStatus.BAD_REQUEST else self.status.phrase
+        error = {"message": self.message, "type": kind, "param": self.param, "code": int(self.status)}
+        return json.dumps({"error": error}).encode()
+
+
+def refuse(param: str | None, expected: str, got: Any) -> Refusal:
+    """`got` is the client's value, or a sentence's end when it is an instance of `Said`."""
+    seen = got if isinstance(got, Said) else shown(got)
+    return Refusal(f"{param or 'The body'}: expected {expected}, got {seen}.", param)
+
+
+class Said(str):
+    """Words of ours about a value, to be printed as they are."""
+
+
+async def answer(send: Send, refusal: Refusal, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    body = refusal.body()
+    length = str(len(body)).encode()
+    base = ((b"content-type", b"application/json"), (b"content-length", length))
+    await send({"type": "http.response.start", "status": int(refusal.status), "headers": [*base, *headers]})
+    await send({"type": "http.response.body", "body": body})
