@@ -33,6 +33,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= 3600:
+        raise ValueError("expected seconds from 0 to 3600")
+    return seconds
+
+
 @dataclass(frozen=True)
 class Variable:
     name: str
@@ -52,6 +59,12 @@ VARIABLES: dict[str, Variable] = {
             _switch,
             False,
             "ignore third-party kernels (entry points `npu_gptoss.kernels`)",
+        ),
+        Variable(
+            "NPU_GPTOSS_DRAIN_SECONDS",
+            _seconds,
+            3.0,
+            "how long a server that is told to stop waits for the requests in flight, up to 3600",
         ),
         Variable(
             "NPU_GPTOSS_EMULATED", _switch, False, "set by `npu-gptoss emulate`: this process runs on the emulated 910B"

@@ -45,6 +45,12 @@ _ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _LOGGERS = "vllm.v1.metrics.loggers"
+_LAUNCHER = "vllm.entrypoints.launcher"
+_SERVER = "vllm.entrypoints.openai.api_server"
+_CORE = "vllm.v1.engine.core"
+_CLIENT = "vllm.v1.engine.core_client"
+_ASYNC = "vllm.v1.engine.async_llm"
+_EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -294,6 +300,78 @@ PATCHES: tuple[Patch, ...] = (
         touches=(f"{_RESPONSES}:OpenAIServingResponses._process_harmony_streaming_events",),
         installer="streaming:install_indices",
         upstream="vllm issue 45742, PR 45745 (open)",
+    ),
+    Patch(
+        name="server-end",
+        reason="A signal ends the engine before the server, so that requests in flight are never answered and the "
+        "server waits for them without a limit; the engine's death is exit status 0.",
+        module=_LAUNCHER,
+        touches=(f"{_LAUNCHER}:serve_http", f"{_LAUNCHER}:watchdog_loop"),
+        installer="ending:install_server",
+        upstream="none found",
+    ),
+    Patch(
+        name="server-end-answers",
+        reason="A request that the engine's end took is told as an internal error, and a streamed response breaks off.",
+        module=_SERVER,
+        touches=(f"{_SERVER}:build_app", f"{_SERVER}:_convert_stream_to_sse_events"),
+        installer="ending:install_answers",
+        upstream="none found",
+    ),
+    Patch(
+        name="server-end-responses",
+        reason="A response that the engine's end took is told as a bad request, which no client sends again.",
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses.create_responses",),
+        installer="ending:install_responses",
+        upstream="none found",
+    ),
+    Patch(
+        name="server-port",
+        reason="Two servers take the same port, and each gets some of the requests.",
+        module=_SERVER,
+        touches=(f"{_SERVER}:create_server_socket",),
+        installer="ending:install_port",
+        upstream="none found",
+    ),
+    Patch(
+        name="engine-pulse",
+        reason="The server knows neither whether its engine answers nor why it died, and an engine outlives a server "
+        "that was killed.",
+        module=_CORE,
+        touches=(
+            f"{_CORE}:EngineCoreProc.__init__",
+            f"{_CORE}:EngineCoreProc._process_engine_step",
+            f"{_CORE}:EngineCoreProc._send_engine_dead",
+            f"{_CORE}:EngineCoreProc.run_busy_loop",
+            f"{_CORE}:DPEngineCoreProc.run_busy_loop",
+        ),
+        installer="pulse:install_engine",
+        upstream="none found",
+    ),
+    Patch(
+        name="engine-pulse-client",
+        reason="As engine-pulse, in the server's process.",
+        module=_CLIENT,
+        touches=(f"{_CLIENT}:MPClient.__init__",),
+        installer="pulse:install_client",
+        upstream="none found",
+    ),
+    Patch(
+        name="health",
+        reason="/health answers 200 for an engine that is stopped or hangs.",
+        module=_ASYNC,
+        touches=(f"{_ASYNC}:AsyncLLM.check_health",),
+        installer="pulse:install_health",
+        upstream="none found",
+    ),
+    Patch(
+        name="worker-parent",
+        reason="A worker that hangs in an operation outlives an engine that was killed, and keeps its device.",
+        module=_EXECUTOR,
+        touches=(f"{_EXECUTOR}:WorkerProc.__init__",),
+        installer="pulse:install_worker",
+        upstream="none found",
     ),
 )
 

@@ -1,0 +1,248 @@
+"""How the server ends: in words for the clients, in seconds for whoever waits, with a status for whoever starts it again.
+
+vLLM 0.11.0 takes a signal by ending the engine first and waiting for the connections afterwards, without a limit: the
+requests in flight are never answered. It takes the engine's death for a regular end, exit status 0. And it opens its
+port so that a second server on the same port gets half of the first one's requests.
+
+Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends what is left with
+an error, and only then ends the engine. A second signal ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from http import HTTPStatus
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from npu_gptoss import envs
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+    from vllm.engine.protocol import EngineClient
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+WATCH = 0.5  # seconds between two looks at the engine
+LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
+STATUS = 1  # of a server whose engine died
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# they log each request that fails with a traceback
+TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
+
+
+class ServerStoppingError(EngineDeadError):
+    """What a request in flight ends with when the server is told to stop."""
+
+    def __init__(self) -> None:
+        Exception.__init__(
+            self, "The server is shutting down: this request was ended before its answer was whole. Send it again."
+        )
+
+
+def _is_final(error: BaseException | None) -> bool:
+    return isinstance(error, EngineDeadError)
+
+
+def _told_once(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], ServerStoppingError))
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def install_server(launcher: ModuleType) -> None:
+    original = launcher.serve_http
+    expect_parameters(original, "app", "sock", "uvicorn_kwargs")
+    expect_source(original, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
+    expect_source(original, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
+    expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
+
+    @functools.wraps(original)
+    async def serve_http(app: FastAPI, sock: socket.socket | None, *args: Any, **kwargs: Any) -> Coroutine:
+        drain = envs.get("NPU_GPTOSS_DRAIN_SECONDS")
+        kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
+        engine = app.state.engine_client
+        loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+            loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+        rest = await original(app, sock, *args, **kwargs)
+        if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
+            await _stop(rest, engine, drain)
+            return _nothing()
+        await rest
+        return _died(engine) if engine.errored else _nothing()
+
+    @functools.wraps(launcher.watchdog_loop)
+    async def watchdog_loop(server: Any, engine: EngineClient) -> None:
+        while True:
+            await asyncio.sleep(WATCH)
+            launcher.terminate_if_errored(server, engine)
+
+    copies = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
+    replace(launcher, "serve_http", serve_http, copies=copies)
+    replace(launcher, "watchdog_loop", watchdog_loop)
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
+    """Wait for the requests in flight, then end them; the engine is there until this returns."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, functools.partial(_at_once, engine))
+    count = engine.output_processor.get_num_unfinished_requests()
+    logger.info(
+        "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.", count, drain
+    )
+    for name in TALKATIVE:
+        logging.getLogger(name).addFilter(_told_once)
+    ending = asyncio.ensure_future(shutdown)
+    await asyncio.wait({ending}, timeout=drain)
+    while not ending.done():  # more than once: a request may have been on its way to the engine
+        engine.output_processor.propagate_error(ServerStoppingError())
+        await asyncio.wait({ending}, timeout=0.1)
+    await ending
+
+
+def _processes(engine: Any) -> list[Any]:
+    return list(getattr(engine.engine_core.resources.engine_manager, "processes", ()))
+
+
+def _at_once(engine: Any, number: int, frame: object) -> None:
+    from vllm.utils import kill_process_tree
+
+    for process in _processes(engine):
+        if process.is_alive():
+            kill_process_tree(process.pid)
+    os._exit(128 + number)
+
+
+def _cause(engine: Any) -> str:
+    """The engine's own last error, or the signal that ended it, in words."""
+    pulse = getattr(engine.engine_core, "npu_gptoss_pulse", None)
+    if pulse is not None and pulse.cause:
+        return pulse.cause
+    for process in _processes(engine):
+        code = process.exitcode
+        if code is not None and code < 0:
+            killed = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
+            return f"its process {process.name} was ended by {signal.Signals(-code).name}{killed}"
+        if code:
+            return f"its process {process.name} ended with exit status {code}"
+    return "no reason is known; look above for its last lines"
+
+
+async def _died(engine: Any) -> None:
+    """Awaited last, when everything is closed."""
+    cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
+    logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
+    raise SystemExit(STATUS)
+
+
+# -- what the clients get ---------------------------------------------------------------------------------------------
+
+
+def install_answers(api_server: ModuleType) -> None:
+    """503 for what the engine's end took, and an error as the last event of a streamed response."""
+    from fastapi import HTTPException
+
+    build, convert = api_server.build_app, api_server._convert_stream_to_sse_events
+    expect_source(build, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),")
+    expect_source(convert, "async for event in generator", "yield event_data")
+
+    @functools.wraps(build)
+    def build_app(*args: Any, **kwargs: Any) -> FastAPI:
+        app = build(*args, **kwargs)
+        handler = app.exception_handlers[HTTPException]
+
+        async def told(request: Request, error: HTTPException) -> Response:
+            if _is_final(error.__cause__):
+                error.status_code = HTTPStatus.SERVICE_UNAVAILABLE.value
+            return await handler(request, error)
+
+        app.add_exception_handler(HTTPException, told)
+        return app
+
+    @functools.wraps(convert)
+    async def _convert_stream_to_sse_events(generator: AsyncGenerator[Any, None]) -> AsyncIterator[str]:
+        from openai.types.responses import ResponseErrorEvent
+
+        last = -1
+
+        async def counted() -> AsyncIterator[Any]:
+            nonlocal last
+            async for event in generator:
+                last = getattr(event, "sequence_number", last)
+                yield event
+
+        try:
+            async for text in convert(counted()):
+                yield text
+        except Exception as error:
+            if not _is_final(error):
+                logger.exception("npu-gptoss: a streamed response ended with an error")
+            event = ResponseErrorEvent(
+                type="error", code="server_error", message=str(error), param=None, sequence_number=last + 1
+            )
+            yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
+
+    replace(api_server, "build_app", build_app)
+    replace(api_server, "_convert_stream_to_sse_events", _convert_stream_to_sse_events)
+
+
+def install_responses(serving_responses: ModuleType) -> None:
+    """/v1/responses tells an engine's end as a bad request."""
+    serving = serving_responses.OpenAIServingResponses
+    original = serving.create_responses
+    expect_source(original, "except Exception as e: return self.create_error_response(str(e))")
+    final = {str(ServerStoppingError()), str(EngineDeadError())}
+
+    @functools.wraps(original)
+    async def create_responses(self, *args: Any, **kwargs: Any) -> Any:
+        answer = await original(self, *args, **kwargs)
+        error = getattr(answer, "error", None)
+        if isinstance(answer, serving_responses.ErrorResponse) and error.message in final:
+            error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
+            error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+        return answer
+
+    replace(serving, "create_responses", create_responses)
+
+
+# -- the port ---------------------------------------------------------------------------------------------------------
+
+
+def install_port(api_server: ModuleType) -> None:
+    """A port belongs to one server: vLLM opens it with SO_REUSEPORT, and the kernel deals out the connections."""
+    original = api_server.create_server_socket
+    expect_parameters(original, "addr")
+    expect_source(original, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
+
+    @functools.wraps(original)
+    def create_server_socket(addr: tuple[str, int]) -> socket.socket:
+        family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(addr)
+            except OSError as error:
+                raise SystemExit(
+                    f"vllm serve: the server cannot listen on {addr[0] or 'any address'} port {addr[1]}: "
+                    f"{error.strerror}. Choose another with --port, or another address with --host."
+                ) from None
+        return original(addr)
+
+    replace(api_server, "create_server_socket", create_server_socket)

@@ -1,0 +1,214 @@
+"""The engine tells the server, unasked, that it lives: once a second, how long its step has lasted, and why it died.
+
+vLLM 0.11.0's server knows only whether the engine's process exists. A stopped process, a step that never ends, and the
+reason of a death stay unknown to it. The message travels as the result of a utility call that nobody made: vLLM's own
+channel, without a question, so that `/health` answers at once however busy the engine is.
+
+It also watches the other way: an engine or a worker whose parent is gone ends itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+CALL = -1  # vLLM numbers its calls by time, all above 0
+INTERVAL = 1.0  # seconds between two messages
+SILENCE = 10.0  # seconds without a message after which an engine counts as one that does not answer
+GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
+CHILDREN = ("EngineCore", "VllmWorker")  # how vLLM names the processes that must not outlive their parent
+LAST_WILL = 5.0  # seconds that such a process gets to end by itself
+
+_STEP = "_npu_gptoss_step_began"
+
+
+class Pulse:
+    """What the engines last said of themselves. It stands among the pending utility calls, and stays there."""
+
+    def __init__(self, calls: dict[int, Any]) -> None:
+        self._calls = calls
+        self._heard: dict[int, tuple[float, float]] = {}  # engine -> when, seconds that its step had lasted by then
+        self.cause = ""  # the last error of the engine that died first
+        calls[CALL] = self
+
+    def set_result(self, message: list[Any]) -> None:
+        """`[engine, seconds of the current step or 0, last error or ""]`."""
+        self._calls[CALL] = self  # vLLM takes a call out when its result arrives
+        engine, seconds, cause = message
+        self._heard[engine] = (time.monotonic(), seconds)
+        self.cause = self.cause or cause
+
+    def objection(self, longest_step: float) -> str:
+        """Why requests would not be answered, in words; empty when all is well. `longest_step` in seconds."""
+        now = time.monotonic()
+        for engine, (when, seconds) in self._heard.items():
+            if now - when > SILENCE:
+                return f"engine {engine} has been silent for {now - when:.0f} s: its process is stopped or hangs"
+            if seconds > longest_step:
+                return f"a step of engine {engine} has lasted {seconds:.0f} s, the limit is {longest_step:.0f} s"
+        return ""
+
+
+def install_client(core_client: ModuleType) -> None:
+    """The server's end of the message."""
+    client = core_client.MPClient
+    original = client.__init__
+    expect_parameters(original, "self", "asyncio_mode", "vllm_config")
+    expect_source(original, "self.utility_results: dict[int, AnyFuture] = {}")
+    expect_source(
+        core_client._process_utility_output,
+        "future = utility_results.pop(output.call_id)",
+        "future.set_result(output.result.result)",
+    )
+
+    @functools.wraps(original)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.npu_gptoss_pulse = Pulse(self.utility_results)
+
+    replace(client, "__init__", __init__)
+
+
+def install_health(async_llm: ModuleType) -> None:
+    """`/health` answers 503 for an engine that does not answer, too."""
+    from vllm import envs as vllm_envs
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class EngineSilentError(EngineDeadError):
+        """Alive as a process, and of no use."""
+
+        def __init__(self, reason: str) -> None:
+            Exception.__init__(self, reason)
+
+    engine = async_llm.AsyncLLM
+    original = engine.check_health
+    expect_source(original, "if self.errored: raise self.dead_error")
+
+    @functools.wraps(original)
+    async def check_health(self) -> None:
+        await original(self)
+        pulse = getattr(self.engine_core, "npu_gptoss_pulse", None)
+        if pulse is None:
+            return
+        longest = float(vllm_envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + GRACE
+        while (reason := pulse.objection(longest)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        if reason:
+            logger.warning("npu-gptoss: /health answers 503: %s.", reason)
+            raise EngineSilentError(reason)
+
+    replace(engine, "check_health", check_health)
+
+
+def _tell(engine: Any, cause: str = "") -> None:
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
+
+    began = getattr(engine, _STEP, None)
+    seconds = 0.0 if began is None else time.monotonic() - began
+    for client in range(engine.client_count):
+        output = UtilityOutput(CALL, result=UtilityResult([engine.engine_index, seconds, cause]))
+        engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+
+
+def _beat(reference: Callable[[], Any]) -> None:
+    while (engine := reference()) is not None and engine.output_thread.is_alive():
+        _tell(engine)
+        del engine
+        time.sleep(INTERVAL)
+
+
+def install_engine(core: ModuleType) -> None:
+    """The engine's end of the message."""
+    proc = core.EngineCoreProc
+    original_init, original_step, original_dead = proc.__init__, proc._process_engine_step, proc._send_engine_dead
+    expect_source(original_init, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
+    expect_source(proc.process_output_sockets, "client_index, outputs = output", "outputs.engine_index = engine_index")
+    expect_source(original_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
+    expect_source(original_step, "self.step_fn()")
+
+    @functools.wraps(original_init)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        original_init(self, *args, **kwargs)
+
+    @functools.wraps(original_step)
+    def _process_engine_step(self) -> bool:
+        setattr(self, _STEP, time.monotonic())
+        try:
+            return original_step(self)
+        finally:
+            setattr(self, _STEP, None)
+
+    @functools.wraps(original_dead)
+    def _send_engine_dead(self) -> None:
+        error = sys.exc_info()[1]
+        _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
+        original_dead(self)
+
+    replace(proc, "__init__", __init__)
+    replace(proc, "_process_engine_step", _process_engine_step)
+    replace(proc, "_send_engine_dead", _send_engine_dead)
+    for owner in (proc, core.DPEngineCoreProc):
+        replace(owner, "run_busy_loop", _beating(vars(owner)["run_busy_loop"]))
+    end_with_parent()  # a spawned engine loads this when its constructor has begun
+
+
+def _beating(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def run_busy_loop(self) -> None:
+        reference = weakref.ref(self)
+        threading.Thread(target=_beat, args=(reference,), name="npu-gptoss pulse", daemon=True).start()
+        original(self)
+
+    return run_busy_loop
+
+
+def install_worker(executor: ModuleType) -> None:
+    """vLLM's worker asks itself between two calls whether its parent lives; one that hangs in a call never does."""
+    worker = executor.WorkerProc
+    original = worker.__init__
+    expect_parameters(original, "self", "vllm_config", "rank")
+
+    @functools.wraps(original)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        original(self, *args, **kwargs)
+
+    replace(worker, "__init__", __init__)
+    end_with_parent()
+
+
+@functools.cache
+def _watch(pid: int) -> None:
+    """Once in the process `pid`; a process that is forked from it has a pid, and a watch, of its own."""
+    parent = multiprocessing.parent_process()
+
+    def outlive() -> None:
+        parent.join()
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(LAST_WILL)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=outlive, name="npu-gptoss parent", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """In an engine or a worker of vLLM: end when the parent is gone. Elsewhere, and the second time: nothing."""
+    if multiprocessing.parent_process() and multiprocessing.current_process().name.startswith(CHILDREN):
+        _watch(os.getpid())
