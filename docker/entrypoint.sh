@@ -25,7 +25,7 @@ shift || true
 if [ "${NPU_GPTOSS_PLATFORM:-}" = cpu ]; then
     # so that the log of the container is the server's; exec keeps the process id
     tail --pid=$$ --lines=+1 --follow=name "$home/serve.log" &
-    exec python3 "$home/scripts/serve_cpu.py" --host 0.0.0.0 --port "${PORT:-8000}" "$@"
+    exec python3 "$home/scripts/serve_cpu.py" --log "$home/serve.log" --host 0.0.0.0 --port "${PORT:-8000}" "$@"
 fi
 python3 "$home/docker/preflight.py" || exit 1
 exec "$home/scripts/serve.sh" --host 0.0.0.0 --port "${PORT:-8000}" "$@"

@@ -29,6 +29,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
@@ -41,12 +42,16 @@ OWN_QUESTION = "What does an attention sink do? One sentence."
 # set by `npu-gptoss emulate` for all that it runs
 EMULATED = os.environ.get("NPU_GPTOSS_EMULATED") == "1"
 TARGET = "serve-emulated" if EMULATED else "serve"
-LOG = ROOT / f"{TARGET}.log"
 # a graph is captured for each batch size: few sizes, a quick start
 EMULATED_FLAGS = ("--max-num-seqs", "16")
 # the server is on this machine, where no proxy of the user's has to be asked for it
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-PATIENCE = 15  # seconds between asking the server to stop and killing it
+# seconds between asking the server to stop and killing it: requests in flight may finish, and it needs 7 for the rest
+PATIENCE = envs.get("NPU_GPTOSS_DRAIN_SECONDS") + 12
+
+
+# how the server ends a log by itself: npu_gptoss/serving/compat/shutdown.py
+LAST_WORD = re.compile(r"(?:npu-gptoss: (?=the engine died)|(?:^|\) )vllm serve: )(.+)")
 
 
 class ServeError(InputError):
@@ -145,8 +150,24 @@ def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts the server in a process group of its own, with its output in `log`."""
-    with log.open("wb") as file:
+    """Starts the server in a process group of its own, with its output in `log`, which is the server's for its life.
+
+    Raises ServeError when the log cannot be written, or belongs to another server.
+    """
+    try:
+        file = log.open("ab")
+    except OSError as error:
+        raise ServeError(
+            f"the server's log {log} cannot be written: {error.strerror}. Mend that, or name another file with --log."
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the server inherits the lock with the file
+        except BlockingIOError:
+            raise ServeError(f"another server writes {log}. End that one, or choose another port.") from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
         return subprocess.Popen(
             command,
             env=environment,
@@ -159,15 +180,15 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
 
 def stop(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
     """Asks the server to stop; after `patience` seconds kills what is left of its group. Doing it twice is fine."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+    finally:  # also when a second Ctrl-C ends the waiting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def tail(log: Path, lines: int = 0) -> list[str]:
@@ -177,7 +198,13 @@ def tail(log: Path, lines: int = 0) -> list[str]:
 
 
 def likely_reason(log: Path) -> str:
-    """The first error in the log, preferably one of this package; the last one is mostly 'see above'."""
+    """The server's own last word, else the first error in the log, preferably one of this package.
+
+    The last error is mostly 'see above'.
+    """
+    for line in reversed(tail(log)):
+        if last := LAST_WORD.search(line):
+            return last[1]
     told = [line for line in tail(log) if not re.search(r"(?:^|\) )(?:INFO|WARNING) ", line)]
     errors = [found for line in told if (found := re.search(r"([\w.]*)(?:Error: |Value error, )(.+)", line))]
     own = [error for error in errors if "npu-gptoss" in error[2] or error[1].startswith("npu_gptoss.")]
@@ -231,6 +258,11 @@ def show_progress(log: Path) -> Callable[[float], None]:
     return show
 
 
+def log_of(port: int) -> Path:
+    """Where the server on this port writes: two servers of one checkout do not share a log."""
+    return ROOT / f"{TARGET}-{port}.log"
+
+
 def example_request(url: str, name: str, question: str) -> str:
     body = {"model": name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
@@ -247,20 +279,25 @@ def run(options: argparse.Namespace) -> int:
     environment = cpu_environment(model, ensure_vocabulary(model))
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *options.vllm]
     command = serve_command(model, name, options.host, options.port, flags)
+    log = Path(options.log) if options.log else log_of(options.port)
     url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     where = " on the emulated Ascend 910B" if EMULATED else ""
-    print(f"vllm serve: starting{where}, its output goes to {LOG}\n  {shlex.join(command)}", flush=True)
-    process = start(command, environment, LOG)
+    print(f"vllm serve: starting{where}, its output goes to {log}\n  {shlex.join(command)}", flush=True)
+    process = start(command, environment, log)
     try:
-        seconds = wait_until_ready(process, url, LOG, progress=show_progress(LOG))
+        seconds = wait_until_ready(process, url, log, progress=show_progress(log))
         print(f"\nready after {seconds:.0f} s: {name} at {url}/v1 (any OpenAI client). Try, in another terminal:\n")
         print(f"  {example_request(url, name, question)}\n")
         print("Ctrl-C stops the server.", flush=True)
         code = process.wait()
-        raise ServeError(f"vllm serve ended with exit code {code}; its log is {LOG}")
+        reason = likely_reason(log)
+        raise ServeError(
+            f"vllm serve ended with exit code {code}; its log is {log}"
+            + (f"\nProbably because: {reason}" if reason else "")
+        )
     except KeyboardInterrupt:
         print("\nstopping …", flush=True)
         return 0
@@ -273,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="directory of a checkpoint; without it the trained tiny one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--log", default="", help="file for the server's output; by default one for each port")
     parser.add_argument("vllm", nargs="*", metavar="-- FLAG", help="further flags for `vllm serve`")
     try:
         return run(parser.parse_args(arguments))

@@ -138,7 +138,6 @@ def install_engine(core: ModuleType) -> None:
     proc = core.EngineCoreProc
     original_init, original_step, original_dead = proc.__init__, proc._process_engine_step, proc._send_engine_dead
     expect_source(original_init, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
-    expect_source(proc.process_output_sockets, "client_index, outputs = output", "outputs.engine_index = engine_index")
     expect_source(original_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
     expect_source(original_step, "self.step_fn()")
 

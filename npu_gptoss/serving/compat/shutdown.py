@@ -105,7 +105,9 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
         signal.signal(number, functools.partial(_at_once, engine))
     count = engine.output_processor.get_num_unfinished_requests()
     logger.info(
-        "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.", count, drain
+        "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.",
+        count,
+        drain,
     )
     for name in TALKATIVE:
         logging.getLogger(name).addFilter(_told_once)
@@ -203,23 +205,23 @@ def install_answers(api_server: ModuleType) -> None:
     replace(api_server, "_convert_stream_to_sse_events", _convert_stream_to_sse_events)
 
 
-def install_responses(serving_responses: ModuleType) -> None:
-    """/v1/responses tells an engine's end as a bad request."""
-    serving = serving_responses.OpenAIServingResponses
-    original = serving.create_responses
-    expect_source(original, "except Exception as e: return self.create_error_response(str(e))")
+def install_errors(serving_engine: ModuleType) -> None:
+    """Errors that are told within a stream, and all of /v1/responses, count as bad requests; nobody sends one again."""
+    serving = serving_engine.OpenAIServing
+    original = serving.create_error_response
+    expect_parameters(original, "self", "message", "err_type", "status_code")
+    expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
     final = {str(ServerStoppingError()), str(EngineDeadError())}
 
     @functools.wraps(original)
-    async def create_responses(self, *args: Any, **kwargs: Any) -> Any:
-        answer = await original(self, *args, **kwargs)
-        error = getattr(answer, "error", None)
-        if isinstance(answer, serving_responses.ErrorResponse) and error.message in final:
-            error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
-            error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+    def create_error_response(self, message: str, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, message, *args, **kwargs)
+        if message in final:
+            answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
+            answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
         return answer
 
-    replace(serving, "create_responses", create_responses)
+    replace(serving, "create_error_response", create_error_response)
 
 
 # -- the port ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Requests that are in flight when a server ends, and the processes that must not outlive it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}),
+    "completion": ("/v1/completions", {"prompt": "Hello", "ignore_eos": True}),
+    # /v1/responses has no ignore_eos: a grammar without an end keeps it busy
+    "response": ("/v1/responses", {"input": "What is 3 + 4? " * 60}),
+}
+LONG = 7000  # tokens; a minute at least
+
+
+@dataclass
+class Answer:
+    """`status` 0: the connection broke off. `text` is the whole body."""
+
+    kind: str
+    streamed: bool
+    status: int = -1
+    text: str = ""
+
+    def error(self) -> dict[str, Any]:
+        """What the body tells, or for a stream its last event that is an error; {} without one."""
+        if not self.streamed or self.status != 200:
+            return json.loads(self.text).get("error") or {}
+        events = [json.loads(line[6:]) for line in self.text.splitlines() if line.startswith("data: {")]
+        return next((event["error"] for event in reversed(events) if "error" in event and event["error"]), {})
+
+
+class InFlight:
+    """Long requests of each kind, streamed and whole, sent at once; `wait` gives what became of them."""
+
+    def __init__(self, url: str, model: str, kinds: tuple[str, ...] = ("chat", "completion")) -> None:
+        self.answers = [Answer(kind, streamed) for kind in kinds for streamed in (False, True)]
+        self._threads = [threading.Thread(target=_ask, args=(url, model, a), daemon=True) for a in self.answers]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> list[Answer]:
+        for thread in self._threads:
+            thread.join(seconds)
+        return self.answers
+
+
+def _ask(url: str, model: str, answer: Answer) -> None:
+    path, fields = KINDS[answer.kind]
+    body = {"model": model, "max_tokens": LONG, "stream": answer.streamed, **fields}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer.text = response.read().decode()
+            answer.status = response.status
+    except urllib.error.HTTPError as error:
+        answer.text, answer.status = error.read().decode(), error.code
+    except OSError as error:
+        answer.text, answer.status = repr(error), 0
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and the rest of /proc/PID/stat; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    stat = _stat(pid)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, without itself; parents before their children."""
+    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found = [pid]
+    for parent in found:
+        found += [child for child, stat in parents.items() if stat and int(stat[1]) == parent]
+    return found[1:]
+
+
+def engine_of(pid: int) -> int:
+    """The process of a server's engine core."""
+    for child in descendants(pid):
+        if b"EngineCore" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    raise AssertionError(f"process {pid} has no engine core")

@@ -1,0 +1,132 @@
+"""A real `vllm serve` told to stop, and one whose engine is killed, both under load: what clients and starters see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docker import healthcheck
+from scripts import serve_cpu
+from tests.serving.in_flight import InFlight, descendants, engine_of, is_running
+from tests.serving.server import START_LIMIT, free_port, wait_for
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+
+NAME = "gpt-oss-tiny"
+
+
+class Started:
+    """A server that is ready; its log, its processes."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self.port = free_port()
+        self.log, self.url = log, f"http://127.0.0.1:{self.port}"
+        base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+        environment = serve_cpu.cpu_environment(
+            model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        )
+        command = serve_cpu.serve_command(model, NAME, "127.0.0.1", self.port, ())
+        self.process = serve_cpu.start(command, environment, log)
+        serve_cpu.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
+        self.engine = engine_of(self.process.pid)
+        self.below = descendants(self.process.pid)
+
+    def health(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def busy(self) -> InFlight:
+        requests = InFlight(self.url, NAME)
+        assert wait_for(lambda: "POST /v1/chat/completions" in self.log.read_text(), 30), "no stream has begun"
+        return requests
+
+    def ended(self, seconds: float) -> tuple[int, float]:
+        """Its exit status, and the seconds until then."""
+        begin = time.monotonic()
+        return self.process.wait(seconds), time.monotonic() - begin
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("vllm")
+    from npu_gptoss.model.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("shutdown") / "model"
+    write_tiny(folder, trained=True)
+    return folder
+
+
+@pytest.fixture
+def started(model: Path, tmp_path: Path) -> Iterator[Started]:
+    server = Started(model, tmp_path / "log")
+    try:
+        yield server
+    finally:
+        serve_cpu.stop(server.process)
+
+
+def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_every_client(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock: /health says 200 for ever; the clients are never answered and the server waits for them."""
+    monkeypatch.setenv("PORT", str(started.port))
+    assert (started.health(), healthcheck.main()) == (200, 0)
+    os.kill(started.engine, signal.SIGSTOP)
+    try:
+        assert wait_for(lambda: started.health() == 503, 30)
+        assert healthcheck.main() == 1
+    finally:
+        os.kill(started.engine, signal.SIGCONT)
+    assert wait_for(lambda: started.health() == 200, 5)
+
+    requests = started.busy()
+    assert started.health() == 200, "busy is not dead"
+    started.process.send_signal(signal.SIGTERM)
+    status, seconds = started.ended(40)
+    assert status == 0
+    assert seconds < 10
+    for answer in requests.wait(5):
+        assert answer.status == (200 if answer.streamed else 503), answer
+        assert answer.error()["code"] == 503, answer
+        assert "shutting down" in answer.error()["message"]
+    assert "Traceback" not in started.log.read_text()
+    assert wait_for(lambda: not any(map(is_running, started.below)), 5)
+
+
+def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -> None:
+    """Stock: exit status 0, which whoever starts servers again takes for a regular end."""
+    requests = started.busy()
+    os.kill(started.engine, signal.SIGKILL)
+    status, seconds = started.ended(40)
+    assert status == 1
+    assert seconds < 10
+    for answer in requests.wait(5):
+        assert answer.error()["code"] == 503, answer
+        assert answer.error()["message"]
+    last = serve_cpu.tail(started.log, 1)[0]
+    assert "SIGKILL" in last
+    assert "SIGKILL" in serve_cpu.likely_reason(started.log)
+    assert wait_for(lambda: not any(map(is_running, started.below)), 5)
+
+
+def test_the_servers_own_death_leaves_no_engine_behind_and_a_second_signal_waits_for_nobody(started: Started) -> None:
+    requests = started.busy()
+    os.kill(started.engine, signal.SIGSTOP)  # nothing below ends by itself, nobody is answered
+    started.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    started.process.send_signal(signal.SIGTERM)
+    status, seconds = started.ended(10)
+    assert status == 128 + signal.SIGTERM
+    assert seconds < 2
+    assert all(answer.status in (0, 200) for answer in requests.wait(5))
+    assert wait_for(lambda: not any(map(is_running, started.below)), 5)
