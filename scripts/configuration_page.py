@@ -16,14 +16,18 @@ from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.registry import registry
 from scripts.page_tables import Tables
 
-VALUES = {bool: "`1` or `0`", int: "a whole number", tuple: "names, separated by commas", str: "text"}
+VALUES = {bool: "`1` or `0`", int: "a whole number", float: "seconds", tuple: "names, separated by commas", str: "text"}
 
 
 def variables() -> str:
     lines = ["| variable | value | default | meaning |", "|---|---|---|---|"]
     for variable in envs.VARIABLES.values():
         default = (
-            f"`{int(variable.default)}`" if isinstance(variable.default, bool) else str(variable.default or "unset")
+            f"`{int(variable.default)}`"
+            if isinstance(variable.default, bool)
+            else f"{variable.default:g}"
+            if isinstance(variable.default, float)
+            else str(variable.default or "unset")
         )
         if isinstance(variable.default, tuple):
             default = ", ".join(variable.default) or "none"

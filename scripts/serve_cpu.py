@@ -46,8 +46,7 @@ TARGET = "serve-emulated" if EMULATED else "serve"
 EMULATED_FLAGS = ("--max-num-seqs", "16")
 # the server is on this machine, where no proxy of the user's has to be asked for it
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# seconds between asking the server to stop and killing it: requests in flight may finish, and it needs 7 for the rest
-PATIENCE = envs.get("NPU_GPTOSS_DRAIN_SECONDS") + 12
+PATIENCE = 12  # seconds that the server gets to stop when the requests in flight are done or ended
 
 
 # how the server ends a log by itself: npu_gptoss/serving/compat/shutdown.py
@@ -178,8 +177,10 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
         )
 
 
-def stop(process: subprocess.Popen[bytes], patience: float = PATIENCE) -> None:
+def stop(process: subprocess.Popen[bytes], patience: float | None = None) -> None:
     """Asks the server to stop; after `patience` seconds kills what is left of its group. Doing it twice is fine."""
+    if patience is None:
+        patience = envs.get("NPU_GPTOSS_DRAIN_SECONDS") + PATIENCE
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -274,6 +275,7 @@ def _interrupt(signum: int, frame: object) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_port(options.host, options.port)
+    envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
     environment = cpu_environment(model, ensure_vocabulary(model))

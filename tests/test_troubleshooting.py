@@ -208,6 +208,7 @@ ALSO = (
 # The rest of these modules' errors is for programmers, or travels inside of another message.
 EXEMPT = {
     "NotImplementedError": "an interface of vLLM that is not called",
+    "EngineSilentError": 'the part behind "/health answers 503"',
     "Mismatch": 'the part behind "leaves out its patch"',
     "_refusal": "its three sentences are returned by a function, and have lines",
 }
@@ -241,7 +242,7 @@ def public_errors() -> set[str]:
 def served_messages() -> list[Message]:
     """What a user of a server may be told: public errors, guards of our own, and warnings."""
     files = [*sorted((ROOT / "npu_gptoss/serving").rglob("*.py")), *(ROOT / "npu_gptoss" / name for name in ALSO)]
-    kinds = public_errors() | {"RuntimeError", "ValueError", "log", LISTED}
+    kinds = public_errors() | {"RuntimeError", "SystemExit", "ValueError", "log", LISTED}
     found = [message for file in files for message in messages_of(file)]
     unknown = {message.raised for message in found} - kinds - set(EXEMPT)
     assert unknown == set(), "neither public nor exempt"

@@ -160,7 +160,8 @@ def test_a_failed_check_keeps_the_server_from_starting(image_folder: Path) -> No
 
 def test_on_a_cpu_it_does_what_make_serve_does(image_folder: Path) -> None:
     told = start(image_folder, "serve", "--model", "/m", NPU_GPTOSS_PLATFORM="cpu").stdout
-    assert told.splitlines() == [f"python3 {image_folder}/scripts/serve_cpu.py --host 0.0.0.0 --port 8000 --model /m"]
+    called = f"python3 {image_folder}/scripts/serve_cpu.py --log {image_folder}/serve.log"
+    assert told.splitlines() == [f"{called} --host 0.0.0.0 --port 8000 --model /m"]
 
 
 def test_commands_of_npu_gptoss_and_programs_are_told_apart(image_folder: Path) -> None:

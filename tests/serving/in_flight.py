@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -33,7 +34,7 @@ class Answer:
         if not self.streamed or self.status != 200:
             return json.loads(self.text).get("error") or {}
         events = [json.loads(line[6:]) for line in self.text.splitlines() if line.startswith("data: {")]
-        return next((event["error"] for event in reversed(events) if "error" in event and event["error"]), {})
+        return next((event["error"] for event in reversed(events) if event.get("error")), {})
 
 
 class InFlight:
@@ -61,7 +62,7 @@ def _ask(url: str, model: str, answer: Answer) -> None:
             answer.status = response.status
     except urllib.error.HTTPError as error:
         answer.text, answer.status = error.read().decode(), error.code
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         answer.text, answer.status = repr(error), 0
 
 

@@ -117,16 +117,3 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
     assert "SIGKILL" in last
     assert "SIGKILL" in serve_cpu.likely_reason(started.log)
     assert wait_for(lambda: not any(map(is_running, started.below)), 5)
-
-
-def test_the_servers_own_death_leaves_no_engine_behind_and_a_second_signal_waits_for_nobody(started: Started) -> None:
-    requests = started.busy()
-    os.kill(started.engine, signal.SIGSTOP)  # nothing below ends by itself, nobody is answered
-    started.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    started.process.send_signal(signal.SIGTERM)
-    status, seconds = started.ended(10)
-    assert status == 128 + signal.SIGTERM
-    assert seconds < 2
-    assert all(answer.status in (0, 200) for answer in requests.wait(5))
-    assert wait_for(lambda: not any(map(is_running, started.below)), 5)

@@ -1,4 +1,4 @@
-"""How the server ends: in words for the clients, in seconds for whoever waits, with a status for whoever starts it again.
+"""How the server ends: in words for clients, in seconds for whoever waits, with a status for whoever starts it again.
 
 vLLM 0.11.0 takes a signal by ending the engine first and waiting for the connections afterwards, without a limit: the
 requests in flight are never answered. It takes the engine's death for a regular end, exit status 0. And it opens its
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss import envs
+from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 
 if TYPE_CHECKING:
@@ -235,6 +236,10 @@ def install_port(api_server: ModuleType) -> None:
 
     @functools.wraps(original)
     def create_server_socket(addr: tuple[str, int]) -> socket.socket:
+        try:
+            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # at the end of the server is too late to refuse it
+        except InputError as error:
+            raise SystemExit(str(error)) from None
         family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,166 @@
+"""An engine that does not answer is not healthy, a busy one is; and nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, core, core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from npu_gptoss.serving.compat import pulse
+from tests.serving.in_flight import is_running
+from tests.serving.server import wait_for
+
+pytestmark = pytest.mark.serving
+
+
+def engine(**fields: Any) -> Any:
+    values = {"client_count": 1, "engine_index": 0, "output_queue": queue.Queue(), **fields}
+    return types.SimpleNamespace(**values)
+
+
+def delivered(of: Any, calls: dict[int, Any]) -> None:
+    """All that the engine has put into its queue, through vLLM's serialisation, to vLLM's own reader."""
+    while not of.output_queue.empty():
+        message = of.output_queue.get()
+        if message == core.EngineCoreProc.ENGINE_CORE_DEAD:
+            return
+        _, output = message
+        received: EngineCoreOutputs = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(output))
+        core_client._process_utility_output(received.utility_output, calls)
+
+
+def test_the_message_needs_no_question_and_leaves_real_calls_alone() -> None:
+    calls: dict[int, Any] = {}
+    with pytest.raises(KeyError):  # stock: a result that nobody waits for
+        core_client._process_utility_output(UtilityOutput(pulse.CALL), calls)
+    heart = pulse.Pulse(calls)
+    asked = asyncio.Future(loop=asyncio.new_event_loop())
+    calls[7] = asked
+    it = engine()
+    for _ in range(3):
+        pulse._tell(it)
+    delivered(it, calls)
+    assert heart.objection(300) == ""
+    assert calls == {pulse.CALL: heart, 7: asked}
+
+
+@pytest.mark.parametrize(
+    ("silent", "step", "words"),
+    [(0.0, 0.0, ""), (9.0, 299.0, ""), (11.0, 0.0, "silent for 11 s"), (0.0, 301.0, "has lasted 301 s")],
+)
+def test_busy_is_told_from_dead(monkeypatch: pytest.MonkeyPatch, silent: float, step: float, words: str) -> None:
+    heart = pulse.Pulse({})
+    now = time.monotonic()
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now)
+    heart.set_result([0, step, ""])
+    heart.set_result([1, 0.0, ""])
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now + silent)
+    if not silent:
+        assert heart.objection(300) == "" if not words else words in heart.objection(300)
+        return
+    heart.set_result([1, 0.0, ""])  # another engine's life is not this one's
+    assert (words in heart.objection(300)) if words else heart.objection(300) == ""
+
+
+def test_a_step_tells_how_long_it_lasts_and_a_death_why(patched: Any) -> None:
+    seen: list[float] = []
+    heart = pulse.Pulse(calls := {})
+
+    class Thread:
+        def join(self, timeout: float) -> None: ...
+        def is_alive(self) -> bool:
+            return False
+
+    def step() -> tuple[dict, bool]:
+        time.sleep(0.05)
+        pulse._tell(it)
+        delivered(it, calls)
+        seen.append(heart._heard[0][1])
+        raise MemoryError("no room for\x1b[2J 7 pages")
+
+    it = engine(step_fn=step, post_step=lambda executed: None, output_thread=Thread())
+    with patched("engine-pulse"):
+        with pytest.raises(MemoryError):
+            core.EngineCoreProc._process_engine_step(it)
+        try:
+            step()
+        except MemoryError:
+            core.EngineCoreProc._send_engine_dead(it)
+    delivered(it, calls)
+    assert seen[0] >= 0.05
+    assert seen[1] == 0, "between two steps nothing lasts"
+    assert heart.cause == "MemoryError: no room for\x1b[2J 7 pages"
+
+
+@pytest.mark.parametrize("name", [(), ("health",)])
+def test_health_refuses_an_engine_that_does_not_answer(
+    patched: Any, monkeypatch: pytest.MonkeyPatch, name: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(pulse, "GRACE", 0.3)
+    monkeypatch.setattr(pulse, "SILENCE", 0.1)
+    heart = pulse.Pulse({})
+    heart.set_result([0, 0.0, ""])
+    llm = types.SimpleNamespace(errored=False, engine_core=types.SimpleNamespace(npu_gptoss_pulse=heart))
+    time.sleep(0.2)
+    with patched(*name):
+        if not name:
+            asyncio.run(AsyncLLM.check_health(llm))
+            return
+        with pytest.raises(EngineDeadError, match="engine 0 has been silent"):  # vLLM's route answers 503
+            asyncio.run(AsyncLLM.check_health(llm))
+
+        async def late() -> None:
+            asyncio.get_running_loop().call_later(0.1, heart.set_result, [0, 0.0, ""])
+            await AsyncLLM.check_health(llm)
+
+        asyncio.run(late())  # the server itself was busy
+
+
+ORPHAN = """
+import multiprocessing, os, signal, sys, time
+from npu_gptoss.serving.compat import pulse
+pulse.LAST_WILL = 0.5
+
+def child(stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pulse.end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(30)
+
+if __name__ == "__main__":
+    for stubborn in (False, True):
+        multiprocessing.get_context("fork").Process(target=child, args=(stubborn,), name=sys.argv[1]).start()
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("name", "left"), [("EngineCore_DP0", 0), ("VllmWorker-1", 0), ("Process-1", 2)])
+def test_an_engine_ends_with_its_server_and_a_users_process_does_not(name: str, left: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN, name], stdout=subprocess.PIPE, text=True)
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    try:
+        process.kill()
+        process.wait()
+        if left:
+            time.sleep(0.5)
+        assert wait_for(lambda: sum(map(is_running, children)) == left, 5)
+    finally:
+        process.stdout.close()
+        for child in filter(is_running, children):
+            os.kill(child, signal.SIGKILL)
