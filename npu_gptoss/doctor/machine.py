@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+from npu_gptoss.supported import find_vllm
+
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
 PLATFORM_VARIABLE = "NPU_GPTOSS_PLATFORM"
@@ -43,6 +45,10 @@ class Machine:
     @property
     def emulated(self) -> bool:
         return self.environ.get(EMULATED_VARIABLE, "") not in ("", "0")
+
+    @property
+    def vllm(self) -> str | None:
+        return find_vllm(self.version)
 
     @property
     def vllm_ascend(self) -> str | None:

@@ -48,7 +48,7 @@ def _filter_remedy(here: Machine, *names: str) -> str:
 
 
 def discovered(here: Machine) -> Iterator[Finding]:
-    if here.version("vllm") is None:
+    if here.vllm is None:
         yield not_applicable("plugin", "vLLM, which would load it, is not installed.")
         return
     installed = [p for p in here.entry_points(GENERAL) if p.name == OURS]
@@ -72,7 +72,7 @@ def discovered(here: Machine) -> Iterator[Finding]:
 
 
 def order(here: Machine) -> Iterator[Finding]:
-    plugins = loaded(here, GENERAL) if here.version("vllm") else []
+    plugins = loaded(here, GENERAL) if here.vllm else []
     names = [p.name for p in plugins]
     if OURS not in names:
         yield not_applicable("plugin-order", "The plugin is not loaded.")
@@ -94,7 +94,7 @@ def order(here: Machine) -> Iterator[Finding]:
 
 def platforms(here: Machine) -> Iterator[Finding]:
     kind = here.platform()[0]
-    release = here.version("vllm")
+    release = here.vllm
     if release is None:
         yield not_applicable("platform-plugin", "vLLM is not installed.")
         return
@@ -120,7 +120,7 @@ def platforms(here: Machine) -> Iterator[Finding]:
         yield ok("platform-plugin", f"vLLM's platform is {ASCENDS}, of vllm-ascend; there is no second one.")
     elif kind == CUDA:
         yield ok("platform-plugin", "On CUDA the platform and gpt-oss are vLLM's own; this package mends its defects.")
-    elif "empty" not in release:
+    elif "empty" not in release and here.version("vllm"):
         yield ok("platform-plugin", f"vLLM {release} is built for a device and names its own platform.")
     elif cpu_platform.NAME not in names:
         filtered = cpu_platform.NAME in installed
@@ -147,7 +147,7 @@ def _general_names(here: Machine) -> list[str]:
 def registration(here: Machine) -> Iterator[Finding]:
     """Loads vLLM with its plugins in a process of its own and looks what it would run."""
     kind = here.platform()[0]
-    if entry.version_objection(here.version("vllm")) or OURS not in (p.name for p in loaded(here, GENERAL)):
+    if entry.version_objection(here.vllm) or OURS not in (p.name for p in loaded(here, GENERAL)):
         yield not_applicable("registration", "The plugin would not register anything: see above.")
         return
     try:

@@ -125,7 +125,7 @@ def torch_npu(here: Machine) -> Iterator[Finding]:
 
 
 def vllm(here: Machine) -> Iterator[Finding]:
-    platform, release = here.platform()[0], here.version("vllm")
+    platform, release = here.platform()[0], here.vllm
     remedy = f"For vLLM {VLLM.recommended}, {INSTALL_VLLM}."
     if release is None:
         sentence = "vLLM is not installed, so there is no `vllm serve`"

@@ -32,7 +32,7 @@ def vocabulary(here: Machine, model: Path | None) -> Iterator[Finding]:
     base = here.environ.get(BASE_VARIABLE, "")
     named = Path(base) / VOCABULARY_FILE
     if here.version("openai-harmony") is None and here.version("oss-harmony") is None:
-        state = failed if here.platform()[0] == ASCEND or here.version("vllm") else warning
+        state = failed if here.platform()[0] == ASCEND or here.vllm else warning
         yield state(
             "vocabulary",
             "openai-harmony is not installed, and gpt-oss speaks nothing but harmony.",

@@ -8,7 +8,6 @@ docs/monitoring.md lists them.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.plugin import installed_vllm
 from npu_gptoss.serving.steps import EAGER, MODES, Step, take
 from npu_gptoss.supported import VLLM
 
@@ -62,7 +62,7 @@ class StatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        supported = VLLM.has(importlib.metadata.version("vllm"))
+        supported = VLLM.has(installed_vllm())
         self._active = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         if self._active:  # series exist before their first event, so that rates see it
             for mode in MODES:

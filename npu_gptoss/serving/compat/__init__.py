@@ -10,7 +10,6 @@ serve HTTP. A patch whose target is not the code it was written for is left out 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import re
 import threading
@@ -20,6 +19,7 @@ from typing import Literal
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
+from npu_gptoss.plugin import installed_vllm
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, when_imported
 
 __all__ = ["PATCHES", "Patch", "PatchError", "PatchStatus", "apply", "require_essential", "status"]
@@ -391,9 +391,8 @@ _status: dict[str, PatchStatus] = {}
 
 def _vllm_release() -> tuple[str, str]:
     """The installed version of vLLM and the release that it is a build of ("" when it is none)."""
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_vllm()
+    if version is None:
         return "not installed", ""
     release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
     return version, release[1] if release else ""

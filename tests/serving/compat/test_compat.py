@@ -146,7 +146,7 @@ def test_another_release_of_vllm_is_left_alone():
     ],
 )
 def test_builds_of_a_release_count_as_the_release_and_candidates_do_not(monkeypatch, version, release):
-    monkeypatch.setattr(compat.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: version)
     assert compat._vllm_release() == (version, release)
 
 
