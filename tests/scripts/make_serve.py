@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -15,11 +14,11 @@ from tests.scripts.shell import ROOT
 from tests.serving.server import START_LIMIT, free_port
 
 
-def recipe(target: str, *variables: str) -> list[str]:
-    """What `make TARGET VARIABLE=…` runs after its set-up."""
-    dry = ["make", "-n", target, *variables]
+def recipe(target: str) -> str:
+    """What `make TARGET` runs after its set-up, for a shell; what the user names, it takes from the environment."""
+    dry = ["make", "-n", target]
     lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
-    return shlex.split(next(line for line in lines.splitlines() if line.startswith("exec ")))[1:]
+    return next(line for line in lines.splitlines() if "exec " in line)
 
 
 def _hears_ctrl_c() -> None:
@@ -28,16 +27,16 @@ def _hears_ctrl_c() -> None:
 
 
 @contextlib.contextmanager
-def made(target: str, out: Path, *variables: str, limit: float = START_LIMIT) -> Iterator[int]:
+def made(target: str, out: Path, limit: float = START_LIMIT, **variables: str) -> Iterator[int]:
     """The port of a server that is ready; what it prints goes to `out`. Ctrl-C has to end it without an error."""
     port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
     with out.open("w") as file:
-        command = recipe(target, f"PORT={port}", *variables)
+        given = {"MODEL": "", "ARGS": "", "EMULATE": "", "HOST": "127.0.0.1", "PORT": str(port), **variables}
         process = subprocess.Popen(
-            command,
+            ["sh", "-c", recipe(target)],
             cwd=ROOT,
-            env=kept,
+            env=kept | given,
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,

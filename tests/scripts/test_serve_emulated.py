@@ -40,7 +40,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     out = tmp_path_factory.mktemp("serve_emulated") / "out.txt"
-    with made("serve-emulated", out, f"EMULATED_VENV={venv()}", limit=START_LIMIT) as port:
+    with made("serve-emulated", out, limit=START_LIMIT, EMULATED_VENV=str(venv())) as port:
         yield Served(out.read_text(), f"http://127.0.0.1:{port}")
 
 

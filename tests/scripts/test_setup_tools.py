@@ -7,12 +7,14 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.scripts.shell import SCRIPTS
+from tests.serving.server import free_port
 
 sys.path.insert(0, str(SCRIPTS))
 import setup_docs
@@ -120,3 +122,30 @@ def test_where_a_version_cannot_be_had_another_one_is_taken_and_said(
     steps = {step.name: step for step in setup_docs.steps("")}
     (env.state / "packages").write_text(steps["packages"].key)
     assert is_done(steps["packages"], env), "the resolver chose the versions"
+
+
+def test_without_a_network_it_says_so_after_seconds(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip asked six times for each package, and its failure looked like a version that cannot be had."""
+    lock(tmp_path, monkeypatch, f"{NAME}==1.6.0 --hash=sha256:{'0' * 64}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
+    start = time.monotonic()
+    with pytest.raises(SetupError, match="there is no network"):
+        install(env)
+    assert time.monotonic() - start < 15
+    assert not (env.state / "unlocked").exists()
+
+
+def test_a_disk_that_pip_finds_full_is_named(env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other versions it would have filled it again."""
+    lock(tmp_path, monkeypatch, f"{NAME}==1.6.0 --hash=sha256:{'0' * 64}\n")
+    asked = tmp_path / "asked"
+    env.python.write_text(
+        f"#!/bin/sh\ncase $* in *' download '*) exit 0 ;; esac\necho x >> '{asked}'\n"
+        "echo 'ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device'\nexit 1\n"
+    )
+    with pytest.raises(SetupError, match="the disk is full"):
+        install(env)
+    assert asked.read_text() == "x\n"

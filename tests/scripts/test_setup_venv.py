@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +30,9 @@ class Recorder:
     def logged(self, text: str) -> bool:
         return False
 
+    def likely(self) -> None:
+        return None
+
     def must(self, command: list[str]) -> None:
         if not self.attempt(command):
             raise SetupError(self.commands[-1])
@@ -36,7 +41,7 @@ class Recorder:
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     """An environment that passes for a usable one, with the packages that a test puts into `packages`."""
-    env = Environment(tmp_path / ".venv")
+    env = Environment(tmp_path / ".venv", asked=True)
     env.state.mkdir(parents=True)
     monkeypatch.setattr(Environment, "inspect", lambda self: None)
     return env
@@ -267,3 +272,32 @@ def test_a_set_up_that_ends_early_says_so_and_unlocks(
     assert text in capsys.readouterr().err
     assert locked_set_up(tmp_path, lambda: None) == 0
     assert "waiting" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, ("The disk is full", "3 GB", "run the same command again")),
+        (errno.EROFS, ("Read-only file system", "a checkout of your own: git clone")),
+        (errno.EACCES, ("belongs to the user", "a checkout of your own: git clone")),
+    ],
+)
+def test_what_the_file_system_refuses_is_a_sentence(
+    number: int, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A checkout on a read-only disk, a full one, another user's: each was a traceback."""
+    monkeypatch.setattr(setup_venv.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+
+    def refused() -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / ".venv"))
+
+    assert setup_venv.locked_set_up(tmp_path, refused) == 1
+    told = capsys.readouterr().err
+    assert str(tmp_path / ".venv") in told
+    assert [word for word in words if word not in told] == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert setup_venv.locked_set_up(tmp_path / "file/folder", lambda: pytest.fail("it worked")) == 1
+    assert "Not a directory" in capsys.readouterr().err
