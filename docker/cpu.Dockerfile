@@ -23,13 +23,12 @@ RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
 
 COPY scripts/serve_cpu.py scripts/
 COPY docker/entrypoint.sh docker/healthcheck.py docker/vocabulary.py docker/
-# the tiny trained checkpoint and the server's log are written here
+# the tiny trained checkpoint is written here
 RUN python3 docker/vocabulary.py vocabulary \
     && groupadd --gid 1000 gptoss \
     && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash gptoss \
     && mkdir .checkpoints \
-    && touch serve.log \
-    && chown -R gptoss:gptoss .checkpoints serve.log
+    && chown gptoss:gptoss .checkpoints
 USER 1000:1000
 
 # hadolint ignore=DL3064

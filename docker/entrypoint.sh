@@ -3,6 +3,7 @@
 #   serve [OPTIONS]   the server: on a 910B the options of scripts/serve.sh, on a CPU those of scripts/serve_cpu.py
 #   doctor, kernels … the commands of npu-gptoss: whatever is no program
 #   anything else     is run as it stands
+# The server listens on 127.0.0.1, which a container alone reaches, unless HOST names another address; on PORT, or 8000.
 set -eo pipefail
 home=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -24,8 +25,9 @@ fi
 shift || true
 if [ "${NPU_GPTOSS_PLATFORM:-}" = cpu ]; then
     # so that the log of the container is the server's; exec keeps the process id
-    tail --pid=$$ --lines=+1 --follow=name "$home/serve.log" &
-    exec python3 "$home/scripts/serve_cpu.py" --log "$home/serve.log" --host 0.0.0.0 --port "${PORT:-8000}" "$@"
+    log=$(mktemp -t serve.XXXXXX)
+    tail --pid=$$ --lines=+1 --follow=name "$log" &
+    exec python3 "$home/scripts/serve_cpu.py" --log "$log" --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}" "$@"
 fi
 python3 "$home/docker/preflight.py" || exit 1
-exec "$home/scripts/serve.sh" --host 0.0.0.0 --port "${PORT:-8000}" "$@"
+exec "$home/scripts/serve.sh" --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}" "$@"

@@ -1,6 +1,9 @@
 #!/bin/sh
 # Runs the 910B image with exactly the devices and the parts of the driver that it needs. No --privileged.
 set -eu
+program=run-910b.sh
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+. "$here/../scripts/lib.sh"
 
 usage() {
     cat <<'END'
@@ -10,31 +13,30 @@ Starts the container npu-gptoss that serves a checkpoint on the Ascend 910B of t
 
   --model DIR      folder of the checkpoint, mounted read-only as /model
   --devices LIST   which NPUs, by the numbers of their files /dev/davinci<n>; default 0. For 120b: 0,1,2,3
+  --host ADDRESS   of this host, through which the server is reached; default 127.0.0.1: from this host alone
   --port PORT      of this host; default 8000
   --name NAME      name of the served model; default the last part of DIR
   --image IMAGE    default npu-gptoss:910b
   --dry-run        print the command, run nothing
   --help           this text
+
+The server asks its clients for the key in the environment variable VLLM_API_KEY, when that is set.
 END
 }
 
-fail() {
-    printf 'run-910b.sh: %s\n' "$1" >&2
-    exit 2
-}
-
-model='' devices=0 port=8000 name='' image=npu-gptoss:910b dry=''
+model='' devices=0 host=127.0.0.1 port=8000 name='' image=npu-gptoss:910b dry=''
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h) usage && exit 0 ;;
     --dry-run) dry=1 && shift && continue ;;
     --) shift && break ;;
-    --model | --devices | --port | --name | --image) [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 wants a value." ;;
+    --model | --devices | --host | --port | --name | --image) [ $# -gt 1 ] && [ -n "$2" ] || fail "$1 wants a value." ;;
     *) fail "there is no option $1; --help lists them, and those of scripts/serve.sh go after --." ;;
     esac
     case $1 in
     --model) model=$2 ;;
     --devices) devices=$2 ;;
+    --host) host=$2 ;;
     --port) port=$2 ;;
     --name) name=$2 ;;
     --image) image=$2 ;;
@@ -44,6 +46,11 @@ done
 
 [ -n "$model" ] || fail "--model is missing: the folder of a checkpoint in the official layout."
 case ,$devices, in *,,* | *[!0-9,]*) fail "--devices wants numbers of NPUs such as 0,1,2,3, got '$devices'." ;; esac
+case $host in
+*[!0-9a-fA-F:.]*) fail "--host wants an address of this host such as 127.0.0.1 or 0.0.0.0, got '$host'." ;;
+*:*) address="[$host]" ;; # IPv6
+*) address=$host ;;
+esac
 case $port in *[!0-9]* | ??????*) fail "--port wants a number from 1 to 65535, got '$port'." ;; esac
 [ "$port" -ge 1 ] && [ "$port" -le 65535 ] || fail "--port $port is not between 1 and 65535."
 numbers=$(printf '%s\n' "$devices" | tr ',' '\n')
@@ -74,6 +81,8 @@ if [ -z "$dry" ]; then
     command -v docker >/dev/null || fail "docker is not there."
 fi
 
+tell_exposure "$host" "$@"
+
 # first what the image runs, in front of it what docker is told
 set -- "$image" serve --model /model --name "$name" --cards "$count" "$@"
 for file in $driver; do
@@ -88,19 +97,18 @@ done
 # The image's user has the group 1000, HwHiAiUser's where the driver was installed first; here it may be another one.
 group=$(stat -c %g /dev/davinci_manager 2>/dev/null || echo 1000)
 [ "$group" = 1000 ] || set -- --group-add "$group" "$@"
-set -- docker run --rm --init --name npu-gptoss --shm-size 1g --security-opt no-new-privileges \
-    --publish "$port:8000" --volume "$model:/model:ro" "$@"
+# by name: its value is in no command line
+[ -z "${VLLM_API_KEY:-}" ] || set -- --env VLLM_API_KEY "$@"
+# Nothing of the image is written to. What CANN, torch and vLLM write (logs, compiled kernels, caches, sockets) goes into
+# memory and ends with the container; compiled kernels are loaded from there, hence exec.
+for folder in /tmp:mode=1777 /home/HwHiAiUser:uid=1000,gid=1000,mode=700; do
+    set -- --tmpfs "${folder%%:*}:rw,exec,nosuid,nodev,${folder#*:}" "$@"
+done
+set -- docker run --rm --init --name npu-gptoss --shm-size 1g --security-opt no-new-privileges --cap-drop ALL --read-only \
+    --env HOST=0.0.0.0 --publish "$address:$port:8000" --volume "$model:/model:ro" "$@"
 
 if [ -n "$dry" ]; then
-    separator=''
-    for word in "$@"; do
-        case $word in
-        *[!A-Za-z0-9_./:,=@+-]* | '') word="'$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'" ;;
-        esac
-        printf '%s%s' "$separator" "$word"
-        separator=' '
-    done
-    printf '\n'
+    quoted "$@"
     exit 0
 fi
 exec "$@"

@@ -2,8 +2,12 @@
 # shellcheck shell=sh
 : "${program:?}"
 
-fail() {
+say() {
     printf '%s: %s\n' "$program" "$*" >&2
+}
+
+fail() {
+    say "$@"
     exit 2
 }
 
@@ -43,10 +47,17 @@ any_file() {
     return 1
 }
 
-# quoted WORD…: one line that a shell reads back as the same words
+# quoted WORD…: one line that a shell reads back as the same words, but for keys and tokens, which it does not show
 quoted() {
-    line=
+    line='' secret=''
     for word in "$@"; do
+        case $word in
+        --api[-_]k*=* | --hf[-_]t*=* | VLLM_API_KEY=* | HF_TOKEN=*) word="${word%%=*}=***" secret='' ;;
+        --api[-_]k* | --hf[-_]t*) secret=1 ;;
+        -*) secret='' ;;
+        EMPTY) ;; # what clients send where no key is asked for
+        *) [ -z "$secret" ] || word='***' ;;
+        esac
         case $word in
         '' | *[!A-Za-z0-9_./:=,@%+-]*)
             word="'$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'"
@@ -55,6 +66,23 @@ quoted() {
         line="$line${line:+ }$word"
     done
     printf '%s\n' "$line"
+}
+
+# tell_exposure HOST FLAG-OF-VLLM…: on standard error, what an address means that others reach, and a key in a command
+tell_exposure() {
+    reached=$1 key=${VLLM_API_KEY:+set} before=''
+    shift
+    for word in "$@"; do
+        case $before$word in
+        --host=* | --host\ *) reached=${word#--host=} ;;
+        --api[-_]k*) key=shown ;;
+        esac
+        case $word in --host) before='--host ' ;; *) before='' ;; esac
+    done
+    [ "$key" != shown ] || say "everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead."
+    case $reached,$key in 127.*,* | localhost,* | ::1,* | *,?*) return ;; esac
+    say "whoever reaches $reached can use the server: it asks for no key, and vLLM 0.11.0 has known holes."
+    say "Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or listen on 127.0.0.1."
 }
 
 # port_is_free HOST PORT: whether a server could listen there; yes where no Python can tell

@@ -22,17 +22,18 @@ Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or 
   --max-batched-tokens N tokens in a step; default 4096
   --memory FRACTION      part of the device memory that vLLM may use; default 0.95
   --name NAME            name of the served model; default the last part of CHECKPOINT
-  --host HOST            default 0.0.0.0: everybody who reaches this machine; --host 127.0.0.1 for yourself alone
+  --host HOST            default 127.0.0.1: this machine alone; --host 0.0.0.0: everybody who reaches it
   --port PORT            default 8085
   --dry-run              print the command, run nothing
   --help                 this text
 
-Flags after -- go to vllm serve last, so they win. Ctrl-C stops the server.
+Flags after -- go to vllm serve last, so they win. Ctrl-C stops the server. The server asks its clients for the key in
+the environment variable VLLM_API_KEY, when that is set.
 END
 }
 
 model='' where=npu cards='' devices='' mode='' sizes=16,10,4,2,1 max_len=16384 max_seqs=16 batched=4096 memory=0.95
-name='' host=0.0.0.0 port=8085 dry=''
+name='' host=127.0.0.1 port=8085 dry=''
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h) usage && exit 0 ;;
@@ -102,6 +103,8 @@ if [ "$size" = 120b ] && [ "$where" = npu ] && [ "$cards" -lt 4 ]; then
     fail "120b takes 234 GB as BF16, and $cards of 64 GB have $((64 * cards)): use --cards 4 or 8."
 fi
 [ "$where" != cpu ] || [ "$cards" = 1 ] || fail "on a CPU there is one card; leave out --cards and --devices."
+
+tell_exposure "$host" "$@"
 
 # put together from the end, so that flags of the user come last
 [ "$where" = cpu ] || set -- --gpu-memory-utilization "$memory" "$@"

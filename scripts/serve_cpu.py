@@ -148,6 +148,40 @@ def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[
     ]
 
 
+def words(flags: str) -> list[str]:
+    """The flags of one text, in a shell's quotes, of which nothing is run."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise ServeError(f"ARGS={flags} cannot be read as flags: {str(error).lower()}.") from None
+
+
+def masked(command: Sequence[str]) -> list[str]:
+    """The command as it may be shown: `***` in the place of every key and token."""
+    shown, secret = [], False
+    for word in command:
+        flag = re.match(r"--(?:api[-_]k|hf[-_]t)\w*(=)?", word)
+        secret = (flag is not None and not flag[1]) or (secret and not word.startswith("-"))
+        shown.append(f"{word.partition('=')[0]}=***" if flag and flag[1] else "***" if secret and not flag else word)
+    return shown
+
+
+def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
+    """What an address means that others reach, and a key in a command: sentences for the user; as in lib.sh.
+
+    flags: of `vllm serve`, where a --host wins. key: VLLM_API_KEY.
+    """
+    told = []
+    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+        host = value if flag == "--host" else flag.removeprefix("--host=") if flag.startswith("--host=") else host
+    if masked(flags) != list(flags):
+        told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
+    if not (host.startswith("127.") or host in ("localhost", "::1") or key or told):
+        told.append(f"whoever reaches {host} can use the server: it asks for no key, and vLLM 0.11.0 has known holes.")
+        told.append("Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or leave HOST out.")
+    return told
+
+
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Starts the server in a process group of its own, with its output in `log`, which is the server's for its life.
 
@@ -264,9 +298,13 @@ def log_of(port: int) -> Path:
     return ROOT / f"{TARGET}-{port}.log"
 
 
-def example_request(url: str, name: str, question: str) -> str:
+def example_request(url: str, name: str, question: str, keyed: bool = False) -> str:
+    """keyed: the server asks for a key; the request takes it from the environment, so that it is shown nowhere."""
+    key = """ -H "Authorization: Bearer $VLLM_API_KEY\"""" if keyed else ""
     body = {"model": name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    )
 
 
 def _interrupt(signum: int, frame: object) -> None:
@@ -279,20 +317,24 @@ def run(options: argparse.Namespace) -> int:
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
     environment = cpu_environment(model, ensure_vocabulary(model))
-    flags = [*(EMULATED_FLAGS if EMULATED else ()), *options.vllm]
+    flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
     command = serve_command(model, name, options.host, options.port, flags)
     log = Path(options.log) if options.log else log_of(options.port)
     url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
+    key = environment.get("VLLM_API_KEY", "")
+    keyed = bool(key) or any(re.match("--api[-_]k", flag) for flag in flags)
+    for sentence in exposure(options.host, flags, key):
+        print(f"make {TARGET}: {sentence}", file=sys.stderr, flush=True)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     where = " on the emulated Ascend 910B" if EMULATED else ""
-    print(f"vllm serve: starting{where}, its output goes to {log}\n  {shlex.join(command)}", flush=True)
+    print(f"vllm serve: starting{where}, its output goes to {log}\n  {shlex.join(masked(command))}", flush=True)
     process = start(command, environment, log)
     try:
         seconds = wait_until_ready(process, url, log, progress=show_progress(log))
         print(f"\nready after {seconds:.0f} s: {name} at {url}/v1 (any OpenAI client). Try, in another terminal:\n")
-        print(f"  {example_request(url, name, question)}\n")
+        print(f"  {example_request(url, name, question, keyed)}\n")
         print("Ctrl-C stops the server.", flush=True)
         code = process.wait()
         reason = likely_reason(log)
@@ -313,6 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--log", default="", help="file for the server's output; by default one for each port")
+    parser.add_argument(
+        "--flags", default="", help="flags for `vllm serve` as one text with a shell's quotes: make's ARGS"
+    )
     parser.add_argument("vllm", nargs="*", metavar="-- FLAG", help="further flags for `vllm serve`")
     try:
         return run(parser.parse_args(arguments))

@@ -106,6 +106,23 @@ def test_compose_builds_the_images_and_mounts_files_that_exist() -> None:
     assert {where.partition(":")[0] for where in target["targets"]} == aliases
 
 
+def test_no_service_is_reached_from_outside_gains_a_privilege_or_writes_into_its_image() -> None:
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    assert len(services) >= 5
+    for name, service in services.items():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert "build" in service or re.search(r":v?[\d.]+@sha256:[0-9a-f]{64}$", service["image"]), name
+
+
+def test_grafana_has_no_password_that_everybody_knows_and_shows_nothing_unasked() -> None:
+    grafana = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["grafana"]["environment"]
+    assert re.match(r"\$\{GRAFANA_PASSWORD:\?.+\}$", grafana["GF_SECURITY_ADMIN_PASSWORD"]), "compose refuses to start"
+    assert grafana["GF_AUTH_ANONYMOUS_ENABLED"] == "${GRAFANA_ANONYMOUS:-false}"
+
+
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
     """/opt/npu-gptoss with programs that print how they were called."""
@@ -147,9 +164,10 @@ def test_on_a_910b_the_checks_come_before_the_server_and_both_see_cann(image_fol
     told = start(image_folder, "serve", "--model", "/model", "--cards", "4")
     assert told.stdout.splitlines() == [
         f"python3 {image_folder}/docker/preflight.py",
-        "serve.sh --host 0.0.0.0 --port 8000 --model /model --cards 4 CANN=12",
+        "serve.sh --host 127.0.0.1 --port 8000 --model /model --cards 4 CANN=12",
     ]
     assert "--port 9000" in start(image_folder, "serve", PORT="9000").stdout
+    assert "--host 0.0.0.0" in start(image_folder, "serve", HOST="0.0.0.0").stdout
 
 
 def test_a_failed_check_keeps_the_server_from_starting(image_folder: Path) -> None:
@@ -160,8 +178,8 @@ def test_a_failed_check_keeps_the_server_from_starting(image_folder: Path) -> No
 
 def test_on_a_cpu_it_does_what_make_serve_does(image_folder: Path) -> None:
     told = start(image_folder, "serve", "--model", "/m", NPU_GPTOSS_PLATFORM="cpu").stdout
-    called = f"python3 {image_folder}/scripts/serve_cpu.py --log {image_folder}/serve.log"
-    assert told.splitlines() == [f"{called} --host 0.0.0.0 --port 8000 --model /m"]
+    called = rf"python3 {image_folder}/scripts/serve_cpu\.py --log \S+/serve\.\w+"
+    assert re.fullmatch(rf"{called} --host 127\.0\.0\.1 --port 8000 --model /m\n", told)
 
 
 def test_commands_of_npu_gptoss_and_programs_are_told_apart(image_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -22,8 +23,10 @@ DRIVER = [
 ]
 
 
-def call(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sh", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=30, **more)
+def call(*arguments: str, key: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(SCRIPT), *arguments]
+    environment = {**os.environ, "VLLM_API_KEY": key}
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment, **more)
 
 
 def dry(*arguments: str, **more: Any) -> list[str]:
@@ -40,17 +43,51 @@ def values(words: list[str], flag: str) -> list[str]:
 def test_the_devices_are_those_asked_for_and_their_managers_and_no_more(numbers: str) -> None:
     words = dry("--model", "/models/gpt-oss-120b", "--devices", numbers)
     assert values(words, "--device") == [f"/dev/davinci{number}" for number in numbers.split(",")] + MANAGERS
-    assert not [word for word in words if "privileged" in word or word in ("--cap-add", "--network", "--pid", "--ipc")]
+    assert "no-new-privileges" in values(words, "--security-opt")
+    assert values(words, "--cap-drop") == ["ALL"]
+    assert not [
+        word
+        for word in words
+        if "privileged" in word.replace("no-new-", "") or word in ("--cap-add", "--network", "--pid", "--ipc")
+    ]
     assert values(words, "--cards") == [str(len(numbers.split(",")))]
 
 
 def test_what_is_mounted_is_the_driver_and_the_checkpoint_all_of_it_read_only() -> None:
     words = dry("--model", "/models/gpt-oss-20b/", "--port", "9000")
     assert values(words, "--volume") == ["/models/gpt-oss-20b:/model:ro", *(f"{path}:{path}:ro" for path in DRIVER)]
-    assert values(words, "--publish") == ["9000:8000"]
+    assert values(words, "--publish") == ["127.0.0.1:9000:8000"]
     assert words[words.index("npu-gptoss:910b") :] == [
         *("npu-gptoss:910b", "serve", "--model", "/model", "--name", "gpt-oss-20b", "--cards", "1"),
     ]
+
+
+def test_a_key_travels_by_its_name_and_is_never_printed() -> None:
+    printed = call("--model", "/m", "--host", "0.0.0.0", "--dry-run", key="k3y-of-a-test")
+    assert "k3y-of-a-test" not in printed.stdout + printed.stderr
+    words = shlex.split(printed.stdout)
+    assert values(words, "--env") == ["HOST=0.0.0.0", "VLLM_API_KEY"]
+    assert values(words, "--publish") == ["0.0.0.0:8000:8000"]
+    assert printed.stderr == ""
+    assert "VLLM_API_KEY" not in values(dry("--model", "/m"), "--env")
+    shown = call("--model", "/m", "--dry-run", "--", "--", "--api-key", "k3y-of-a-test")
+    assert "k3y-of-a-test" not in shown.stdout + shown.stderr
+
+
+def test_an_address_of_the_host_that_others_reach_is_told_when_no_key_is_asked_for() -> None:
+    assert call("--model", "/m", "--dry-run").stderr == ""
+    told = call("--model", "/m", "--host", "::", "--dry-run")
+    assert "asks for no key" in told.stderr
+    assert values(shlex.split(told.stdout), "--publish") == ["[::]:8000:8000"]
+
+
+def test_the_container_writes_nowhere_but_into_memory() -> None:
+    """Compiled kernels are loaded from there: docker mounts such folders noexec unless it is told otherwise."""
+    words = dry("--model", "/m")
+    assert "--read-only" in words
+    places = dict(value.partition(":")[::2] for value in values(words, "--tmpfs"))
+    assert set(places) == {"/tmp", "/home/HwHiAiUser"}
+    assert all({"rw", "exec", "nosuid", "nodev"} <= set(options.split(",")) for options in places.values())
 
 
 def test_the_printed_command_survives_a_shell(tmp_path: Path) -> None:
@@ -71,6 +108,7 @@ def test_the_printed_command_survives_a_shell(tmp_path: Path) -> None:
         (["--model", "m", "--port", "http"], "--port wants a number from 1 to 65535, got 'http'"),
         (["--model", "m", "--port", "9" * 20], "--port wants a number from 1 to 65535, got '999"),
         (["--model", "m", "--port", "70000"], "is not between 1 and 65535"),
+        (["--model", "m", "--host", "my host"], "--host wants an address of this host"),
         (["--model", "a:b"], "a ':' separates the parts of a mount"),
         (["--gpus", "all"], "there is no option --gpus"),
     ],
@@ -98,3 +136,7 @@ def test_compose_mounts_what_the_script_mounts() -> None:
         assert sorted(services[name]["volumes"][1:]) == sorted(values(words, "--volume")[1:])
         assert services[name]["shm_size"] == values(words, "--shm-size")[0]
         assert "privileged" not in services[name]
+        assert services[name]["cap_drop"] == values(words, "--cap-drop")
+        assert services[name]["read_only"] is True
+        assert sorted(services[name]["tmpfs"]) == sorted(values(words, "--tmpfs"))
+        assert services[name]["environment"] == ["HOST=0.0.0.0", "NPU_GPTOSS_OPEN_METRICS=1", "VLLM_API_KEY"]

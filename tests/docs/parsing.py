@@ -314,7 +314,9 @@ PROGRAMS: dict[str, Callable[[list[str], bool], str | None]] = {
     # read together by tests of their own
     **dict.fromkeys(("vllm", *SHELL_SCRIPTS), _anything),
     # nobody's but the reader's, and words of the shell
-    **dict.fromkeys(("git", "cd", "export", "source", ".", "mkdir", "cat", "grep", "for", "do", "done"), _anything),
+    **dict.fromkeys(
+        ("git", "cd", "export", "read", "source", ".", "mkdir", "cat", "grep", "for", "do", "done"), _anything
+    ),
     **dict.fromkeys(("npu-smi", "hccn_tool", "hf", "evalscope", "pre-commit"), _anything),
 }
 

@@ -66,6 +66,7 @@ RULES = (
     # containers; nothing below can be sure of what it runs on
     Rule(r"(?:\w+=\S+ )?docker .*", needs("Docker")),
     Rule(r"docker/run-910b\.sh .*", ON_A_910B),
+    Rule(r"read -rs \w+ && export \w+", needs("a 910B", "Docker")),
     # set-up and tests: what CI itself starts
     Rule(r"make (?:test|check|setup|setup-emulated|setup-evalscope|docs)(?: setup-\w+)*", CI),
     Rule(r'make test PYTEST_ARGS="[^"]*"', CI),

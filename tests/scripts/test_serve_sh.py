@@ -32,7 +32,7 @@ def test_the_defaults_are_the_flags_of_the_ascend_article() -> None:
         "--served-model-name": "gpt-oss-20b",
         "--gpu-memory-utilization": "0.95",
         "--tensor-parallel-size": "1",
-        "--host": "0.0.0.0",
+        "--host": "127.0.0.1",
         "--port": "8085",
         "--max-model-len": "16384",
         "--max-num-batched-tokens": "4096",
@@ -162,3 +162,42 @@ def test_without_vllm_it_says_where_to_get_it(tmp_path: Path) -> None:
     done = run("serve.sh", "--model", checkpoint(tmp_path / "model", 24), PATH="/usr/bin:/bin")
     assert done.returncode == 2
     assert "vllm is not there" in done.stderr
+
+
+SECRET = "k3y-of-a-test"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "told"),
+    [
+        ((), {}, False),
+        (("--host", "127.0.0.2"), {}, False),
+        (("--host", "0.0.0.0"), {}, True),
+        (("--host", "0.0.0.0"), {"VLLM_API_KEY": SECRET}, False),
+        (("--", "--host", "::"), {}, True),
+        (("--", "--host=10.0.0.1", "--seed", "1"), {}, True),
+        (("--host", "0.0.0.0", "--", "--host", "localhost"), {}, False),
+    ],
+)
+def test_an_address_that_others_reach_is_told_when_no_key_is_asked_for(
+    options: tuple[str, ...], variables: dict[str, str], told: bool
+) -> None:
+    done = run("serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", *options, **variables)
+    assert ("it asks for no key" in done.stderr) is told
+    assert ("docs/exposing-the-server.md" in done.stderr) is told
+    assert len(done.stderr.splitlines()) == (2 if told else 0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--api-key", SECRET), (f"--api-key={SECRET}",), ("--api_key", SECRET, f"{SECRET}2"), ("--hf-token", SECRET)],
+)
+def test_a_key_is_not_printed(flags: tuple[str, ...]) -> None:
+    """The command that it prints goes into logs."""
+    done = run(
+        "serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", "--host", "0.0.0.0", "--", *flags, "--seed", "7"
+    )
+    assert SECRET not in done.stdout + done.stderr
+    assert printed_command(done)[1][-2:] == ["--seed", "7"]
+    assert ("VLLM_API_KEY instead" in done.stderr) is ("api" in flags[0])
+    assert SECRET not in run("serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", VLLM_API_KEY=SECRET).stdout

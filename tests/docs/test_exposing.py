@@ -1,0 +1,142 @@
+"""docs/exposing-the-server.md: nginx takes the page's proxy, which lets in what it says; its pins and patches exist."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from npu_gptoss.serving.compat import PATCHES
+from scripts.setup_venv import read_pins
+from tests.emulator.machine import venv
+from tests.markdown import ROOT, code_blocks
+from tests.serving.server import free_port
+
+PAGE = ROOT / "docs/exposing-the-server.md"
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """In the place of the server: answers with the Host header that it got."""
+
+    def do_GET(self) -> None:
+        body = self.headers["Host"].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of an nginx with the page's configuration before a server that answers to everything."""
+    nginx, openssl = shutil.which("nginx"), shutil.which("openssl")
+    if not (nginx and openssl):
+        pytest.skip("nginx or openssl is not installed")
+    folder, port = tmp_path_factory.mktemp("nginx"), free_port()
+    made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=test", "-days", "1"]
+    files = ["-keyout", f"{folder}/privkey.pem", "-out", f"{folder}/fullchain.pem"]
+    subprocess.run([openssl, *made, *files], check=True, capture_output=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Upstream) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (block,) = code_blocks(PAGE, "nginx")
+        for old, new in {
+            "/etc/nginx/tls": str(folder),
+            "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
+            "127.0.0.1:8085": f"127.0.0.1:{server.server_port}",
+        }.items():
+            assert old in block
+            block = block.replace(old, new)
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        places = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in kinds)
+        (folder / "nginx.conf").write_text(
+            f"daemon off;\npid {folder}/pid;\nerror_log {folder}/error.log;\nevents {{}}\n"
+            f"http {{\naccess_log off;\n{places}{block}}}\n"
+        )
+        command = [nginx, "-p", str(folder), "-e", f"{folder}/error.log", "-c", f"{folder}/nginx.conf"]
+        checked = subprocess.run([*command, "-t"], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        try:
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    ask(port, "GET", "/health")
+                    break
+                except OSError:
+                    assert process.poll() is None, process.stderr.read()
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            yield port
+        finally:
+            process.terminate()
+            process.wait(20)
+            server.shutdown()
+
+
+def ask(port: int, method: str, path: str, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=ssl._create_unverified_context())
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_the_proxy_lets_in_the_clients_routes_and_no_other(proxy: int) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        assert ask(proxy, "POST", path)[0] == 200
+    assert ask(proxy, "GET", "/v1/models")[0] == 200
+    for path in ("/invocations", "/tokenize", "/metrics", "/docs", "/v1/load_lora_adapter", "/v1/models/../../metrics"):
+        assert ask(proxy, "POST", path)[0] == 404, path
+
+
+def test_the_clients_host_header_does_not_reach_the_server(proxy: int) -> None:
+    """CVE-2026-48746: the path was read from it."""
+    assert ask(proxy, "GET", "/v1/models", Host="other.example") == (200, "gpt-oss")
+    assert ask(proxy, "GET", "/v1/models", Host="a/x?")[0] == 400
+
+
+def test_the_proxy_counts_requests(proxy: int) -> None:
+    assert 429 in {ask(proxy, "GET", "/v1/models")[0] for _ in range(60)}
+
+
+def test_the_patches_that_stand_against_a_hole_exist() -> None:
+    rows = re.findall(r"^\| CVE-.*\|$", PAGE.read_text(), re.M)
+    named = {name for row in rows for name in re.findall(r"patch `([\w-]+)`", row)}
+    assert len(rows) > 20
+    assert named
+    assert named <= {patch.name for patch in PATCHES}
+
+
+@pytest.mark.emulated
+def test_the_locks_old_packages_are_the_newest_that_the_stack_allows() -> None:
+    """Raised beyond it, pip would refuse what the page says is forbidden; the day a bound falls, the page is wrong."""
+    folder = next(Path(venv()).glob("lib/python3*/site-packages"))
+    wanted = {
+        (package, requirement.name): requirement.specifier
+        for package in ("vllm-ascend", "fastapi", "vllm")
+        for distribution in Distribution.discover(name=package, path=[str(folder)])
+        for requirement in map(Requirement, distribution.requires or ())
+    }
+    assert not wanted["vllm-ascend", "fastapi"].contains("0.124.0")
+    assert not wanted["fastapi", "starlette"].contains("0.51.0")
+    assert not wanted["vllm-ascend", "transformers"].contains("4.57.2")
+    assert not wanted["vllm", "xgrammar"].contains("0.1.32")
+    pins = read_pins(ROOT / "requirements/emulated.txt")
+    for package, name in (("vllm-ascend", "fastapi"), ("fastapi", "starlette"), ("vllm-ascend", "transformers")):
+        assert wanted[package, name].contains(pins[name])
