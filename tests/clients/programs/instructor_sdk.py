@@ -1,0 +1,64 @@
+"""`instructor`: a model of pydantic from the answer, by a forced tool, by a schema, through Responses, and streamed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Found(BaseModel):
+    """What was found."""
+
+    season: Literal["spring", "autumn"]
+    even: bool
+
+
+def client(url, mode):
+    return instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+
+
+def ask(url, model, mode, **options):
+    return client(url, mode).chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is 3 + 4?"}],
+        response_model=Found,
+        max_retries=0,
+        temperature=0,
+        **{"max_tokens": 200, **options},
+    )
+
+
+def case_tools(url, model):
+    assert isinstance(ask(url, model, instructor.Mode.TOOLS), Found)
+
+
+def case_a_schema(url, model):
+    assert isinstance(ask(url, model, instructor.Mode.JSON_SCHEMA), Found)
+
+
+def case_strict_tools(url, model):
+    assert isinstance(ask(url, model, instructor.Mode.TOOLS_STRICT), Found)
+
+
+def case_partial_answers_are_streamed(url, model):
+    stream = client(url, instructor.Mode.TOOLS).chat.completions.create_partial(
+        model=model,
+        messages=[{"role": "user", "content": "What is 3 + 4?"}],
+        response_model=Found,
+        max_retries=0,
+        temperature=0,
+        max_tokens=200,
+    )
+    last = list(stream)[-1]
+    assert last.season in ("spring", "autumn")
+    assert isinstance(last.even, bool)
+
+
+def case_responses_by_a_tool(url, model):
+    made = client(url, instructor.Mode.RESPONSES_TOOLS)
+    settings = {"model": model, "input": "What is 3 + 4?", "response_model": Found, "max_retries": 0, "temperature": 0}
+    found = made.responses.create(**settings, max_output_tokens=200)
+    assert isinstance(found, Found)

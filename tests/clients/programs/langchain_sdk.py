@@ -1,0 +1,85 @@
+"""`langchain-openai`: chat completions and Responses, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+APIS = (False, True)  # use_responses_api
+
+
+class Found(BaseModel):
+    """What was found."""
+
+    season: Literal["spring", "autumn"]
+    even: bool
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Get the weather"""
+    return '{"temperature": 21}'
+
+
+def llm(url, model, responses):
+    settings = {"api_key": "none", "max_retries": 0, "temperature": 0, "max_tokens": 200}
+    return ChatOpenAI(model=model, base_url=url, use_responses_api=responses, **settings)
+
+
+def text(message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.get("text", "") for part in message.content if part.get("type") == "text")
+
+
+def whole(stream):
+    total = None
+    for piece in stream:
+        total = piece if total is None else total + piece
+    return total
+
+
+def case_both_apis_answer(url, model):
+    for responses in APIS:
+        assert text(llm(url, model, responses).invoke("What is 3 + 4?")) == "3 + 4 = 7.", responses
+
+
+def case_both_apis_stream(url, model):
+    for responses in APIS:
+        assert text(whole(llm(url, model, responses).stream("What is 3 + 4?"))) == "3 + 4 = 7.", responses
+
+
+def case_both_apis_run_a_tool(url, model):
+    question = HumanMessage("What is the weather in Paris?")
+    for responses in APIS:
+        bound = llm(url, model, responses).bind_tools([get_weather])
+        asked = bound.invoke([question])
+        (call,) = asked.tool_calls
+        assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"}), responses
+        result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+        assert text(bound.invoke([question, asked, result])) == "It is 21 degrees in Paris.", responses
+
+
+def case_both_apis_stream_a_call(url, model):
+    for responses in APIS:
+        bound = llm(url, model, responses).bind_tools([get_weather])
+        total = whole(bound.stream("What is the weather in Paris?"))
+        assert [call["args"] for call in total.tool_calls] == [{"city": "Paris"}], responses
+
+
+def case_both_apis_are_forced_to_call(url, model):
+    for responses in APIS:
+        for choice in ("any", "get_weather"):
+            bound = llm(url, model, responses).bind_tools([get_weather], tool_choice=choice)
+            calls = bound.invoke("What is the weather in Paris?").tool_calls
+            assert [call["args"] for call in calls] == [{"city": "Paris"}], (responses, choice)
+
+
+def case_both_apis_give_structured_output(url, model):
+    for responses in APIS:
+        found = llm(url, model, responses).with_structured_output(Found, method="json_schema").invoke("What is 3 + 4?")
+        assert isinstance(found, Found), responses

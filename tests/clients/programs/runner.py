@@ -1,0 +1,47 @@
+"""Runs the functions `case_…` of a file, each alone, and prints a line of JSON for each: what failed, or null.
+
+Run by the Python of a clients' environment: `python runner.py FILE URL MODEL`. A case takes (url, model); an exception
+is its failure. Nothing of this repository is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+LIMIT = 200  # seconds for a case
+
+
+def main(file: str, url: str, model: str) -> None:
+    os.environ |= {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url}
+    # nothing goes to anybody but the server
+    os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false", "DO_NOT_TRACK": "1"}
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        print(json.dumps({"case": "import", "failure": traceback.format_exc()[-3000:]}), flush=True)
+        return
+    for name, case in vars(module).items():
+        if not name.startswith("case_"):
+            continue
+        failure = None
+        try:
+            result = case(url, model)
+            if inspect.isawaitable(result):
+                asyncio.run(asyncio.wait_for(result, LIMIT))
+        except BaseException:
+            failure = traceback.format_exc()[-3000:]
+        print(json.dumps({"case": name, "failure": failure}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

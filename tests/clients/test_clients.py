@@ -1,0 +1,110 @@
+"""Clients that nobody here wrote, in versions of two years, against one server: `make test-clients`.
+
+The programs of `programs/` and `js/` run in the clients' environments and say which of their cases failed; each case is
+a test here. A program is run once.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.setup_clients import YEARS, venv
+from tests.serving.server import Server
+
+pytestmark = [pytest.mark.clients, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+PROGRAMS = sorted(path for path in (HERE / "programs").glob("*.py") if path.name != "runner.py")
+AGENTS = HERE / "js/agents.mjs"
+LIMIT = 500  # seconds for all cases of one program
+TRANSPORT = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
+# by (year, program, case): what a client of that year does itself, whatever the server says
+CANNOT: dict[tuple[str, str, str], str] = {}
+
+
+def cases_of(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and node.name.startswith("case_")]
+
+
+@functools.cache
+def failures(command: tuple[str, ...], folder: Path) -> dict[str, str | None]:
+    """case -> its failure, or None. Its output, under "", stands for cases that it never came to."""
+    done = subprocess.run(
+        command, cwd=folder, env=TRANSPORT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    found = {one["case"]: one["failure"] for one in said}
+    return {**found, "": found.get("import") or (done.stdout + done.stderr)[-3000:]}
+
+
+def run_python(year: str, program: Path, server: Server) -> dict[str, str | None]:
+    python = venv(year) / "bin/python"
+    if not python.exists():
+        pytest.fail(f"{venv(year).name} is not set up; run: make test-clients")
+    runner = str(HERE / "programs/runner.py")
+    return failures((str(python), runner, str(program), f"{server.url}/v1", server.name), HERE)
+
+
+@pytest.mark.parametrize("year", YEARS)
+@pytest.mark.parametrize(
+    ("program", "case"), [pytest.param(p, c, id=f"{p.stem}-{c}") for p in PROGRAMS for c in cases_of(p)]
+)
+def test_python(year: str, program: Path, case: str, server: Server) -> None:
+    found = run_python(year, program, server)
+    if reason := CANNOT.get((year, program.stem, case)):
+        assert found.get(case), f"it works now, though it is said that it cannot: {reason}"
+        pytest.xfail(reason)
+    assert not found.get(case, found[""]), found.get(case, found[""])
+
+
+def run_javascript(year: str, server: Server) -> dict[str, str | None]:
+    """`node` in the folder of packages of that year, from where the program takes them."""
+    folder = venv(year) / "js"
+    if not (folder / "node_modules").is_dir():
+        if not shutil.which("npm"):
+            pytest.skip("there is no npm here")
+        pytest.fail(f"{folder} has no packages; run: make test-clients")
+    return failures(("node", str(AGENTS), f"{server.url}/v1", server.name), folder)
+
+
+@pytest.mark.parametrize("year", YEARS)
+def test_javascript(year: str, server: Server) -> None:
+    found = run_javascript(year, server)
+    ended = found.pop("")
+    assert len(found) >= 13, ended
+    assert not {case: words for case, words in found.items() if words}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_openai_s_compatibility_test_finds_no_invalid_answer(server: Server, streaming: bool, tmp_path: Path) -> None:
+    """openai/gpt-oss has it in compatibility-test/; COMPAT_TEST names a copy in which `npm ci` was run.
+
+    What it asserts is asserted by js/agents.mjs, too. Whether a call is the one that a case wants is a matter of the
+    model, so nothing is said of that. The copy is left as it is: its provider is named in a copy of ours.
+    """
+    if not (original := os.environ.get("COMPAT_TEST")):
+        pytest.skip("COMPAT_TEST names no folder")
+    folder = tmp_path / "compatibility-test"
+    shutil.copytree(original, folder, symlinks=True, ignore=shutil.ignore_patterns("rollout_*", "analysis_*"))
+    provider = {"apiBaseUrl": f"{server.url}/v1", "apiKey": "none", "apiType": ["responses", "chat"]}
+    provider |= {"modelName": server.name, "providerDetails": {"temperature": 0}}
+    (folder / "providers.ts").write_text(f"export const PROVIDERS = {json.dumps({'here': provider})};\n")
+    command = ["npx", "tsx", "index.ts", "--provider", "here", *(["--streaming"] if streaming else [])]
+    done = subprocess.run(command, cwd=folder, env=TRANSPORT, capture_output=True, text=True, timeout=550, check=False)
+    printed = done.stdout + done.stderr
+    counted = re.findall(r"Invalid (Responses|Chat Completions) API responses: (\d+) \(out of (\d+)\)", printed)
+    assert {api: (int(bad), int(total) > 0) for api, bad, total in counted} == {
+        "Responses": (0, True),
+        "Chat Completions": (0, True),
+    }, printed[-3000:]

@@ -1,0 +1,308 @@
+"""Honest requests of the soak: each has one right answer, taken when nobody else asked anything.
+
+A request is a route, a body, and a reader that makes of the reply what has to be the same each time. Streamed ones are
+compared with the answer of their unstreamed twin: nothing may be lost on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.serving.hostile import CHAT, COMPLETIONS, RESPONSES
+from tests.soak.server import NAME
+
+Body = dict[str, Any]
+Answer = dict[str, Any]  # what is compared
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CITIES = ("Paris", "London", "Rome", "Oslo", "Berlin", "Tokyo", "Madrid", "Cairo")
+SCHEMA = {
+    "type": "object",
+    "properties": {"season": {"enum": ["spring", "autumn"]}, "even": {"type": "boolean"}},
+    "required": ["season", "even"],
+    "additionalProperties": False,
+}
+WORDS = 201_000  # below every special token
+VARIANTS = 12  # of each kind: so many answers are taken before the soak
+
+
+class Wrong(Exception):
+    """A reply that is not what it has to be, in words."""
+
+
+@dataclass(frozen=True)
+class Honest:
+    """`key`: what has the same answer. `read`: the pieces of the reply (one, or a stream's) -> what is compared."""
+
+    kind: str
+    key: str
+    route: str
+    body: Body
+    read: Callable[[list[Any]], Answer]
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+def _body(**fields: Any) -> Body:
+    return {"model": NAME, "temperature": 0, **fields}
+
+
+def _chat(text: str, **fields: Any) -> Body:
+    return _body(messages=[{"role": "user", "content": text}], max_tokens=120, **fields)
+
+
+def _sum(seed: int) -> str:
+    return f"What is {seed % 9 + 1} + {seed % 7 + 2}?"
+
+
+def _facts(seed: int) -> str:
+    colour, number = ("red", "green", "blue")[seed % 3], seed % 80 + 10
+    facts = " ".join(f"The river code is {n}." for n in range(40))
+    return f"The {colour} code is {number}. {facts} The pink code is 5. What is the pink code?"
+
+
+# --- readers: the pieces of a reply -> what is compared ---
+
+
+def _of_message(message: dict[str, Any], finish: str) -> Answer:
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
+    return {
+        "content": message.get("content") or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": calls,
+        "finish": finish,
+    }
+
+
+def read_chat(pieces: list[Any]) -> Answer:
+    (choice,) = pieces[0]["choices"]
+    return _of_message(choice["message"], choice["finish_reason"])
+
+
+def read_chat_stream(pieces: list[Any]) -> Answer:
+    """The deltas put together as a client does; a stream has one finish reason."""
+    text: dict[str, str] = {"content": "", "reasoning_content": ""}
+    calls: dict[int, dict[str, str]] = {}
+    finishes = []
+    for choice in (choice for piece in pieces for choice in piece["choices"]):
+        for name in text:
+            text[name] += choice["delta"].get(name) or ""
+        for call in choice["delta"].get("tool_calls") or []:
+            function = call.get("function") or {}
+            place = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            place["name"] += function.get("name") or ""
+            place["arguments"] += function.get("arguments") or ""
+        finishes += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    if len(finishes) != 1:
+        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
+    return _of_message({**text, "tool_calls": [{"function": call} for _, call in sorted(calls.items())]}, finishes[0])
+
+
+def read_logprobs(pieces: list[Any]) -> Answer:
+    """As a chat; every token has its log-probability, and the chosen one is the likeliest."""
+    (choice,) = pieces[0]["choices"]
+    tokens = choice["logprobs"]["content"]
+    if len(tokens) != pieces[0]["usage"]["completion_tokens"]:
+        raise Wrong(f"{pieces[0]['usage']['completion_tokens']} tokens, {len(tokens)} log-probabilities")
+    for token in tokens:
+        best = max(other["logprob"] for other in token["top_logprobs"])
+        if token["logprob"] < best - 1e-6:
+            raise Wrong(f"greedy took {token['token']!r} at {token['logprob']}, {best} was there")
+    return read_chat(pieces)
+
+
+def read_samples(pieces: list[Any]) -> Answer:
+    """n sampled choices: each is there, ended, and says something. What they say is chance."""
+    choices = pieces[0]["choices"]
+    for choice in choices:
+        message = choice["message"]
+        if choice["finish_reason"] not in ("stop", "length", "tool_calls"):
+            raise Wrong(f"finish_reason {choice['finish_reason']}")
+        if not (message.get("content") or message.get("reasoning_content") or message.get("tool_calls")):
+            raise Wrong("an empty choice")
+    return {"indices": sorted(choice["index"] for choice in choices)}
+
+
+def read_structured(pieces: list[Any]) -> Answer:
+    answer = read_chat(pieces)
+    found = json.loads(answer["content"])
+    if set(found) != set(SCHEMA["properties"]) or not isinstance(found["even"], bool):
+        raise Wrong(f"against the schema: {answer['content'][:100]!r}")
+    return answer
+
+
+def read_completion(pieces: list[Any]) -> Answer:
+    (choice,) = pieces[0]["choices"]
+    return {"text": choice["text"], "finish": choice["finish_reason"], "usage": _count(pieces[0])}
+
+
+def read_completion_stream(pieces: list[Any]) -> Answer:
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    if len(finishes) != 1:
+        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
+    return {
+        "text": "".join(choice["text"] for choice in choices),
+        "finish": finishes[0],
+        "usage": _count(pieces[-1]),
+    }
+
+
+def _count(piece: dict[str, Any]) -> list[int]:
+    usage = piece["usage"]
+    return [usage["prompt_tokens"], usage["completion_tokens"]]
+
+
+def read_response(pieces: list[Any]) -> Answer:
+    return _of_response(pieces[0])
+
+
+def _of_response(response: dict[str, Any]) -> Answer:
+    items = []
+    for item in response["output"]:
+        if item["type"] == "function_call":
+            items.append(["call", item["name"], item["arguments"]])
+        else:
+            items.append([item["type"], "".join(part.get("text", "") for part in item.get("content") or [])])
+    return {"status": response["status"], "items": items}
+
+
+def read_response_stream(pieces: list[Any]) -> Answer:
+    """The final object; the deltas have to add up to it."""
+    if pieces[-1]["type"] not in ("response.completed", "response.incomplete"):
+        raise Wrong(f"the last event is {pieces[-1]['type']}")
+    numbers = [piece["sequence_number"] for piece in pieces]
+    if numbers != sorted(set(numbers)):
+        raise Wrong("sequence numbers do not rise")
+    answer = _of_response(pieces[-1]["response"])
+    text = "".join(piece["delta"] for piece in pieces if piece["type"] == "response.output_text.delta")
+    said = "".join(item[1] for item in answer["items"] if item[0] == "message")
+    if text != said:
+        raise Wrong(f"the deltas say {text[:80]!r}, the final object says {said[:80]!r}")
+    arguments = "".join(p["delta"] for p in pieces if p["type"] == "response.function_call_arguments.delta")
+    called = "".join(item[2] for item in answer["items"] if item[0] == "call")
+    if arguments != called:
+        raise Wrong(f"the deltas call with {arguments[:80]!r}, the final object with {called[:80]!r}")
+    return answer
+
+
+# --- the kinds: a seed -> a request ---
+
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+def chat(seed: int) -> Honest:
+    return Honest("chat", f"sum {_sum(seed)}", CHAT, _chat(_sum(seed)), read_chat)
+
+
+def chat_streamed(seed: int) -> Honest:
+    return Honest("chat, streamed", f"sum {_sum(seed)}", CHAT, _chat(_sum(seed), **USAGE), read_chat_stream)
+
+
+def prefix(seed: int) -> Honest:
+    return Honest("long common prefix", f"facts {seed}", CHAT, _chat(_facts(seed)), read_chat)
+
+
+def prefix_streamed(seed: int) -> Honest:
+    body = _chat(_facts(seed), **USAGE)
+    return Honest("long common prefix, streamed", f"facts {seed}", CHAT, body, read_chat_stream)
+
+
+def logprobs(seed: int) -> Honest:
+    body = _chat(_sum(seed), logprobs=True, top_logprobs=2)
+    return Honest("logprobs", f"sum {_sum(seed)}", CHAT, body, read_logprobs)
+
+
+def samples(seed: int) -> Honest:
+    body = _chat(_sum(seed), n=3) | {"temperature": 0.7, "seed": seed}
+    return Honest("n = 3, sampled", "three", CHAT, body, read_samples)
+
+
+def tool(seed: int) -> Honest:
+    city = CITIES[seed % len(CITIES)]
+    return Honest(
+        "tool call", f"weather {city}", CHAT, _chat(f"What is the weather in {city}?", tools=TOOLS), read_chat
+    )
+
+
+def tool_streamed(seed: int) -> Honest:
+    city = CITIES[seed % len(CITIES)]
+    body = _chat(f"What is the weather in {city}?", tools=TOOLS, **USAGE)
+    return Honest("tool call, streamed", f"weather {city}", CHAT, body, read_chat_stream)
+
+
+def structured(seed: int) -> Honest:
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+    body = _chat(_sum(seed), response_format=form)
+    return Honest("structured output", f"schema {_sum(seed)}", CHAT, body, read_structured)
+
+
+def _prompt(seed: int) -> Body:
+    rng = random.Random(seed)
+    ids = [rng.randrange(WORDS) for _ in range(rng.randint(5, 300))]
+    return _body(prompt=ids, max_tokens=16, ignore_eos=True)
+
+
+def completion(seed: int) -> Honest:
+    return Honest("random prompt", f"random {seed}", COMPLETIONS, _prompt(seed), read_completion)
+
+
+def completion_streamed(seed: int) -> Honest:
+    body = _prompt(seed) | USAGE
+    return Honest("random prompt, streamed", f"random {seed}", COMPLETIONS, body, read_completion_stream)
+
+
+def response(seed: int) -> Honest:
+    body = _body(input=_sum(seed), max_output_tokens=120)
+    return Honest("Responses", f"response {_sum(seed)}", RESPONSES, body, read_response)
+
+
+def response_streamed(seed: int) -> Honest:
+    body = _body(input=_sum(seed), max_output_tokens=120, stream=True)
+    return Honest("Responses, streamed", f"response {_sum(seed)}", RESPONSES, body, read_response_stream)
+
+
+def _response_call(seed: int, **fields: Any) -> Body:
+    text = f"What is the weather in {CITIES[seed % len(CITIES)]}?"
+    return _body(input=text, tools=[{"type": "function", **WEATHER}], max_output_tokens=120, **fields)
+
+
+def response_tool(seed: int) -> Honest:
+    key = f"response {CITIES[seed % len(CITIES)]}"
+    return Honest("Responses, tool call", key, RESPONSES, _response_call(seed), read_response)
+
+
+def response_tool_streamed(seed: int) -> Honest:
+    key, body = f"response {CITIES[seed % len(CITIES)]}", _response_call(seed, stream=True)
+    return Honest("Responses, tool call, streamed", key, RESPONSES, body, read_response_stream)
+
+
+# weight, maker; a streamed kind follows the one whose answer it has to have
+KINDS: tuple[tuple[int, Callable[[int], Honest]], ...] = (
+    (10, chat),
+    (12, chat_streamed),
+    (4, prefix),
+    (4, prefix_streamed),
+    (4, logprobs),
+    (4, samples),
+    (4, tool),
+    (4, tool_streamed),
+    (3, structured),
+    (5, completion),
+    (5, completion_streamed),
+    (4, response),
+    (4, response_streamed),
+    (2, response_tool),
+    (2, response_tool_streamed),
+)

@@ -1,0 +1,154 @@
+"""The server under the soak: `vllm serve` on the tiny trained checkpoint, on either stack, and what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+
+from npu_gptoss.emulator.launch import Machine, environment, find_venv
+from npu_gptoss.model.vocabulary import BASE_VARIABLE
+from scripts import serve_cpu
+from tests.serving.server import START_LIMIT, Server, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "gpt-oss-tiny"
+MODES = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
+# so small a model loses itself in spaces where a grammar allows any number of them
+COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+EVERY = 1.0  # seconds between two looks at the processes
+HEALTH_EVERY = 0.5
+ROLES = ("api", "core", "others")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`stack`: cpu or emulated; `mode`: piecewise or full, of the emulated 910B's graphs."""
+
+    stack: str = "cpu"
+    mode: str = ""
+    policy: str = "fcfs"
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.stack, self.mode, self.policy)))
+
+    @property
+    def at_a_time(self) -> int:
+        """How many requests the server batches: on the emulated 910B a graph is captured for each size."""
+        return 32 if self.stack == "cpu" else 16
+
+    def flags(self) -> list[str]:
+        graphs = ["--compilation-config", json.dumps({"cudagraph_mode": MODES[self.mode]})] if self.mode else []
+        return [*COMPACT, "--max-num-seqs", str(self.at_a_time), "--scheduling-policy", self.policy, *graphs]
+
+    def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+        base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+        base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        command = serve_cpu.serve_command(model, NAME, "127.0.0.1", port, self.flags())
+        if self.stack == "emulated":
+            place = find_venv()
+            base = environment(Machine(), place, base)
+            command[0] = str(place / "bin/vllm")
+        variables = serve_cpu.cpu_environment(model, model, base)
+        del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
+        return command, {**variables, "PYTHONPATH": str(ROOT)}  # this tree, whatever tree the environment knows
+
+
+@contextlib.contextmanager
+def start(stack: Stack, model: Path, log: Path) -> Iterator[tuple[Server, Popen[bytes]]]:
+    """Yields the server when it is ready, and its process; a server that died meanwhile is the caller's finding."""
+    port = free_port()
+    command, variables = stack.command(model, port)
+    process = serve_cpu.start(command, variables, log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        serve_cpu.wait_until_ready(process, url, log, timeout=START_LIMIT * (1 if stack.stack == "cpu" else 2))
+        yield Server(url, NAME, log), process
+    finally:
+        serve_cpu.stop(process)
+
+
+def role(process: psutil.Process, root: int) -> str:
+    if process.pid == root:
+        return "api"
+    return "core" if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name() else "others"
+
+
+@dataclass
+class Sample:
+    """One look at the processes. MiB, counts; by role."""
+
+    seconds: float
+    done: int
+    rss: dict[str, float]
+    descriptors: dict[str, int]
+    threads: dict[str, int]
+
+
+def look(root: int, seconds: float, done: int) -> Sample:
+    """The processes of the server by role. Those that end meanwhile are left out."""
+    rss, descriptors, threads = (dict.fromkeys(ROLES, 0) for _ in range(3))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(root)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                name = role(process, root)
+                rss[name] += process.memory_info().rss / 2**20
+                descriptors[name] += process.num_fds()
+                threads[name] += process.num_threads()
+    return Sample(seconds, done, rss, descriptors, threads)
+
+
+@dataclass
+class Watch:
+    """Looks at the processes and asks /health from threads of its own, until `close`."""
+
+    url: str
+    root: int
+    done: int = 0  # kept up to date by the soak
+    samples: list[Sample] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)  # seconds; infinite where it did not answer 200
+    _end: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _begin: float = field(default_factory=time.monotonic)
+
+    def open(self) -> Watch:
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._look, self._ask)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def close(self) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join(30)
+
+    def _look(self) -> None:
+        while not self._end.wait(EVERY):
+            self.samples.append(look(self.root, time.monotonic() - self._begin, self.done))
+
+    def _ask(self) -> None:
+        while not self._end.wait(HEALTH_EVERY):
+            begin = time.monotonic()
+            try:
+                with serve_cpu.DIRECT.open(f"{self.url}/health", timeout=30) as response:
+                    fine = response.status == 200
+            except OSError:
+                fine = False
+            self.health.append(time.monotonic() - begin if fine else float("inf"))
+
+
+def key_value_use(server: Server) -> dict[str, float]:
+    """What a server at rest has at zero."""
+    with urllib.request.urlopen(f"{server.url}/health", timeout=30):
+        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        return {name: server.metric(f"vllm:{name}") for name in names}
