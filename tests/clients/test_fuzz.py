@@ -1,7 +1,7 @@
 """schemathesis over every operation of the server's own /openapi.json, with an honest request beside it throughout.
 
-Bounded in count and time, on 127.0.0.1. A server of its own with a short context: what the fuzz makes is mostly refused,
-but what is valid by chance would be generated to the end of the context.
+Bounded in count and time, on 127.0.0.1. A server of its own with a short context: what the fuzz makes is mostly
+refused, but what is valid by chance would be generated to the end of the context.
 """
 
 from __future__ import annotations
