@@ -39,6 +39,7 @@ _API_SERVER = "vllm.entrypoints.openai.api_server"
 _PROTOCOL = "vllm.entrypoints.openai.protocol"
 _PROCESSOR = "vllm.v1.engine.processor"
 _RESPONSES = "vllm.entrypoints.openai.serving_responses"
+_PROTOCOL = "vllm.entrypoints.openai.protocol"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
 _ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
@@ -248,20 +249,33 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="chat-stream-channels",
-        reason="A streamed chat drops preambles and calls on the analysis channel, and breaks when max_tokens cuts a "
-        "call off.",
+        reason="A streamed chat is read by other rules than a whole one: it drops preambles and calls on the analysis "
+        "channel, gives forced calls and stop strings as content, and breaks when max_tokens cuts a call off.",
         module=_CHAT,
-        touches=(
-            f"{_CHAT}:get_streamable_parser_for_assistant",
-            f"{_CHAT}:OpenAIServingChat._should_check_for_unstreamed_tool_arg_tokens",
-        ),
-        installer="streaming:install_chat_channels",
-        upstream="vllm issues 24837 and 37937",
+        touches=(f"{_CHAT}:OpenAIServingChat.chat_completion_stream_generator",),
+        installer="chat_stream:install_chat_channels",
+        upstream="vllm issues 24837 and 37937, PR 45547 (open)",
+    ),
+    Patch(
+        name="reasoning-name",
+        reason="Clients look for message.reasoning, as OpenAI's own test does; 0.11.0 has reasoning_content alone.",
+        module=_CHAT,
+        touches=(f"{_CHAT}:ChatMessage",),
+        installer="chat_stream:install_reasoning_name",
+        upstream="vllm PR 27752",
+    ),
+    Patch(
+        name="answer-stops",
+        reason="A stop string ends a chat in its reasoning, or at the name of a channel, before there is an answer.",
+        module="vllm.v1.engine.detokenizer",
+        touches=("vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request",),
+        installer="stops:install",
+        upstream="none found",
     ),
     Patch(
         name="tool-answers",
-        reason="With a tool parser a chat loses an answer that is cut off, and a call that tool_choice made the model "
-        "write comes as content.",
+        reason="With a tool parser a chat loses an answer that is cut off, rewrites arguments, and gives a call that "
+        "tool_choice made the model write as content.",
         module=_TOOLS,
         touches=(f"{_TOOLS}:OpenAIToolParser.extract_tool_calls",),
         installer="tools:install_parser",
@@ -270,11 +284,39 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="tools-without-flags",
         reason="Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has their arguments "
-        "as content.",
+        'as content; without --exclude-tools-when-tool-choice-none tool_choice "none" calls tools.',
         module=_CHAT,
         touches=(f"{_CHAT}:OpenAIServingChat.__init__",),
         installer="tools:install_default_parser",
-        upstream="vllm issue 22578",
+        upstream="vllm issue 22578, PR 30867",
+    ),
+    Patch(
+        name="tool-description",
+        reason="A tool without a description is refused with 400, although OpenAI's specification asks for none.",
+        module=_HARMONY,
+        touches=(f"{_HARMONY}:create_tool_definition",),
+        installer="tools:install_definition",
+        upstream="vllm PR 44686",
+    ),
+    Patch(
+        name="forced-call-schema",
+        reason="A forced call of a function without parameters has no grammar; on /v1/responses none has one, and the "
+        "format json_object is answered with 500.",
+        module=_PROTOCOL,
+        touches=(
+            f"{_PROTOCOL}:ChatCompletionRequest._get_json_schema_from_tool",
+            f"{_PROTOCOL}:ResponsesRequest.to_sampling_params",
+        ),
+        installer="tools:install_schema",
+        upstream="vllm PR 44664 (open)",
+    ),
+    Patch(
+        name="responses-tool-choice",
+        reason='/v1/responses refuses every tool_choice but "auto".',
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses._make_request_with_harmony",),
+        installer="tools:install_responses_choice",
+        upstream="vllm PR 44664 (open)",
     ),
     Patch(
         name="responses-stream-tokens",
@@ -293,13 +335,38 @@ PATCHES: tuple[Patch, ...] = (
         upstream="none found",
     ),
     Patch(
-        name="responses-stream-indices",
-        reason="The events of a streamed response number items and their parts so that OpenAI's client fails at the "
-        "second item.",
+        name="responses-outputs",
+        reason="The contexts of /v1/responses do not hand their outputs to the reading that responses-items uses.",
+        module=_CONTEXT,
+        touches=(f"{_CONTEXT}:HarmonyContext.append_output", f"{_CONTEXT}:StreamingHarmonyContext.append_output"),
+        installer="responses:install_answers",
+        upstream="none found",
+    ),
+    Patch(
+        name="responses-items",
+        reason="A streamed response has no function call, other ids than the final one, items numbered so that "
+        "OpenAI's client fails, and not closed when they are cut off, and ends with response.completed in any case.",
         module=_RESPONSES,
-        touches=(f"{_RESPONSES}:OpenAIServingResponses._process_harmony_streaming_events",),
-        installer="streaming:install_indices",
-        upstream="vllm issue 45742, PR 45745 (open)",
+        touches=tuple(
+            f"{_RESPONSES}:OpenAIServingResponses.{name}"
+            for name in (
+                "_process_harmony_streaming_events",
+                "_make_response_output_items_with_harmony",
+                "responses_full_generator",
+                "responses_stream_generator",
+                "responses_background_stream_generator",
+            )
+        ),
+        installer="responses:install_items",
+        upstream="vllm issues 23222 and 45742, PRs 24317, 29947 and 45745",
+    ),
+    Patch(
+        name="responses-store",
+        reason="A response that is not stored is not found, without a word how responses are stored.",
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses._make_not_found_error",),
+        installer="responses:install_store",
+        upstream="none found",
     ),
     Patch(
         name="server-end",

@@ -177,6 +177,11 @@ class TolerantParser(StreamableParser):
         return self._phase is _Phase.CONTENT
 
     @property
+    def completed(self) -> bool:
+        """Whether the last token ended a message, the last one of `messages`."""
+        return self._completed
+
+    @property
     def last_content_delta(self) -> str | None:
         """Text that the last token completed; None when it completed none, also when it was dropped."""
         return super().last_content_delta if self._delta_is_fresh else None
@@ -210,22 +215,10 @@ def install_parser(harmony_utils: ModuleType) -> None:
     )
 
 
-def split_by_kind(parser: StreamableParser) -> dict[Kind, list[str]]:
-    """The texts that the client sees, complete messages and then the one that was cut off; calls are left out."""
-    texts: dict[Kind, list[str]] = {Kind.REASONING: [], Kind.ANSWER: []}
-    for message in parser.messages:
-        kind = kind_of_message(message)
-        if kind in texts:
-            texts[kind].append(text_of(message))
-    if parser.current_content:
-        kind = kind_of(parser.current_role, parser.current_channel, parser.current_recipient)
-        if kind in texts:
-            texts[kind].append(parser.current_content)
-    return texts
-
-
 def install_channels(harmony_utils: ModuleType) -> None:
     """Tell reasoning from answer by the channel; 0.11.0 counts messages, so that a lone answer becomes reasoning."""
+    from npu_gptoss.serving.compat.turn import assistant_turn
+
     original_item = harmony_utils.parse_output_message
     original_rest = harmony_utils.parse_remaining_state
     expect_source(harmony_utils.parse_chat_output, "len(output_msgs) == 1", "output_msgs[:-1]")
@@ -234,10 +227,8 @@ def install_channels(harmony_utils: ModuleType) -> None:
 
     def parse_chat_output(token_ids: Sequence[int]) -> tuple[str | None, str | None, bool]:
         """Reasoning and answer, each None when the model wrote none, of a turn that may be cut off anywhere."""
-        texts = split_by_kind(harmony_utils.parse_output_into_messages(token_ids))
-        reasoning, answer = ("\n".join(filter(None, texts[kind])) or None for kind in (Kind.REASONING, Kind.ANSWER))
-        if answer is None and texts[Kind.ANSWER]:
-            answer = ""  # the model did answer, with nothing
+        turn = assistant_turn().read(token_ids)
+        reasoning, answer = turn.texts(Kind.REASONING), turn.texts(Kind.ANSWER)
         return reasoning, answer, False
 
     def parse_output_message(message: Message) -> list:

@@ -11,18 +11,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from openai_harmony import HarmonyEncoding, Message, Role
-
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import TOOL_PREFIX, Kind, TolerantParser, kind_of, kind_of_message
+from npu_gptoss.serving.compat.reading import TolerantParser
+from npu_gptoss.serving.compat.stops import mark
 
 if TYPE_CHECKING:
+    from openai_harmony import Message
     from vllm.engine.protocol import EngineClient
-    from vllm.entrypoints.harmony_utils import StreamableParser
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -56,7 +55,10 @@ def _pieces(completion: CompletionOutput) -> Iterator[CompletionOutput]:
 
 
 class OneTokenAtATime:
-    """An engine client whose streamed generations yield one token an output; anything else goes to the client."""
+    """An engine client whose streamed generations yield one token an output; anything else goes to the client.
+
+    Stop strings of what it generates end the answer (`stops`).
+    """
 
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client
@@ -69,6 +71,7 @@ class OneTokenAtATime:
     ) -> AsyncGenerator[RequestOutput, None]:
         from vllm.sampling_params import RequestOutputKind
 
+        mark(sampling_params)
         outputs = self._engine_client.generate(prompt, sampling_params, *args, **kwargs)
         return _taken_apart(outputs) if sampling_params.output_kind == RequestOutputKind.DELTA else outputs
 
@@ -112,87 +115,6 @@ def install_responses(serving_responses: ModuleType) -> None:
     _wrap_engine_client(serving_responses.OpenAIServingResponses)
 
 
-class ChatStreamParser(TolerantParser):
-    """The parser as the loop of the streamed chat wants to see it: every message under the channel of its kind.
-
-    So a preamble streams as content and a call on the analysis channel as a call, like in the whole answer. Messages of
-    one kind are parted by a line break, also like there.
-    """
-
-    def __init__(self, encoding: HarmonyEncoding, role: Role | None) -> None:
-        super().__init__(encoding, role)
-        self._told: set[Kind] = set()  # kinds that have had text in an earlier message
-        self._telling: Kind | None = None  # kind of the current message once it has text
-        self._delta: str | None = None
-
-    def process(self, token: int) -> ChatStreamParser:
-        super().process(token)
-        self._delta = super().last_content_delta
-        kind = self._kind()
-        if self._delta and kind is not None:
-            if self._telling is None and kind in self._told and kind is not Kind.CALL:
-                self._delta = "\n" + self._delta
-            self._telling = kind
-        elif self._completed and self._telling is not None:
-            self._told.add(self._telling)
-            self._telling = None
-        return self
-
-    def _kind(self) -> Kind | None:
-        return (
-            kind_of(self.current_role, super().current_channel, super().current_recipient) if self.in_content else None
-        )
-
-    @property
-    def last_content_delta(self) -> str | None:
-        """Taken once: an output without tokens, with which an aborted request ends, must not repeat the text."""
-        delta, self._delta = self._delta, None
-        return delta
-
-    @property
-    def current_channel(self) -> str | None:
-        kind = self._kind()
-        return None if kind is None else kind.value
-
-    @property
-    def current_recipient(self) -> str | None:
-        recipient = super().current_recipient
-        return recipient if recipient is not None and recipient.startswith(TOOL_PREFIX) else None
-
-    @property
-    def messages(self) -> list[Message]:
-        shown = []
-        for message in super().messages:
-            kind = kind_of_message(message)
-            shown.append(message if kind is None else message.model_copy(update={"channel": kind.value}))
-        return shown
-
-
-def install_chat_channels(serving_chat: ModuleType) -> None:
-    """Stream every kind of message, and let a call that is cut off end the stream like any other text."""
-    from vllm.entrypoints import harmony_utils
-
-    serving = serving_chat.OpenAIServingChat
-    expect_source(
-        serving.chat_completion_stream_generator,
-        'if cur_channel == "final":',
-        'elif cur_channel == "analysis":',
-        'cur_recipient.startswith("functions.")',
-        "tool_parser.prev_tool_call_arr[index].get(",
-    )
-    check = serving._should_check_for_unstreamed_tool_arg_tokens
-    expect_parameters(check, "self", "delta_message", "output")
-
-    def get_streamable_parser_for_assistant() -> StreamableParser:
-        return ChatStreamParser(harmony_utils.get_encoding(), role=Role.ASSISTANT)
-
-    def _should_check_for_unstreamed_tool_arg_tokens(self, delta_message: Any, output: Any) -> bool:
-        return not self.use_harmony and check(self, delta_message, output)  # harmony streams every token by itself
-
-    replace(serving_chat, "get_streamable_parser_for_assistant", get_streamable_parser_for_assistant)
-    replace(serving, "_should_check_for_unstreamed_tool_arg_tokens", _should_check_for_unstreamed_tool_arg_tokens)
-
-
 def install_context(context: ModuleType) -> None:
     """/v1/responses: an output without tokens, the reason why a stream ended, and turns after a tool of the server."""
     streaming = context.StreamingHarmonyContext
@@ -213,24 +135,3 @@ def install_context(context: ModuleType) -> None:
         self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
 
     replace(streaming, "append_output", append_output)
-
-
-def install_indices(serving_responses: ModuleType) -> None:
-    """Number the events of /v1/responses as the client counts them: each item's index, its one part the first."""
-    serving = serving_responses.OpenAIServingResponses
-    original = serving._process_harmony_streaming_events
-    expect_source(original, "current_content_index += 1", "current_output_index += 1")
-
-    @functools.wraps(original)
-    async def _process_harmony_streaming_events(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        item = -1
-        async for event in original(self, *args, **kwargs):
-            if event.type == "response.output_item.added":
-                item += 1
-            if hasattr(event, "output_index"):
-                event.output_index = item
-            if hasattr(event, "content_index"):
-                event.content_index = 0
-            yield event
-
-    replace(serving, "_process_harmony_streaming_events", _process_harmony_streaming_events)

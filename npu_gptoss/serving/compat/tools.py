@@ -1,67 +1,46 @@
-"""Tool calls in the whole (not streamed) answer of a chat.
+"""Tool calls: in the whole (not streamed) answer of a chat, the grammar of forced ones, tools without a description.
 
-0.11.0 extracts them only under `--enable-auto-tool-choice --tool-call-parser openai`, whereas the stream always does;
-loses an answer that `max_tokens` cut off; and answers `tool_choice` "required" or a named function with the JSON that
-it made the model write, as content.
+0.11.0 extracts calls from whole answers only under `--enable-auto-tool-choice --tool-call-parser openai`, whereas the
+stream always does; loses an answer that `max_tokens` cut off; writes the arguments anew; answers `tool_choice`
+"required" or a named function with the JSON that it made the model write, as content; and shows the model its tools
+under `tool_choice` "none". `turn` reads all of that.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import Kind, split_by_kind
+from npu_gptoss.serving.compat.reading import Kind
+from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.protocol import (
-        ChatCompletionRequest,
-        ExtractedToolCallInformation,
-    )
-
-
-def forced_calls(request: ChatCompletionRequest, content: str) -> list[tuple[str, str]]:
-    """Name and arguments of the calls that `tool_choice` made the model write as its answer; empty when it is none.
-
-    vLLM's grammar asks for `[{"name": …, "parameters": …}, …]` when a call is required, and for the arguments alone
-    when the function is named.
-    """
-    choice = request.tool_choice
-    if choice in (None, "none", "auto"):
-        return []
-    try:
-        written = json.loads(content)
-        if choice == "required":
-            return [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in written]
-    except (ValueError, KeyError, TypeError):
-        return []  # cut off, or not what the grammar asks for: content, as written
-    return [(choice.function.name, content)]
+    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ExtractedToolCallInformation
 
 
 def install_parser(module: ModuleType) -> None:
     parser = module.OpenAIToolParser
     original = parser.extract_tool_calls
     expect_parameters(original, "self", "model_output", "request", "token_ids")
-    expect_source(original, "final_content = msg_text", "parser = parse_output_into_messages(token_ids)")
 
     @functools.wraps(original)
     def extract_tool_calls(
         self, model_output: str, request: ChatCompletionRequest, token_ids: Sequence[int] | None = None
     ) -> ExtractedToolCallInformation:
-        found = original(self, model_output, request, token_ids)
-        answers = split_by_kind(module.parse_output_into_messages(token_ids))[Kind.ANSWER]
-        content = "\n".join(filter(None, answers)) if answers else None
-        forced = forced_calls(request, content) if content and not found.tools_called else []
-        if not forced:
-            return found.model_copy(update={"content": content})
+        """A call that is cut off is told too, as in the stream; it counts as none: the reason stays "length"."""
+        if token_ids is None:
+            return original(self, model_output, request, token_ids)
+        turn = assistant_turn(reading_of(request)).read(token_ids)
         calls = [
-            module.ToolCall(type="function", function=module.FunctionCall(name=name, arguments=arguments))
-            for name, arguments in forced
+            module.ToolCall(type="function", function=module.FunctionCall(name=call.name, arguments=call.text))
+            for call in turn.calls
         ]
-        return module.ExtractedToolCallInformation(tools_called=True, tool_calls=calls, content=None)
+        return module.ExtractedToolCallInformation(
+            tools_called=turn.called, tool_calls=calls, content=turn.texts(Kind.ANSWER)
+        )
 
     replace(parser, "extract_tool_calls", extract_tool_calls)
 
@@ -69,13 +48,133 @@ def install_parser(module: ModuleType) -> None:
 def install_default_parser(serving_chat: ModuleType) -> None:
     serving = serving_chat.OpenAIServingChat
     original = serving.__init__
-    expect_parameters(original, "self", "enable_auto_tools", "tool_parser")
+    expect_parameters(original, "self", "enable_auto_tools", "tool_parser", "exclude_tools_when_tool_choice_none")
     expect_source(serving.chat_completion_full_generator, "if self.tool_parser is not None:")
 
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.use_harmony and self.tool_parser is None:
-            self.tool_parser = serving_chat.ToolParserManager.get_tool_parser("openai")
+        if self.use_harmony:
+            self.exclude_tools_when_tool_choice_none = True  # a model that sees no tool calls none
+            if self.tool_parser is None:
+                self.tool_parser = serving_chat.ToolParserManager.get_tool_parser("openai")
 
     replace(serving, "__init__", __init__)
+
+
+def install_definition(harmony_utils: ModuleType) -> None:
+    """OpenAI's specification asks for a tool's name alone; 0.11.0 refuses one without a description."""
+    original = harmony_utils.create_tool_definition
+    expect_parameters(original, "tool")
+    expect_source(original, "description=tool.function.description", "description=tool.description")
+
+    @functools.wraps(original)
+    def create_tool_definition(tool: Any) -> Any:
+        function = getattr(tool, "function", tool)
+        return harmony_utils.ToolDescription.new(
+            name=function.name,
+            description=getattr(function, "description", None) or "",
+            parameters=getattr(function, "parameters", None),
+        )
+
+    replace(harmony_utils, "create_tool_definition", create_tool_definition)
+
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def forced_schema(reading: Reading, tools: Sequence[Any]) -> dict[str, Any] | None:
+    """The JSON schema of the answer that `turn.forced_calls` reads; None when no call is forced.
+
+    `tools` are functions with `name` and `parameters`. Raises ValueError for a function that is not among them, and
+    for two different definitions under one name of `$defs`.
+    """
+    if not reading.forced:
+        return None
+    parameters = {tool.name: dict(tool.parameters or NO_PARAMETERS) for tool in tools}
+    if not parameters:
+        raise ValueError("tool_choice asks for a call, but the request has no function in tools.")
+    if reading.function is not None:
+        if reading.function not in parameters:
+            raise ValueError(f"tool_choice asks for {reading.function!r}; tools has {', '.join(parameters)}.")
+        return parameters[reading.function]
+    definitions: dict[str, Any] = {}
+    for own in parameters.values():
+        for name, definition in own.pop("$defs", {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise ValueError(f"two tools define {name!r} in $defs, each in its own way: rename one.")
+    calls = [
+        {
+            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": own},
+            "required": ["name", "parameters"],
+        }
+        for name, own in parameters.items()
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def install_schema(protocol: ModuleType) -> None:
+    """The grammar of a forced call, also for a function without parameters, and on /v1/responses."""
+    chat, responses = protocol.ChatCompletionRequest, protocol.ResponsesRequest
+    original = responses.to_sampling_params
+    expect_source(chat._get_json_schema_from_tool, "return tool.parameters", '"minItems": 1')
+    expect_parameters(original, "self", "default_max_tokens", "default_sampling_params")
+    expect_source(original, 'raise NotImplementedError("json_object is not supported")')
+
+    def _get_json_schema_from_tool(self) -> dict[str, Any] | None:
+        if self.tool_choice == "none" or self.tools is None:
+            return None
+        return forced_schema(Reading(*choice_of(self.tool_choice)), [tool.function for tool in self.tools])
+
+    @functools.wraps(original)
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
+        schema = forced_schema(Reading(*choice_of(self.tool_choice)), allowed_functions(self))
+        wants_object = self.text is not None and self.text.format is not None and self.text.format.type == "json_object"
+        request = self.model_copy(update={"text": None}) if schema is not None or wants_object else self
+        parameters = original(request, *args, **kwargs)
+        if schema is not None:
+            parameters.structured_outputs = protocol.StructuredOutputsParams(json=schema)
+        elif wants_object:
+            parameters.structured_outputs = protocol.StructuredOutputsParams(json_object=True)
+        return parameters
+
+    replace(chat, "_get_json_schema_from_tool", _get_json_schema_from_tool)
+    replace(responses, "to_sampling_params", to_sampling_params)
+
+
+def allowed_tools(request: Any) -> list[Any]:
+    """The tools that the model may see under the `tool_choice` of a request of /v1/responses."""
+    choice = request.tool_choice
+    if choice == "none":
+        return []
+    if getattr(choice, "type", None) != "allowed_tools":
+        return list(request.tools)
+    allowed = {tool.get("name") for tool in choice.tools if tool.get("type") == "function"}
+    unknown = allowed - {getattr(tool, "name", None) for tool in request.tools}
+    if unknown or not allowed:
+        raise ValueError(f"allowed_tools must name functions of tools; got {', '.join(map(str, unknown)) or 'none'}.")
+    return [tool for tool in request.tools if getattr(tool, "name", None) in allowed]
+
+
+def allowed_functions(request: Any) -> list[Any]:
+    return [
+        SimpleNamespace(name=tool.name, parameters=tool.parameters)
+        for tool in allowed_tools(request)
+        if tool.type == "function"
+    ]
+
+
+def install_responses_choice(serving_responses: ModuleType) -> None:
+    serving = serving_responses.OpenAIServingResponses
+    original = serving._make_request_with_harmony
+    expect_parameters(original, "self", "request", "prev_response")
+    expect_source(original, 'if request.tool_choice != "auto":')
+
+    @functools.wraps(original)
+    def _make_request_with_harmony(self, request: Any, prev_response: Any) -> Any:
+        forced_schema(Reading(*choice_of(request.tool_choice)), allowed_functions(request))  # refused here with 400
+        shown = request.model_copy(update={"tool_choice": "auto", "tools": allowed_tools(request)})
+        return original(self, shown, prev_response)
+
+    replace(serving, "_make_request_with_harmony", _make_request_with_harmony)

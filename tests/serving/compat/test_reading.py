@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from openai_harmony import HarmonyError, Role, StreamableParser, StreamState
 
-from npu_gptoss.serving.compat.reading import Kind, TolerantParser, kind_of, split_by_kind
+from npu_gptoss.serving.compat.reading import Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.serving.compat.turn import Turn
 from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, respond, stream_chat, stream_responses, told
 
 pytestmark = pytest.mark.serving
@@ -22,9 +23,13 @@ def tokens(harmony):
 
 @pytest.fixture
 def read(harmony, tokens):
-    """The tolerant parser after a text."""
+    """The texts of each kind that a turn holds."""
 
-    return lambda text: feed(TolerantParser(harmony, Role.ASSISTANT), tokens(text))
+    return lambda text: texts_of(Turn(TolerantParser(harmony, Role.ASSISTANT)).read(tokens(text)))
+
+
+def texts_of(turn: Turn) -> dict[Kind, list[str]]:
+    return {kind: [part.text for part in turn.parts if part.kind is kind] for kind in Kind}
 
 
 def feed(parser: StreamableParser, tokens: list[int]) -> StreamableParser:
@@ -80,7 +85,7 @@ def test_stock_vllm_fails_such_requests(patched, tokens):
     ],
 )
 def test_a_badly_spelled_first_header_is_read_as_far_as_possible(read, text, kind, expected):
-    assert split_by_kind(read(text))[kind] == [expected]
+    assert read(text)[kind] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def test_a_badly_spelled_later_header_is_read_as_far_as_possible(harmony, read, 
     text = f"<|channel|>analysis<|message|>hm<|end|><|start|>{header}<|message|>Four.<|return|>"
     with pytest.raises(HarmonyError):
         feed(StreamableParser(harmony, Role.ASSISTANT), tokens(text))
-    texts = split_by_kind(read(text))
+    texts = read(text)
     assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
 
 
@@ -112,23 +117,22 @@ def test_a_call_with_a_badly_spelled_header_is_still_a_call(patched, tokens):
 
 @pytest.mark.parametrize("header", ["user foo bar baz", "nonsense 1 2 3", "user<|channel|>final x y z"])
 def test_what_cannot_be_read_is_dropped_and_what_follows_is_not(read, header):
-    parser = read(
+    texts = read(
         f"<|channel|>analysis<|message|>hm<|end|><|start|>{header}<|message|>???<|end|>"
         "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
     )
-    texts = split_by_kind(parser)
     assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
 
 
 def test_text_between_messages_belongs_to_none(read):
-    texts = split_by_kind(
-        read("<|channel|>analysis<|message|>hm<|end|>noise<|start|>assistant<|channel|>final<|message|>Four.<|return|>")
+    texts = read(
+        "<|channel|>analysis<|message|>hm<|end|>noise<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
     )
     assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
 
 
 def test_no_words_are_put_into_the_users_mouth_or_taken_from_it(read):
-    texts = split_by_kind(read("<|channel|>final<|message|>Four.<|end|><|start|>user<|message|>Thanks!<|end|>"))
+    texts = read("<|channel|>final<|message|>Four.<|end|><|start|>user<|message|>Thanks!<|end|>")
     assert texts[Kind.ANSWER] == ["Four."]
 
 
@@ -149,12 +153,13 @@ def test_well_formed_output_is_parsed_as_the_strict_parser_does(harmony, tokens)
             assert tolerant.current_recipient == strict.current_recipient
 
 
-def test_a_turn_goes_on_after_a_tool_of_the_server(read, tokens):
-    parser = read("<|channel|>commentary to=browser.search<|message|>{}<|call|>")
+def test_a_turn_goes_on_after_a_tool_of_the_server(harmony, tokens):
+    parser = TolerantParser(harmony, Role.ASSISTANT)
+    feed(parser, tokens("<|channel|>commentary to=browser.search<|message|>{}<|call|>"))
     answer = tokens("<|start|>assistant<|channel|>final<|message|>Found.<|return|>")
-    assert split_by_kind(feed(parser, answer))[Kind.ANSWER] == []
+    assert len(feed(parser, answer).messages) == 1
     parser.resume()
-    assert split_by_kind(feed(parser, answer))[Kind.ANSWER] == ["Found."]
+    assert text_of(feed(parser, answer).messages[-1]) == "Found."
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def through_the_client(events: list) -> list[str]:
 def test_openais_client_can_put_a_response_together(patched, tokens):
     with patched(*RESPONSES), pytest.raises(IndexError):
         through_the_client(stream_responses(FakeEngine(tokens(ANSWER))))
-    with patched(*RESPONSES, "responses-stream-indices"):
+    with patched(*RESPONSES, "responses-outputs", "responses-items"):
         events = stream_responses(FakeEngine(tokens(ANSWER), bite=4))
         assert through_the_client(events)[-1] == "Hello there! 🜁 How are you?"
     done = [event for event in events if event.type == "response.output_item.done"]

@@ -1,0 +1,268 @@
+"""/v1/responses: a stream and a whole response tell the same items, as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from vllm.entrypoints.openai.protocol import ResponsesRequest
+from vllm.sampling_params import SamplingParams
+
+from tests.serving.compat.fake_engine import MODEL, FakeEngine, respond, responses_serving, stream_responses
+from tests.serving.compat.test_streaming import through_the_client
+
+pytestmark = pytest.mark.serving
+
+STOCK = ("harmony-parser", "harmony-channels", "responses-stream-tokens", "responses-stream-end")
+RESPONSES = (
+    *STOCK,
+    *("responses-outputs", "responses-items", "responses-store", "responses-tool-choice", "forced-call-schema"),
+    "tool-description",
+)
+THOUGHT = "<|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+ANSWER = "<|channel|>final<|message|>Hello 🜁!<|return|>"
+PREAMBLE = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
+WEATHER = {"type": "function", "name": "get_weather", "description": "Weather", "parameters": {"type": "object"}}
+NOW = {"type": "function", "name": "now"}
+NAMED = {"type": "function", "name": "get_weather"}
+EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture
+def tokens(harmony):
+    return lambda text: harmony.encode(text, allowed_special="all")
+
+
+def shapes(items: list[dict]) -> list[dict]:
+    """Items without their ids, which are random."""
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
+def sent(events: list) -> list[dict]:
+    """The events as they travel."""
+    return [json.loads(event.model_dump_json()) for event in events]
+
+
+TURNS = {
+    "call": (THOUGHT + CALL, "completed"),
+    "answer": (THOUGHT + ANSWER, "completed"),
+    "preamble and call": (THOUGHT + PREAMBLE + CALL, "completed"),
+    "two calls": (CALL.replace("<|call|>", "<|end|><|start|>assistant") + CALL, "completed"),
+    "no arguments": (CALL.replace('{"city": "Paris"}', ""), "completed"),
+    "cut in the reasoning": ("<|channel|>analysis<|message|>I ne", "incomplete"),
+    "cut in the arguments": (THOUGHT + CALL[:-12], "incomplete"),
+    "cut in the answer": (THOUGHT + ANSWER[:-12], "incomplete"),
+    "cut in a header": (THOUGHT + "<|channel|>fin", "incomplete"),
+    "empty answer": ("<|channel|>final<|message|><|return|>", "completed"),
+    "nothing": ("<|return|>", "completed"),
+}
+
+
+@pytest.mark.parametrize("bite", [1, 3, 100])
+@pytest.mark.parametrize("name", TURNS)
+def test_the_events_of_a_stream_build_the_response(patched, tokens, name, bite):
+    text, status = TURNS[name]
+    with patched(*RESPONSES):
+        whole = respond(FakeEngine(tokens(text)), tools=[WEATHER])
+        events = sent(stream_responses(FakeEngine(tokens(text), bite), tools=[WEATHER]))
+    response = events[-1]["response"]
+    assert whole["status"] == response["status"] == status
+    assert events[-1]["type"] == f"response.{status}"
+    assert shapes(whole["output"]) == shapes(response["output"])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+
+    items: list[dict] = []
+    for event in events[2:-1]:
+        EVENT.validate_python(event)  # a type of the specification with all of its fields
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+            continue
+        item = items[event["output_index"]]
+        if kind == "response.output_item.done":
+            assert shapes([event["item"]]) == shapes([item | {"status": event["item"]["status"]}])
+            assert event["item"] == response["output"][event["output_index"]]
+            items[event["output_index"]] = event["item"]
+            continue
+        assert event["item_id"] == item["id"]
+        assert event.get("content_index", 0) == 0
+        if kind == "response.function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+        elif kind == "response.function_call_arguments.done":
+            assert (event["arguments"], event["name"]) == (item["arguments"], item["name"])
+        elif kind == "response.content_part.added":
+            item["content"].append(event["part"])
+        elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
+            item["content"][0]["text"] += event["delta"]
+        elif kind in ("response.output_text.done", "response.reasoning_text.done"):
+            assert event["text"] == item["content"][0]["text"]
+        else:
+            assert kind == "response.content_part.done"
+            assert event["part"] == item["content"][0]
+    assert items == response["output"]
+    Response.model_validate(whole)
+    Response.model_validate(response)
+    assert {"error", "incomplete_details", "instructions", "metadata", "usage"} <= whole.keys()
+
+
+def test_stock_streams_no_function_call_and_other_ids(patched, tokens):
+    with patched(*STOCK):
+        events = sent(stream_responses(FakeEngine(tokens(THOUGHT + CALL)), tools=[WEATHER]))
+    kinds = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
+    final = events[-1]["response"]["output"]
+    assert kinds == ["reasoning"]
+    assert [item["type"] for item in final] == ["reasoning", "function_call"]
+    ids = {event["item"]["id"] for event in events if event["type"] == "response.output_item.done"}
+    assert not ids & {item["id"] for item in final}
+
+
+def test_a_response_that_generating_ends_with_an_error_says_so(patched, tokens):
+    class Broken(FakeEngine):
+        async def generate(self, *args, **kwargs):
+            async for output in super().generate(*args, **kwargs):
+                yield output
+                raise RuntimeError("the wheels came off")
+
+    with patched(*STOCK), pytest.raises(RuntimeError):
+        stream_responses(Broken(tokens(THOUGHT + ANSWER), 3))  # the connection breaks
+    with patched(*RESPONSES):
+        last = sent(stream_responses(Broken(tokens(THOUGHT + ANSWER), 3)))[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert last["response"]["error"] == {"code": "server_error", "message": "the wheels came off"}
+        Response.model_validate(last["response"])
+        assert respond(Broken(tokens(THOUGHT + ANSWER)))["error"]["code"] == 500
+    with patched(*STOCK):
+        assert respond(Broken(tokens(THOUGHT + ANSWER)))["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "written", "expected"),
+    [
+        (
+            "required",
+            '[{"name": "get_weather", "parameters": {"city":  "Rome"}}]',
+            [("get_weather", '{"city":  "Rome"}')],
+        ),
+        (NAMED, '{"city": "Rome"}', [("get_weather", '{"city": "Rome"}')]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [NAMED]},
+            '[{"name": "get_weather", "parameters": {}}]',
+            [("get_weather", "{}")],
+        ),
+    ],
+)
+def test_a_forced_call_is_a_function_call(patched, tokens, choice, written, expected, streamed):
+    engine = FakeEngine(tokens(f"{THOUGHT}<|channel|>final <|constrain|>json<|message|>{written}<|return|>"), 2)
+    with patched(*STOCK):
+        assert "'auto' tool_choice" in respond(engine, tools=[WEATHER, NOW], tool_choice=choice)["error"]["message"]
+    with patched(*RESPONSES):
+        if streamed:
+            response = sent(stream_responses(engine, tools=[WEATHER, NOW], tool_choice=choice))[-1]["response"]
+        else:
+            response = respond(engine, tools=[WEATHER, NOW], tool_choice=choice)
+    calls = [(item["name"], item["arguments"]) for item in response["output"] if item["type"] == "function_call"]
+    assert calls == expected
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
+    assert len(response["tools"]) == 2  # the response shows the request's own
+
+
+def grammar(**fields) -> SamplingParams:
+    request = ResponsesRequest.model_validate({"model": MODEL, "input": "Hello", "tools": [WEATHER, NOW]} | fields)
+    return request.to_sampling_params(10, {})
+
+
+def test_a_forced_call_has_a_grammar(patched):
+    with patched("forced-call-schema"):
+        assert grammar().structured_outputs is None
+        assert grammar(tool_choice="none").structured_outputs is None
+        assert grammar(tool_choice=NAMED).structured_outputs.json == WEATHER["parameters"]
+        assert grammar(tool_choice={"type": "function", "name": "now"}).structured_outputs.json["type"] == "object"
+        names = [
+            call["properties"]["name"]["enum"]
+            for call in grammar(tool_choice="required").structured_outputs.json["items"]["anyOf"]
+        ]
+        assert names == [["get_weather"], ["now"]]
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+        assert len(grammar(tool_choice=allowed).structured_outputs.json["items"]["anyOf"]) == 1
+        assert grammar(text={"format": {"type": "json_object"}}).structured_outputs.json_object
+    with patched(), pytest.raises(NotImplementedError):  # answered 500
+        grammar(text={"format": {"type": "json_object"}})
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "nobody"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nobody"}]},
+        {"type": "web_search_preview"},
+        {"type": "mcp", "server_label": "x"},
+    ],
+)
+def test_a_choice_that_cannot_be_is_the_clients_error(patched, tokens, choice):
+    with patched(*RESPONSES):
+        assert respond(FakeEngine(tokens(ANSWER)), tools=[WEATHER], tool_choice=choice)["error"]["code"] == 400
+        assert respond(FakeEngine(tokens(ANSWER)), tools=[], tool_choice="required")["error"]["code"] == 400
+
+
+def test_tool_choice_none_and_allowed_tools_hide_tools_from_the_model(patched, harmony, tokens):
+    def prompt(**fields) -> str:
+        engine = FakeEngine(tokens(ANSWER))
+        assert respond(engine, tools=[WEATHER, NOW], **fields)["status"] == "completed"
+        return harmony.decode(engine.prompts[0])
+
+    with patched(*RESPONSES, "responses-prompt"):
+        assert "get_weather" in prompt()
+        assert "functions" not in prompt(tool_choice="none")
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+        assert "get_weather" not in prompt(tool_choice=allowed)
+        assert "now" in prompt(tool_choice=allowed)
+        none = respond(FakeEngine(tokens(CALL)), tools=[WEATHER], tool_choice="none")
+    assert [item["type"] for item in none["output"]] == ["message"]
+
+
+def test_a_missing_response_says_how_responses_are_stored(patched, tokens):
+    async def ask(serving) -> list:
+        request = ResponsesRequest(model=MODEL, input="Hello", previous_response_id="resp_1")
+        return [
+            await serving.create_responses(request),
+            await serving.retrieve_responses("resp_1", None, False),
+            await serving.cancel_responses("resp_1"),
+        ]
+
+    with patched(*RESPONSES):
+        answers = asyncio.run(ask(responses_serving(FakeEngine(tokens(ANSWER)))))
+    for answer in answers:
+        assert answer.error.code == 404
+        assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in answer.error.message
+    with patched():
+        assert "STORE" not in asyncio.run(ask(responses_serving(FakeEngine([1]))))[0].error.message
+
+
+@pytest.mark.parametrize("text", [THOUGHT + CALL[:-12], THOUGHT + ANSWER])
+def test_a_stored_stream_ends_whatever_became_of_it(patched, monkeypatch, tokens, text):
+    """In the background vLLM waits for `response.completed` alone."""
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+
+    async def collect() -> list:
+        serving = responses_serving(FakeEngine(tokens(text)))
+        request = ResponsesRequest(model=MODEL, input="Hello", stream=True, background=True)
+        events = [event async for event in await serving.create_responses(request)]
+        stored = await serving.retrieve_responses(request.request_id, None, False)
+        assert stored.status == events[-1].response.status
+        return events
+
+    with patched(*RESPONSES):
+        events = asyncio.run(asyncio.wait_for(collect(), 10))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_openais_client_reads_a_streamed_call(patched, tokens):
+    with patched(*RESPONSES):
+        through_the_client(stream_responses(FakeEngine(tokens(THOUGHT + PREAMBLE + CALL), 4), tools=[WEATHER]))
