@@ -215,7 +215,7 @@ def install_items(serving_responses: ModuleType) -> None:
     expect_parameters(whole, "self", "request", "context")
     expect_source(whole, "output = self._make_response_output_items_with_harmony(context)", 'status = "incomplete"')
     expect_parameters(stream, "self", "request", "sampling_params", "context", "model_name", "created_time")
-    expect_source(stream, "ResponseCompletedEvent(", "async for event_data in processer(")
+    expect_source(stream, "ResponseCompletedEvent(")
     expect_parameters(background, "self", "response_id")
     failed_response = serving_responses.ResponsesResponse.from_request
     expect_parameters(failed_response, "request", "sampling_params", "model_name", "created_time", "output", "status")
