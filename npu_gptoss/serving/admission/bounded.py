@@ -17,6 +17,7 @@ import resource
 import signal
 import socket
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,10 @@ _BEGUN = b"+"
 
 class Died(Exception):
     """The process that looked at the question gave no answer; the message says how it ended."""
+
+
+class Busy(Died):
+    """Nobody looked at the question yet: it may be asked again."""
 
 
 class Bounded:
@@ -66,6 +71,8 @@ class Bounded:
             try:
                 _keep(self, theirs, parent)
                 status = 0
+            except BaseException:
+                traceback.print_exc()  # into the server's log
             finally:
                 os._exit(status)  # nothing of the server's may run here: no atexit, no finally, no event loop
         theirs.close()
@@ -83,14 +90,14 @@ class Bounded:
         self._control = self._keeper = None
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer. Raises Died when the process that looked at the question ended without one."""
+        """The answer. Raises Died when the process that looked at the question gave none, Busy when none looked."""
         async with self._turn:
             for _ in range(2):
                 self.start()
                 with contextlib.suppress(_KeeperDied):
                     return await self._ask(question)
                 self.stop()
-            raise Died("the process that checks it cannot be started")
+            raise Busy("the process that checks it cannot be started")
 
     async def _ask(self, question: bytes) -> bytes:
         ours, theirs = socket.socketpair()
@@ -104,7 +111,12 @@ class Bounded:
             ours.close()
             raise _KeeperDied from error
         try:
-            begun = await asyncio.wait_for(reader.read(1), PATIENCE)
+            try:
+                begun = await asyncio.wait_for(reader.read(1), PATIENCE)
+            except (TimeoutError, asyncio.TimeoutError):
+                raise Busy(f"the process that checks it is not ready after {PATIENCE:g} s") from None
+            except OSError:
+                begun = b""
             if begun != _BEGUN:
                 raise _KeeperDied
             since = time.monotonic()

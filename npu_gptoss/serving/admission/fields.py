@@ -37,6 +37,7 @@ INT64 = 2**63 - 1
 SCHEMA = size(256 * 1024)  # a schema of 256 KiB has thousands of properties
 PATTERN = text(16 * 1024)
 REQUEST_ID = identifier(256)
+MODEL = text(1024)
 CHOICES = texts(4096, 4096)
 
 # names that transformers' apply_chat_template takes for itself (CVE-2025-62426)
@@ -111,7 +112,7 @@ STRUCTURED: Fields = {
 
 # what every request has that reaches the scheduler
 QUEUED: Fields = {
-    "model": text(1024),
+    "model": MODEL,
     "priority": integer(-INT32, INT32),
     "request_id": REQUEST_ID,
     "cache_salt": text(1024),
@@ -201,9 +202,9 @@ RESPONSES: Fields = QUEUED | {
     "reasoning": fields_of({}),
 }
 
-TOKENIZE: Fields = TOOLS | TEMPLATE | {"messages": objects(16384), "mm_processor_kwargs": mapping(0)}
+TOKENIZE: Fields = TOOLS | TEMPLATE | {"model": MODEL, "messages": objects(16384), "mm_processor_kwargs": mapping(0)}
 
-DETOKENIZE: Fields = {"tokens": token_ids("tokenizer_size")}
+DETOKENIZE: Fields = {"model": MODEL, "tokens": token_ids("tokenizer_size")}
 
 # what no served model of ours can do; vLLM says so, once it could read the request
 OTHER: Fields = QUEUED | {"dimensions": integer(1, INT32), "top_n": integer(-INT32, INT32)}

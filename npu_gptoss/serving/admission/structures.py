@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gptoss.serving.admission.bounded import Bounded, Died
+from npu_gptoss.serving.admission.bounded import Bounded, Busy, Died
 
 REMEMBERED = 1024
 
@@ -25,6 +25,7 @@ class Verdict:
     backend: str | None = None
     automatic: bool = False  # the backend was chosen, not asked for
     fields: Mapping[str, Any] | None = None
+    lasting: bool = True  # False: it was not looked at, and may be asked again
 
 
 def key_of(fields: Mapping[str, Any]) -> str:
@@ -46,6 +47,8 @@ class Structures:
         if found is None:
             try:
                 found = Verdict(**json.loads(await self.bounded.ask(key.encode())))
+            except Busy as error:
+                return Verdict(error=str(error), lasting=False)
             except Died as error:
                 found = Verdict(error=str(error))
             self._remember(key, found)

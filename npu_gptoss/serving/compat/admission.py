@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +54,17 @@ def structure_of(params: StructuredOutputsParams) -> dict[str, Any]:
 class StructureCompiler:
     """`work` and `prepare` of the bounded process."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any = None) -> None:
+        """`tokenizer`: the server's own, which a forked process has without loading it; None loads it."""
         self.vllm_config = vllm_config
-        self.tokenizer: Any = None
+        self.tokenizer = tokenizer
         self.backends: dict[str, Any] = {}
 
     def prepare(self) -> None:
         from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
 
-        self.tokenizer = init_tokenizer_from_configs(model_config=self.vllm_config.model_config)
+        if self.tokenizer is None:
+            self.tokenizer = init_tokenizer_from_configs(model_config=self.vllm_config.model_config)
         configured = self.vllm_config.structured_outputs_config.backend
         for name in ("xgrammar", "guidance") if configured == "auto" else (configured,):
             self.backends[name] = self._backend(name)
@@ -135,7 +138,7 @@ class VllmServer:
     def _checked(self) -> Structures:
         global _structures
         if _structures is None:
-            compiler = StructureCompiler(self._state.vllm_config)
+            compiler = StructureCompiler(self._state.vllm_config, getattr(self._state.engine_client, "tokenizer", None))
             seconds, memory = envs.get("NPU_GPTOSS_GRAMMAR_SECONDS"), envs.get("NPU_GPTOSS_GRAMMAR_MIB") << 20
             _structures = Structures(Bounded(compiler.work, compiler.prepare, seconds, memory))
         return _structures
@@ -174,7 +177,8 @@ class VllmServer:
         verdict = await self._checked().verdict(wanted)
         if verdict.error is not None:
             param = _place(wanted, body)
-            raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param)
+            status = HTTPStatus.BAD_REQUEST if verdict.lasting else HTTPStatus.SERVICE_UNAVAILABLE
+            raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param, status)
 
     def blame(self, error: BaseException) -> Refusal | None:
         names = READS | _validators()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.serving.admission.gate import Gate
+from npu_gptoss.serving.admission.gate import LARGE, Gate
 from npu_gptoss.serving.admission.keys import KeyGuard
 from npu_gptoss.serving.admission.refusal import Refusal
 from npu_gptoss.serving.admission.rules import Limits
@@ -99,3 +99,194 @@ def test_hostile_request_is_refused_at_the_gate(case: Hostile) -> None:
     assert error["message"].isprintable()
     assert len(error["message"]) < 500
     assert case.param is None or case.param in error["message"]
+
+
+def test_what_passes_goes_on_byte_by_byte_and_the_disconnect_after_it() -> None:
+    """vLLM ends a request whose client has left; a gate that keeps the disconnect would let it run on."""
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.extend([await receive(), await receive()])
+
+    raw = json.dumps(BODY, indent=3).encode()
+    ask(gate(app), body=[raw[:7], b"", raw[7:]])
+    assert heard == [{"type": "http.request", "body": raw, "more_body": False}, {"type": "http.disconnect"}]
+
+
+def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
+    app = Taken()
+
+    async def main() -> list[Any]:
+        messages = [{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": list(JSON)}
+        await gate(app)(scope, receive, send)
+        return sent
+
+    assert asyncio.run(main()) == []
+    assert not app.received
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_beyond_the_bound_is_not_held(declared: bool) -> None:
+    """Without a Content-Length (chunked) only counting tells."""
+    app, chunk, taken = Taken(), b"x" * 1000, 0
+
+    async def main() -> Any:
+        async def receive() -> Any:
+            nonlocal taken
+            taken += 1
+            return {"type": "http.request", "body": chunk, "more_body": True}
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        length = ((b"content-length", b"5001"),) if declared else ()
+        scope = {"type": "http", "method": "POST", "path": "/anything", "headers": [*JSON, *length]}
+        await gate(app, max_body=5000)(scope, receive, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(main()) == 413
+    assert taken == (0 if declared else 6)
+    assert not app.received
+
+
+def test_bodies_that_are_no_json_are_left_to_their_routes() -> None:
+    app = Taken()
+    status, _ = ask(
+        gate(app), "/v1/audio/transcriptions", b"\xff\xfe", headers=((b"content-type", b"multipart/form-data"),)
+    )
+    assert (status, app.received) == (200, [b"\xff\xfe"])
+
+
+@pytest.mark.parametrize("kind", [b"application/json; charset=utf-8", b"Application/JSON", b"application/vnd.api+json"])
+def test_json_by_any_of_its_names_is_checked(kind: bytes) -> None:
+    body = json.dumps(BODY | {"n": 10**6}).encode()
+    assert ask(gate(), body=body, headers=((b"content-type", kind),))[0] == 400
+
+
+def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/health would wait for it."""
+    threads: list[Any] = []
+
+    async def to_thread(function: Any, *args: Any) -> Any:
+        threads.append(function)
+        return function(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    for size in (10, LARGE):
+        body = json.dumps(BODY | {"user": "x" * size}).encode()
+        assert ask(gate(), body=body)[0] == 200
+    assert len(threads) == 1
+
+
+@pytest.mark.parametrize(
+    ("begins", "fails", "status"),
+    [(False, KeyError("a"), 400), (True, KeyError("a"), KeyError), (False, OSError(), OSError)],
+)
+def test_only_a_failure_to_read_before_the_answer_is_the_clients(begins: bool, fails: Exception, status: Any) -> None:
+    asked = gate(Taken(fails, begins))
+    if isinstance(status, int):
+        assert ask(asked, body=json.dumps(BODY).encode())[0] == status
+    else:
+        with pytest.raises(status):
+            ask(asked, body=json.dumps(BODY).encode())
+
+
+def test_two_requests_in_flight_cannot_have_one_id() -> None:
+    """vLLM aborts by id: the second's client could end the first's answer."""
+    inside: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await Taken()(scope, receive, send)
+        if not inside:
+            inside.append(None)
+            inside.append(await asyncio.to_thread(ask, asked, CHAT, again))
+
+    asked = gate(app)
+    again = json.dumps(BODY | {"request_id": "mine"}).encode()
+    assert ask(asked, body=again)[0] == 200
+    assert (inside[1][0], inside[1][1]["error"]["param"]) == (400, "request_id")
+    assert ask(asked, body=again)[0] == 200, "it has ended since"
+
+
+def test_an_id_in_the_header_is_printable() -> None:
+    headers = (*JSON, (b"x-request-id", b"a\x1b[2J"))
+    status, told = ask(gate(), body=json.dumps(BODY).encode(), headers=headers)
+    assert (status, told["error"]["param"]) == (400, "X-Request-Id")
+
+
+# (path, root_path, key sent, open metrics): let in?
+KEY, OTHER = b"Bearer secret", b"Bearer secreT"
+DOORS = [
+    *((path, "", None, False, path in ("/health", "/ping")) for path in (
+        "/health", "/ping", "/metrics", "/v1/models", CHAT, "/invocations", "/tokenize", "/version", "/docs",
+        "/openapi.json", "/load", "/", "", "//health", "/health/", "/health/../v1/models", "/HEALTH", "/ping2",
+    )),
+    *((path, "", KEY, False, True) for path in (CHAT, "/metrics", "/health", "/invocations")),
+    *((CHAT, "", sent, False, False) for sent in (
+        OTHER, b"Bearer ", b"Bearer", b"secret", b"Basic secret", b"", b"Bearer secret ", b"Bearer \xff\xfe",
+    )),
+    (CHAT, "", b"bEARER secret", False, True),
+    ("/metrics", "", None, True, True),
+    ("/metrics/", "", None, True, True),
+    ("/metrics/x", "", None, True, False),
+    ("/api/health", "/api", None, False, True),
+    ("/health", "/api", None, False, True),
+    ("/api/v1/models", "/api", None, False, False),
+    ("/apix/health", "/api", None, False, False),
+    ("/health/v1/models", "/health", None, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "root", "sent", "metrics", "enters"), DOORS)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD"])
+def test_every_door_but_two_needs_the_key(
+    path: str, root: str, sent: bytes | None, metrics: bool, enters: bool, method: str
+) -> None:
+    app = Taken()
+    # CVE-2026-48746: what the client says about the host decides nothing
+    headers = ((b"host", b"a/health?"),) + (((b"authorization", sent),) if sent is not None else ())
+    status, told = ask(gate(app, ("another", "secret"), metrics), path, headers=headers, method=method, root_path=root)
+    assert bool(app.scopes) is enters
+    if not enters:
+        assert (status, told["error"]["code"]) == (401, 401)
+        assert b"secret" not in json.dumps(told).encode()
+
+
+def test_two_keys_in_one_request_are_none() -> None:
+    headers = ((b"authorization", KEY), (b"authorization", KEY))
+    assert ask(gate(keys=("secret",)), headers=headers)[0] == 401
+
+
+def test_without_keys_every_door_is_open() -> None:
+    assert ask(gate(), "/v1/models", method="GET")[0] == 200
+
+
+def test_a_websocket_needs_the_key_too() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for headers in ([], [(b"authorization", KEY)]):
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers}
+        asyncio.run(gate(keys=("secret",))(scope, None, send))
+    assert [message["type"] for message in sent] == ["websocket.close", "websocket.accept"]
+
+
+def test_a_preflight_needs_no_key_and_nothing_else_hides_as_one() -> None:
+    origin, asked = (b"origin", b"http://a"), (b"access-control-request-method", b"POST")
+    for method, headers, status in (
+        ("OPTIONS", (origin, asked), 200), ("OPTIONS", (origin,), 401), ("GET", (origin, asked), 401)
+    ):  # fmt: skip
+        assert ask(gate(keys=("secret",)), headers=headers, method=method)[0] == status

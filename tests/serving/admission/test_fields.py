@@ -1,0 +1,131 @@
+"""The table of fields against vLLM's own classes, and the rules one by one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from npu_gptoss.serving.admission import body as bodies
+from npu_gptoss.serving.admission import fields
+from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
+from tests.serving.admission.test_gate import LIMITS
+
+# fields of vLLM 0.11.0 that no rule has to bound, and why
+SWITCHES = {
+    "stream", "logprobs", "echo", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "use_beam_search", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "parallel_tool_calls",
+    "include_stop_str_in_output", "include_reasoning", "return_tokens_as_token_ids", "return_token_ids", "background",
+    "store", "enable_response_messages", "return_token_strs", "normalize", "softmax", "activation",
+}  # fmt: skip
+CLOSED = {  # an enumeration, or a class with such fields, which pydantic knows before anybody looks
+    "reasoning_effort", "tool_choice", "include", "service_tier", "truncation", "encoding_format",
+}  # fmt: skip
+TEXT = {  # for the model (whose length is its context's matter), or read by nobody
+    "user", "suffix", "instructions", "input", "documents", "metadata", "guided_decoding_backend", "prompt",
+    "text_1", "text_2", "query", "messages",
+}  # fmt: skip
+REFUSED_BY_VLLM = {"logits_processors", "best_of"}  # without a look
+
+
+@pytest.mark.serving
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [
+        ("ChatCompletionRequest", "/v1/chat/completions"),
+        ("CompletionRequest", "/v1/completions"),
+        ("ResponsesRequest", "/v1/responses"),
+        ("TokenizeChatRequest", "/tokenize"),
+        ("TokenizeCompletionRequest", "/tokenize"),
+        ("DetokenizeRequest", "/detokenize"),
+        ("EmbeddingCompletionRequest", "/v1/embeddings"),
+        ("EmbeddingChatRequest", "/v1/embeddings"),
+        ("ScoreRequest", "/score"),
+        ("RerankRequest", "/rerank"),
+        ("ClassificationRequest", "/classify"),
+        ("PoolingCompletionRequest", "/pooling"),
+    ],
+)
+def test_every_field_of_vllm_is_bound_or_known_to_need_no_bound(kind: str, route: str) -> None:
+    protocol = pytest.importorskip("vllm.entrypoints.openai.protocol")
+    names = set(getattr(protocol, kind).model_fields)
+    bound = set(fields.ROUTES[route])
+    if route in ("/v1/embeddings", "/score", "/rerank", "/classify", "/pooling"):
+        bound |= {"model", "chat_template", "chat_template_kwargs"}  # no served model of ours does it
+    assert names - bound - SWITCHES - CLOSED - TEXT - REFUSED_BY_VLLM == set()
+
+
+@pytest.mark.serving
+def test_structured_outputs_have_no_field_without_a_bound() -> None:
+    dataclasses = pytest.importorskip("dataclasses")
+    params = pytest.importorskip("vllm.sampling_params").StructuredOutputsParams
+    names = {field.name for field in dataclasses.fields(params) if not field.name.startswith("_")}
+    flags = {"json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
+    assert names == set(fields.STRUCTURED) | flags
+
+
+# what clients send in earnest, on either route
+SERVED: list[dict[str, Any]] = [
+    {"temperature": 0}, {"temperature": 2}, {"temperature": "0.7"}, {"top_p": 1}, {"top_p": 1e-9}, {"top_k": -1},
+    {"top_k": 0}, {"top_k": 2**31 - 1}, {"min_p": 0}, {"min_p": 1}, {"repetition_penalty": 1.1}, {"seed": -1},
+    {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"n": 128}, {"n": None}, {"stop": None}, {"stop": []}, {"stop": "\n"},
+    {"stop": ["a"] * 16}, {"stop_token_ids": [0, 201_087]}, {"logit_bias": {"50256": -100, "0": 100}},
+    {"logit_bias": {}}, {"max_tokens": 10**9}, {"max_tokens": 4, "min_tokens": 4}, {"prompt_logprobs": 0},
+    {"prompt_logprobs": 20}, {"priority": -5}, {"allowed_token_ids": [200_018]}, {"cache_salt": "x" * 43},
+    {"presence_penalty": -2}, {"frequency_penalty": 2}, {"stream": True, "stream_options": {"include_usage": True}},
+    {"response_format": {"type": "text"}}, {"response_format": {"type": "json_object"}}, {"user": "x" * 10_000},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, {"unknown": [1]},
+    {"vllm_xargs": {"a": 1, "b": "c"}}, {"truncate_prompt_tokens": -1}, {"request_id": "abc-1"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", SERVED, ids=json.dumps)
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/invocations"])
+def test_what_is_in_bounds_passes(extra: dict[str, Any], route: str) -> None:
+    base = {"prompt": "a"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    fields.check(route, bodies.read(json.dumps(base | extra).encode()), LIMITS)
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"] * 1024, [0, 201_087], [[1], [2, 3]], [1.0], "x" * 10**6])
+def test_every_form_of_a_prompt_passes(prompt: Any) -> None:
+    fields.check("/v1/completions", {"prompt": prompt}, LIMITS)
+
+
+def test_a_number_of_nineteen_digits_in_a_text_is_no_number() -> None:
+    raw = json.dumps({"prompt": "9" * 30, "n": 1}).encode()
+    assert bodies.read(raw) == {"prompt": "9" * 30, "n": 1}
+
+
+def test_a_pair_of_surrogates_is_one_character() -> None:
+    assert bodies.read(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\U0001f600"}
+
+
+def test_a_hundred_levels_pass_and_one_more_does_not() -> None:
+    def nested(levels: int) -> bytes:
+        return b'{"a":' * levels + b"1" + b"}" * levels
+
+    bodies.read(nested(100))
+    with pytest.raises(Refusal, match="at most 100 levels"):
+        bodies.read(nested(101))
+
+
+def test_what_is_shown_of_a_value_is_short_and_printable() -> None:
+    values = ["\x1b[2J" * 9999, ["\r\n" * 9999] * 9999, {"a" * 9999: {"b": [[[[["\x00"]]]]]}}, 10**300, True, None]
+    for value in values:
+        assert len(shown(value)) <= 200
+        assert shown(value).isprintable()
+    assert escaped("a\nb\x1b[2J\ud800") == "a b\\x1b[2J\\ud800"
+
+
+def test_a_request_is_checked_in_less_than_a_millisecond() -> None:
+    """An ordinary one of 3 kB; the bound is 20 times what an idle machine takes."""
+    messages = [{"role": "user", "content": "What is it? " * 20}] * 10
+    raw = json.dumps({"model": "m", "messages": messages, "temperature": 0.7, "max_tokens": 100, "seed": 1}).encode()
+    times = []
+    for _ in range(50):
+        since = time.perf_counter()
+        fields.check("/v1/chat/completions", bodies.read(raw), LIMITS)
+        times.append(time.perf_counter() - since)
+    assert sorted(times)[10] < 1e-3, sorted(times)[10]
