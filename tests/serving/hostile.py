@@ -52,7 +52,7 @@ def _responses(**fields: Any) -> dict[str, Any]:
 # bodies that are no object, or no JSON, or cannot be read in one way only
 _EVERY = (CHAT, COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE, INVOCATIONS)
 for _route in _EVERY:
-    _part = _route.rsplit("/", 1)[1]
+    _part = "chat" if _route == CHAT else _route.rsplit("/", 1)[1]
     for _name, _raw in (("list", b"[1]"), ("string", b'"x"'), ("null", b"null"), ("number", b"1")):
         _add(f"{_part}-body-{_name}", _route, _raw, None, "500")
     _add(f"{_part}-not-json", _route, b"{", None, "400")
@@ -127,7 +127,7 @@ for _route, _make in ((CHAT, _chat), (COMPLETIONS, _completion), (INVOCATIONS, _
     # structured output
     _numbers("regex-nul", "guided_regex", "crash", needs="compiler", guided_regex="\x00")
     _numbers("regex-property", "guided_regex", "death", needs="compiler", guided_regex="\\p{Q}+")
-    _numbers("regex-backslash", "guided_regex", "death", needs="compiler", guided_regex="\\")
+    _add(f"{_part}-regex-backslash", _route, _make(guided_regex="\\"), None, "death", 200, "compiler")
     _numbers("regex-open", "guided_regex", "400", needs="compiler", guided_regex="(")
     _numbers("regex-long", "guided_regex", "hang", guided_regex="a?" * 100_000)
     _numbers("grammar-empty", "guided_grammar", "death", needs="compiler", guided_grammar="")

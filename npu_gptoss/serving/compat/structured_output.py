@@ -7,7 +7,8 @@ back changes no other value.
 The grammar binds only the answer, not the reasoning. 0.11.0 looks for `<|start|>assistant<|channel|>final<|message|>`
 anywhere in the conversation: once earlier answers are rendered with their channel (as the format wants), it finds one
 of them and binds the first token of the turn, so that the model cannot even write its header. And it does not
-recognise the header that the model writes for JSON, `final <|constrain|>json`.
+recognise the header that the model writes for JSON, `final <|constrain|>json`. A plain text on /v1/completions has no
+header at all: there 0.11.0 takes a grammar and never applies it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
                 return False
             spelled = list(token_ids[i + 1 : header_end])
             return (channel, final) in pairwise(spelled)
-    return False
+    return True  # no conversation but a plain text, as /v1/completions continues it: all of it is the answer
 
 
 def install_reasoning_end(module: ModuleType) -> None:

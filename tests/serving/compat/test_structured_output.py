@@ -87,4 +87,11 @@ def test_the_header_for_json_begins_the_answer(patched, answer_begins):
         assert not answer_begins("<|start|>user<|message|>final")
         assert not answer_begins("<|start|>user<|channel|>final<|message|>")
         assert not answer_begins("<|start|>assistant<|channel|>analysis<|message|><|channel|>final<|message|>")
-        assert not answer_begins("no message at all")
+
+
+def test_a_grammar_binds_a_plain_text_from_its_first_token(patched, answer_begins):
+    """/v1/completions: a structure was taken, and never applied."""
+    with patched():
+        assert not answer_begins("The season is")
+    with patched("reasoning-end"):
+        assert answer_begins("The season is")
