@@ -16,11 +16,11 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
     if model is None:
         yield not_applicable("checkpoint", "No --model DIR is given.")
         return
+    from npu_gptoss.model.check import check_directory
     from npu_gptoss.model.checkpoint import check_checkpoint
-    from npu_gptoss.model.config import GptOssConfig
 
     try:
-        config = GptOssConfig.from_directory(model)
+        config = check_directory(model, text=(model / TOKENIZER).is_file())
         tensors = check_checkpoint(model, config)
     except InputError as error:
         sentence, remedy = _split(str(error))

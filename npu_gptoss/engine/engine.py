@@ -7,7 +7,6 @@ results = engine.generate(["Hello", [9906, 11]], SamplingParams(max_tokens=64))
 from __future__ import annotations
 
 import gc
-import json
 import math
 import operator
 import secrets
@@ -31,14 +30,13 @@ from npu_gptoss.kernels import current_platform
 from npu_gptoss.model.assembly import FLOATS, FP8, expert_format
 from npu_gptoss.model.checkpoint import expand_stream, expected_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.progress import counted
 
 Prompt = str | Sequence[int]
 
-# harmony's <|return|>, <|call|> and <|endoftext|>: what ends an answer when generation_config.json does not say
-HARMONY_STOP_TOKENS = (200002, 200012, 199999)
 MAX_BATCH_SIZE = 256
 # Rows of one step: enough to fill an accelerator, few enough that a CPU's step does not take minutes.
 CPU_BATCH_TOKENS, ACCELERATOR_BATCH_TOKENS = 2048, 16384
@@ -90,7 +88,7 @@ class Engine:
         dtype = resolve_dtype(dtype, config)
         self.config = config
         self.text = TextCodec(directory)
-        self.stop_token_ids = _stop_token_ids(directory, config)
+        self.stop_token_ids = stop_token_ids(directory, config)
         self.block_size = block_size
         with kernels_for(self.device):
             if tensors is None:
@@ -359,19 +357,3 @@ class Engine:
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             prompt_logprobs=prompt_logprobs,
         )
-
-
-def _stop_token_ids(directory: Path, config: GptOssConfig) -> frozenset[int]:
-    """What ends an answer: eos_token_id of generation_config.json (an id or a list) and of config.json."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return frozenset((*config.eos_token_ids, *HARMONY_STOP_TOKENS))
-    try:
-        values = json.loads(path.read_bytes())
-        listed = values.get("eos_token_id") or []
-        ids = [operator.index(token) for token in (listed if isinstance(listed, list) else [listed])]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{path} cannot be used ({error}): expected a JSON object whose eos_token_id is an id or a list"
-        ) from None
-    return frozenset((*config.eos_token_ids, *ids))

@@ -41,6 +41,7 @@ from npu_gptoss.model.safetensors_reader import (
     read_tensor,
     weight_files,
 )
+from npu_gptoss.model.values import checked_values
 from npu_gptoss.moe.mxfp4 import Mxfp4Error, expand_transposed
 from npu_gptoss.progress import counted
 
@@ -69,7 +70,6 @@ def check_checkpoint(directory: str | os.PathLike[str], config: GptOssConfig) ->
     for name, spec in expected.items():
         stored = found[name]
         check_tensor(name, stored.shape, stored.dtype or stored.dtype_name, spec, stored.file)
-    common_float({name: found[name].dtype for name in expected}, directory)
     return {name: found[name] for name in expected}
 
 
@@ -94,7 +94,7 @@ def iterate_tensors(
     caller keeps, memory holds one stored tensor and its expansion. Raises CheckpointError.
     """
     _check_target(dtype)
-    return _read_all(check_checkpoint(directory, config), dtype, progress, expand)
+    return _read_all(check_checkpoint(directory, config), dtype, progress, expand, directory)
 
 
 def expand_stream(
@@ -186,7 +186,11 @@ def write_checkpoint(
 
 
 def _read_all(
-    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"], expand: bool
+    stored: dict[str, StoredTensor],
+    dtype: torch.dtype,
+    progress: bool | Literal["always"],
+    expand: bool,
+    where: object,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     hidden = False if progress == "always" else None if progress else True  # None: tqdm asks if stderr is a terminal
     total = sum(tensor.size for tensor in stored.values())
@@ -194,15 +198,15 @@ def _read_all(
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in stored.items():
-                yield name, _read_one(tensor, dtype)
+                yield name, read_tensor(tensor)
                 bar.update(tensor.size)
 
-        yield from expand_stream(read(), dtype) if expand else read()
+        def converted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in checked_values(read(), dtype, where):
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                del tensor  # or it would stay in memory while the next one is read
 
-
-def _read_one(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    tensor = read_tensor(stored)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        yield from expand_stream(converted(), dtype) if expand else converted()
 
 
 def _expand_pair(name: str, halves: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ then: `_OPTIONAL` and the defaults of `YarnScaling` say which.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -31,20 +30,23 @@ from npu_gptoss.model.config_fields import (
     read_fields,
     refuse,
 )
+from npu_gptoss.model.files import is_directory, is_there, read_json
 
 __all__ = ["CONFIG_NAME", "FULL", "MXFP4", "SLIDING", "ConfigError", "GptOssConfig", "YarnScaling"]
 
 CONFIG_NAME = "config.json"
+_ADAPTER = "adapter_config.json"
+_EXPECTED, _GIVE = "expected a gpt-oss checkpoint", "Give the path of a checkpoint, or download one."
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
 _MXFP4_REMEDY = f"An MXFP4 scale covers {_MXFP4_GROUP} values: change the size or use the BF16 layout."
 _MODULES_NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 _YARN_RULES: dict[str, Rule] = {
-    "factor": Rule("a finite number of at least 1", lambda v: is_number(v) and v >= 1),
+    "factor": Rule("a number of at least 1 and at most 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6),
     "original_max_position_embeddings": integer(1),
-    "beta_fast": above(0),
-    "beta_slow": above(0),
+    "beta_fast": above(0, 1e6),
+    "beta_slow": above(0, 1e6),
     "truncate": BOOLEAN,
 }
 
@@ -71,26 +73,30 @@ class YarnScaling:
             refuse("rope_scaling.beta_fast", f"above beta_slow ({self.beta_slow})", self.beta_fast)
 
 
+# With the largest value that is taken: far above any gpt-oss, and below what would exhaust memory or time by itself.
 _RULES: dict[str, Rule] = {
-    "hidden_size": integer(1),
-    "intermediate_size": integer(1),
-    "num_hidden_layers": integer(1),
-    "num_attention_heads": integer(1),
-    "num_key_value_heads": integer(1),
-    "head_dim": Rule("an even integer of at least 2 (rotary halves)", lambda v: is_int(v) and v >= 2 and v % 2 == 0),
-    "num_local_experts": integer(1),
-    "num_experts_per_tok": integer(1),
-    "vocab_size": integer(1),
+    "hidden_size": integer(1, 1 << 20),
+    "intermediate_size": integer(1, 1 << 20),
+    "num_hidden_layers": integer(1, 1000),
+    "num_attention_heads": integer(1, 1 << 16),
+    "num_key_value_heads": integer(1, 1 << 16),
+    "head_dim": Rule(
+        "an even integer of at least 2 (rotary halves) and at most 4096",
+        lambda v: is_int(v) and 2 <= v <= 4096 and v % 2 == 0,
+    ),
+    "num_local_experts": integer(1, 1 << 16),
+    "num_experts_per_tok": integer(1, 1 << 16),
+    "vocab_size": integer(1, 1 << 24),
     "sliding_window": integer(1),
     "layer_types": Rule(
         f"a list that holds only {SLIDING!r} and {FULL!r}",
         lambda v: isinstance(v, tuple) and all(kind in (SLIDING, FULL) for kind in v),
     ),
     "swiglu_limit": above(0),
-    "rope_theta": above(1),
+    "rope_theta": above(1, 1e12),
     "rope_scaling": Rule("a YarnScaling", lambda v: isinstance(v, YarnScaling)),
-    "rms_norm_eps": above(0),
-    "max_position_embeddings": integer(1),
+    "rms_norm_eps": above(0, 1),
+    "max_position_embeddings": integer(1, 1 << 20),  # the table of rotary angles has a row for each
     "eos_token_id": TOKEN,
     "pad_token_id": TOKEN,
     "other_eos_token_ids": Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v)),
@@ -220,15 +226,15 @@ class GptOssConfig:
         """Reads `path`/config.json. Raises ConfigError, which names the file."""
         directory = Path(path)
         file = directory / CONFIG_NAME
-        if not file.is_file():
-            what = f"the directory has no {CONFIG_NAME}" if directory.is_dir() else "there is no such directory"
-            raise ConfigError(f"{directory}: expected a gpt-oss checkpoint, but {what}. Give its path or download it.")
-        try:
-            values = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_object_without_repeats)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{file}: expected JSON in UTF-8, got {error}. Download it again.") from None
+        if not is_directory(directory, ConfigError):
+            raise ConfigError(f"{directory}: {_EXPECTED}, but there is no such directory. {_GIVE}")
+        if not is_there(file, ConfigError):
+            if is_there(directory / _ADAPTER, ConfigError):
+                raise ConfigError(
+                    f"{directory}: {_EXPECTED}, but this is an adapter ({_ADAPTER}). Merge it into its base model."
+                )
+            raise ConfigError(f"{directory}: {_EXPECTED}, but the directory has no {CONFIG_NAME}. {_GIVE}")
+        values = read_json(file, ConfigError)
         try:
             return cls.from_dict(values)
         except ConfigError as error:
@@ -284,12 +290,3 @@ _FLOATS = frozenset({"rope_theta", "rms_norm_eps", "swiglu_limit", "factor", "be
 def _floats(values: dict[str, Any]) -> dict[str, Any]:
     """A file may write 150000 for 150000.0; what is no number is left for the rules to refuse."""
     return {name: float(v) if name in _FLOATS and is_number(v) else v for name, v in values.items()}
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{repeated} must appear once, got it {names.count(repeated)} times. Remove all but one.")
-    return values

@@ -7,16 +7,23 @@ on `rope_parameters` holds both. The tables say which way a field goes:
 * the fields of `config.GptOssConfig` are returned as they stand; that class checks them, however it is built;
 * `_FIXED`: gpt-oss has one value only, any other would be another function;
 * `_WITHOUT_EFFECT`, `_BOOKKEEPING`: inference does not depend on it;
-* anything else is unknown, and refused: a field that nobody reads may change the function silently.
+* anything else is unknown. Tools that fine-tune leave notes in the file (`unsloth_version`): one value, text, number or
+  truth value, is passed over with one warning that names it. Refused is what may change the function silently:
+  `_REMEDIES`, names that speak of a part of the model (`_CHANGES_THE_MODEL`), and lists and objects of any name.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, quoted, short
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
@@ -39,8 +46,7 @@ MISSING = _Nothing()
 
 def refuse(field: str, expected: str, got: object, remedy: str = _CHECK_FILE) -> NoReturn:
     """Raises ConfigError with the four parts of the sentence."""
-    text = repr(got)
-    raise ConfigError(f"{field} must be {expected}, got {text if len(text) < 200 else text[:200] + '…'}. {remedy}")
+    raise ConfigError(f"{short(field)} must be {expected}, got {quoted(got)}. {remedy}")
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,24 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+LARGEST = 1e30  # of a number that the model computes with: its square is a float32
+
+
 def is_number(value: object) -> bool:
     """Finite; the bounds also keep out NaN, and integers that no float can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
-def integer(minimum: int) -> Rule:
-    return Rule(f"an integer of at least {minimum}", lambda v: is_int(v) and v >= minimum)
+def integer(minimum: int, maximum: int = 2**31 - 1) -> Rule:
+    def holds(value: object) -> bool:
+        return is_int(value) and minimum <= value <= maximum
+
+    return Rule(f"an integer of at least {minimum} and at most {maximum}", holds)
 
 
-def above(minimum: float) -> Rule:
-    return Rule(f"a finite number above {minimum:g}", lambda v: is_number(v) and v > minimum)
+def above(minimum: float, maximum: float = LARGEST) -> Rule:
+    expected = f"a finite number above {minimum:g} and at most {maximum:g}"
+    return Rule(expected, lambda v: is_number(v) and minimum < v <= maximum)
 
 
 NUMBER = Rule("a finite number", is_number)
@@ -106,6 +119,8 @@ _WITHOUT_EFFECT: dict[str, Rule] = {
     "transformers_version": TEXT,
     "_name_or_path": TEXT,
     "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
+    "attn_implementation": TEXT,  # the kernel that somebody trained with, not what it computes
+    "_attn_implementation_autoset": BOOLEAN,
 }
 
 # What transformers' `to_dict` adds for every model: generation defaults (a request brings its own), labels, outputs.
@@ -119,6 +134,19 @@ _BOOKKEEPING_NAMES = """
     tokenizer_class top_k top_p torchscript typical_p use_bfloat16
 """
 _BOOKKEEPING = frozenset(_BOOKKEEPING_NAMES.split())
+
+# A name with one of these words speaks of the model, not of who made it.
+_CHANGES_THE_MODEL = re.compile(
+    "(?i)"
+    + "|".join(
+        """
+    activation adapter alibi attention attn bias bits$ cap$ capping compress context conv_ conv1d eps$ expert gate group head
+    hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position predict prune
+    quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm swiglu temperature_
+    tie_ token_id topk vision vocab window yarn yoco ^load_in_ ^qk ^rms ^r$
+""".split()
+    )
+)
 
 _REMEDIES = {
     "auto_map": "It asks to run code from the checkpoint, which this package never does: remove the field.",
@@ -153,15 +181,30 @@ def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     for name in names:
         if name in rest and name not in found:
             found[name] = rest.pop(name)
-    for name in sorted(map(str, rest)):
+    for name in sorted(rest, key=str):
         if name not in _BOOKKEEPING:
-            remedy = "It may change what the model computes: remove it if not, else this is another model."
-            _refuse_unknown(name, "the fields of a gpt-oss config.json", rest[name], _REMEDIES.get(name, remedy))
+            _check_unknown(str(name), rest[name])
     return found
 
 
+def _check_unknown(name: str, value: object) -> None:
+    """Warns once in a process of a field that no part of gpt-oss reads, or refuses it."""
+    known = name in _REMEDIES or _CHANGES_THE_MODEL.search(name)
+    if known or not isinstance(value, (str, int, float, bool, type(None))):
+        remedy = "It may change what the model computes: remove it if not, else this is another model."
+        _refuse_unknown(name, "the fields of a gpt-oss config.json", value, _REMEDIES.get(name, remedy))
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            "config.json: nothing reads the field %s = %s. It is no part of gpt-oss and is passed over.",
+            short(name, 100),
+            quoted(value),
+        )
+
+
 def _refuse_unknown(name: str, expected: str, value: object, remedy: str = _CHECK_FILE) -> NoReturn:
-    raise ConfigError(f"unknown field {name!r}: expected only {expected}, got {name} = {value!r}. {remedy}")
+    name = short(name, 100)
+    raise ConfigError(f"unknown field {name!r}: expected only {expected}, got {name} = {quoted(value)}. {remedy}")
 
 
 def _check_what_is_fixed(rest: dict[str, Any]) -> None:

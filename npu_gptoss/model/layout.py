@@ -3,7 +3,8 @@
 Contract: the tensors of openai/gpt-oss-20b and -120b in their two layouts. In the MXFP4 layout each expert matrix is a
 pair `…_blocks` `[experts, rows, groups, 16]` and `…_scales` `[experts, rows, groups]`, rows being the output axis. In
 the BF16 layout (what transformers calls dequantized) it is one tensor `[experts, in, out]`: the expansion with its last
-two axes swapped. All other tensors are the same in both: bfloat16, or float32 throughout.
+two axes swapped. All other tensors are the same in both, each in bfloat16 or
+float32: tools that fine-tune leave some (norms, an lm_head) in float32 beside bfloat16 ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from npu_gptoss.errors import short
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.safetensors_reader import CheckpointError, listed
 from npu_gptoss.moe.mxfp4 import GROUP
@@ -35,7 +37,7 @@ class TensorSpec:
 def expected_tensors(config: GptOssConfig) -> dict[str, TensorSpec]:
     """The official name of every tensor, in the order in which the model uses them; MXFP4 layout if the config says so.
 
-    The floating-point ones have one dtype in common, bfloat16 or float32.
+    Each floating-point one is bfloat16 or float32.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -115,11 +117,11 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, sp
         if dtype == torch.float16:
             remedy = "float16 has cut off what exceeds its range. " + remedy
         allowed = " or ".join(map(dtype_name, spec.dtypes))
-        raise CheckpointError(f"{where}: {name} should have dtype {allowed}, got {dtype_name(dtype)}. {remedy}")
+        raise CheckpointError(f"{where}: {name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}")
 
 
 def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) -> torch.dtype:
-    """The one dtype of the floating-point tensors; raises where there are two."""
+    """The one dtype of floating-point tensors that are written; raises where there are two."""
     floats = {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}
     (first, common), *others = floats.items()
     for name, dtype in others:

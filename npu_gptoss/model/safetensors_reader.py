@@ -11,7 +11,6 @@ process holds what it asked for and no more, and a file that shrinks meanwhile i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,13 +19,35 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import quoted, short
+from npu_gptoss.model.files import (
+    MOST_HEADER_BYTES,
+    CheckpointError,
+    is_directory,
+    is_there,
+    parse_json,
+    read_json,
+    reason,
+)
+
+__all__ = [
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "CheckpointError",
+    "StoredTensor",
+    "find_tensors",
+    "listed",
+    "read_header",
+    "read_tensor",
+    "weight_files",
+]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_PATTERN = "model-*-of-*.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_MAX_HEADER = 100_000_000  # the format's own limit
+_MOST_AXES = 8
+_MOST_NAME = 255  # bytes of a file's name, on every file system that a checkpoint lies on
 _AGAIN = "The download is incomplete or damaged: download the file again."
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -46,14 +67,12 @@ _DTYPES = {
 }
 
 
-class CheckpointError(InputError):
-    """A checkpoint that cannot be used: names the tensor or file, what was expected, what was got and what to do."""
-
-
 def listed(names: Iterable[str], most: int = 3) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(short(name) for name in names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -71,15 +90,20 @@ class StoredTensor:
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint directory, from the headers of its files. Raises CheckpointError."""
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise CheckpointError(f"{directory}: expected a checkpoint's directory, but there is none. Check the path.")
-    index = directory / INDEX_NAME
-    if index.is_file():
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    if is_there(index):
         return _read_shards(directory, _read_index(index))
-    single = directory / SINGLE_NAME
-    if single.is_file():
-        return read_header(single)
-    raise CheckpointError(f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}")
+    if not is_there(single):
+        raise CheckpointError(f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}")
+    stray = sorted(file.name for file in directory.glob("*.safetensors") if file != single)
+    if stray:  # vLLM would read them too
+        raise CheckpointError(
+            f"{directory}: expected {SINGLE_NAME} alone, got {listed(stray)} too and no index. "
+            "Delete what does not belong here, or get the index."
+        )
+    return read_header(single)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -90,6 +114,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file in the order of their bytes, checked against the file's size. Raises CheckpointError."""
+    if not is_there(file):
+        raise CheckpointError(f"{file}: expected a file with weights, but there is none. {_AGAIN}")
     try:
         total = file.stat().st_size
         with file.open("rb") as stream:
@@ -97,21 +123,23 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             if _LFS_POINTER.startswith(start) and (start + stream.read(100)).startswith(_LFS_POINTER):
                 raise CheckpointError(f"{file}: expected weights, got a Git LFS pointer to them. Run `git lfs pull`.")
             length = int.from_bytes(start, "little")
-            if length > _MAX_HEADER:
+            if total >= 8 and length > MOST_HEADER_BYTES:
                 raise CheckpointError(f"{file}: expected a safetensors file, got something else. {_AGAIN}")
             if total < 8 + length:
                 raise CheckpointError(f"{file}: the file is truncated within its header ({total} bytes). {_AGAIN}")
             stream.seek(8)
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file}: expected a readable file, but {error.strerror}. Check the path.") from None
+        raise CheckpointError(
+            f"{file}: expected a readable file, but {reason(error)}. Check its permissions."
+        ) from None
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
-        if not isinstance(header, dict):
+        if not text.startswith(b"{"):
             raise ValueError("the header is no JSON object")
-        header.pop("__metadata__", None)
+        header = parse_json(text)
+        _check_metadata(header.pop("__metadata__", None))
         tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file}: expected a safetensors header, but {error}. {_AGAIN}") from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.size))
     position = 8 + length
@@ -119,12 +147,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         end = tensor.offset + tensor.size
         if tensor.offset != position:
             raise CheckpointError(
-                f"{file}: {tensor.name} should start at byte {position}, where the one before it ends, "
+                f"{file}: {short(tensor.name)} should start at byte {position}, where the one before it ends, "
                 f"but starts at {tensor.offset}. {_AGAIN}"
             )
         if end > total:
             raise CheckpointError(
-                f"{file}: the file is truncated: {tensor.name} ends at byte {end}, the file has {total}. {_AGAIN}"
+                f"{file}: the file is truncated: {short(tensor.name)} ends at byte {end}, the file has {total}. {_AGAIN}"
             )
         position = end
     if position != total:
@@ -151,62 +179,65 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
                 done += count
     except OSError as error:
         raise CheckpointError(
-            f"{stored.file}: {stored.name} could not be read ({error.strerror}). Check the disk, then try again."
+            f"{stored.file}: {stored.name} could not be read ({reason(error)}). Check the disk, then try again."
         ) from None
     return tensor
+
+
+def _check_metadata(metadata: Any) -> None:
+    """The format allows texts only, and the library that vLLM reads with refuses anything else."""
+    texts = [] if metadata is None else [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("its __metadata__ is not an object of texts")
 
 
 def _parse_entry(file: Path, data_start: int, name: str, entry: Any) -> StoredTensor:
     """One tensor's line of the header. Raises ValueError, in words."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise ValueError(f"{name} has no dtype, shape and data_offsets")
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise ValueError(f"the shape {shape!r} and data_offsets {offsets!r} of {name} make no sense")
-    dtype_name, size = str(entry["dtype"]), offsets[1] - offsets[0]
-    dtype = _DTYPES.get(dtype_name)
+        raise ValueError(f"{short(name)} has no dtype, shape and data_offsets")
+    dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+    if not (sizes and len(shape) <= _MOST_AXES and isinstance(dtype_name, str)):
+        raise ValueError(
+            f"the dtype {quoted(dtype_name)}, shape {quoted(shape)} and data_offsets {quoted(offsets)} of "
+            f"{short(name)} make no sense"
+        )
+    size, dtype = offsets[1] - offsets[0], _DTYPES.get(dtype_name)
     if dtype is not None and math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f"{name} of shape {shape} and dtype {dtype_name} cannot have {size} bytes")
+        raise ValueError(f"{short(name)} of shape {shape} and dtype {dtype_name} cannot have {size} bytes")
     return StoredTensor(name, file, dtype_name, dtype, tuple(shape), data_start + offsets[0], size)
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return values
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
 
 
 def _read_index(file: Path) -> dict[str, str]:
     """The index's `weight_map`: the shard's file name for each tensor."""
-    try:
-        content = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON, but {error}. Download it again.") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: expected a readable file, but {error.strerror}. Check the path.") from None
+    content = read_json(file)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: expected a `weight_map` of tensor names to files, got none. Download it again.")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not _is_file_name(shard):
             raise CheckpointError(
-                f"{file}: {name} should lie in a safetensors file of this directory, got {shard!r}. "
+                f"{file}: {short(name)} should lie in a safetensors file of this directory, got {quoted(shard)}. "
                 "Only safetensors beside the index are read: convert the checkpoint, or correct the index."
             )
     return weight_map
+
+
+def _is_file_name(shard: Any) -> bool:
+    if not isinstance(shard, str) or not shard.endswith(".safetensors") or not shard.isprintable():
+        return False
+    return Path(shard).name == shard and len(shard.encode()) <= _MOST_NAME
 
 
 def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, StoredTensor]:
     """All shards of an index, which must agree with it in both directions."""
     index = directory / INDEX_NAME
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (directory / shard).is_file()]
+    absent = [shard for shard in shards if not is_there(directory / shard)]
     if absent:
         raise CheckpointError(
             f"{index}: expected {len(shards)} shards, but {listed(absent)} {'is' if len(absent) == 1 else 'are'} not "
@@ -223,7 +254,7 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
         for name, tensor in read_header(directory / shard).items():
             if name in found:
                 raise CheckpointError(
-                    f"{name} should be in one shard, got it in {found[name].file.name} and in {shard}. "
+                    f"{short(name)} should be in one shard, got it in {found[name].file.name} and in {shard}. "
                     "The shards are not of one checkpoint: download them again."
                 )
             found[name] = tensor
@@ -231,7 +262,7 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
         where = found[name].file.name if name in found else "no shard"
         if where != shard:
             raise CheckpointError(
-                f"{index}: expected {name} in {shard}, got it in {where}. "
+                f"{index}: expected {short(name)} in {shard}, got it in {where}. "
                 "Index and shards are not of one checkpoint: download them again."
             )
     unlisted = [name for name in found if name not in weight_map]

@@ -24,6 +24,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.memory import check_memory
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.rope import cos_sin_cache
 from npu_gptoss.model.weights import Layer
@@ -127,6 +128,8 @@ class GptOss:
         config = GptOssConfig.from_directory(Path(directory))
         form = expert_format(config, weights, dtype)
         tensors = iterate_tensors(directory, config, dtype=dtype, progress=progress, expand=form == FLOATS)
+        if torch.device(device).type == "cpu" and ranks is None:
+            check_memory(config, dtype, directory)
         return cls.from_tensors(config, tensors, device, dtype, ranks=ranks, fp8=form == FP8)
 
     @classmethod

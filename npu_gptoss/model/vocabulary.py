@@ -11,14 +11,14 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 import logging
 import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, quoted
+from npu_gptoss.model.files import is_there, read_json
 
 VOCABULARY_FILE = "o200k_base.tiktoken"
 VOCABULARY_SIZE = 3_613_922  # bytes, as published
@@ -144,15 +144,12 @@ def _encode_ranks(ranks: Iterable[bytes]) -> bytes:
 
 def _ranks_from_tokenizer(path: Path) -> list[bytes]:
     """Token bytes of ids 0..199997 of a tokenizer.json with a byte-level BPE model."""
-    try:
-        tokenizer = json.loads(path.read_bytes())
-    except OSError as error:
+    if not is_there(path, VocabularyError):
         raise VocabularyError(
-            f"{path} cannot be read: {error.strerror}. The vocabulary is rebuilt from the checkpoint's own "
+            f"{path}: expected a tokenizer, but there is none. The vocabulary is rebuilt from the checkpoint's own "
             "tokenizer.json: pass the directory of a checkpoint that has it."
-        ) from error
-    except ValueError as error:  # JSON and UTF-8 errors alike
-        raise VocabularyError(f"{path} is not valid JSON ({error}). Download it again.") from error
+        )
+    tokenizer = read_json(path, VocabularyError)
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or model.get("type", "BPE") != "BPE":
@@ -161,14 +158,16 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
     ranks: list[bytes | None] = [None] * NUM_RANKS
     for token, rank in vocabulary.items():
         if not isinstance(rank, int) or rank < 0:
-            raise VocabularyError(f"{path}: token {token!r} has id {rank!r}, expected a non-negative integer.")
+            raise VocabularyError(
+                f"{path}: token {quoted(token)} has id {quoted(rank)}, expected a non-negative integer."
+            )
         if rank >= NUM_RANKS:
             continue  # special tokens, when they are listed here too
         try:
             ranks[rank] = bytes(to_byte[character] for character in token)
         except KeyError as error:
             raise VocabularyError(
-                f"{path}: token {token!r} (id {rank}) holds {error.args[0]!r}, which stands for no byte: this is not a "
+                f"{path}: token {quoted(token)} (id {rank}) holds {quoted(error.args[0])}, which stands for no byte: this is not a "
                 "byte-level vocabulary like that of gpt-oss."
             ) from error
     missing = sum(token is None for token in ranks)

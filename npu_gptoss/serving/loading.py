@@ -1,8 +1,8 @@
 """From the tensors of an official checkpoint to this rank's parameters: all of them, each once.
 
 The parameters of our model carry the official names, except that q, k and v share one matrix. A tensor that nobody
-wants, a parameter that nobody fills, a tensor that comes twice or in another shape: each is an error that names it.
-Silent garbage from a swallowed tensor is this model's typical failure.
+wants, a parameter that nobody fills, a tensor that comes twice, in another shape or with a NaN in it: each is an error
+that names it. Silent garbage from a swallowed tensor is this model's typical failure.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint, expand_stream
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import check_layout, check_names, check_tensor, expected_tensors
+from npu_gptoss.model.values import checked_values
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -55,7 +56,7 @@ def load_weights(
             "a second time: restart the server."
         )
     filled: set[str] = set()
-    for name, tensor in expand_stream(_accounted(weights, config, where), dtype):
+    for name, tensor in expand_stream(checked_values(_accounted(weights, config, where), dtype, where), dtype):
         if name in placements:  # else it lives on another pipeline stage
             placements[name].place(tensor)
             filled.add(name)

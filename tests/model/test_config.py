@@ -382,7 +382,7 @@ def test_config_built_by_hand_is_checked_too() -> None:
     config = gpt_oss_20b()
     with pytest.raises(ConfigError, match="layer_types must be as long as num_hidden_layers"):
         dataclasses.replace(config, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"hidden_size must be an integer of at least 1, got '2880'"):
+    with pytest.raises(ConfigError, match=r"hidden_size must be an integer of at least 1 and at most \d+, got '2880'"):
         dataclasses.replace(config, hidden_size="2880")
     with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
         YarnScaling(factor=0.0, original_max_position_embeddings=4096)
@@ -409,7 +409,7 @@ def test_directory_is_read_and_errors_name_the_file(tmp_path: Path) -> None:
         (b"[1]", "must be a JSON object, got"),
         (
             b'{"model_type": "gpt_oss", "hidden_size": 1, "hidden_size": 2}',
-            "hidden_size must appear once, got it 2 times",
+            "'hidden_size' is there twice",
         ),
         (b"[" * 100_000, "expected JSON"),
     ],

@@ -31,6 +31,8 @@ class PatchError(InputError):
     """gpt-oss cannot be served rightly because a patch could not be put in."""
 
 
+_ARGUMENTS = "vllm.engine.arg_utils"
+_SERVE = "vllm.entrypoints.cli.serve"
 _HARMONY = "vllm.entrypoints.harmony_utils"
 _CONTEXT = "vllm.entrypoints.context"
 _ENGINE = "vllm.entrypoints.openai.serving_engine"
@@ -54,6 +56,23 @@ _ASYNC = "vllm.v1.engine.async_llm"
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
 
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="checkpoint-check",
+        reason="A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has "
+        "forked, under tracebacks; a broken config.json by words that do not name it.",
+        module=_ARGUMENTS,
+        touches=(f"{_ARGUMENTS}:EngineArgs.create_engine_config",),
+        installer="checkpoint:install_check",
+        upstream="none found",
+    ),
+    Patch(
+        name="refusal-sentence",
+        reason="vllm serve ends with a traceback where a sentence says what to do.",
+        module=_SERVE,
+        touches=(f"{_SERVE}:ServeSubcommand.cmd",),
+        installer="checkpoint:install_sentence",
+        upstream="none found",
+    ),
     Patch(
         name="model-wide-window",
         reason="vLLM refuses any model with a sliding window on CPU, and gives a model whose layers all slide one "

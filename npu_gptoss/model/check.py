@@ -1,0 +1,78 @@
+"""Everything about a checkpoint's directory that can be known without reading a weight: one check for all who load it.
+
+`npu-gptoss generate`, `vllm serve` and `make serve` refuse with the same sentence, before anything slow begins. The
+values of the tensors are checked as they are loaded (values.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.checkpoint import check_checkpoint
+from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
+from npu_gptoss.model.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
+from npu_gptoss.model.generation import stop_token_ids
+from npu_gptoss.model.tokenizer import FILE_NAME as TOKENIZER_NAME
+from npu_gptoss.model.tokenizer import check_vocabulary, load_tokenizer
+
+# What some library opens by itself where it finds it
+_OPENED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
+_READ_WHOLE = (".json", ".jinja", ".txt")
+_MOST_OF_OTHERS = 100 * MIB
+_MOST_FILES = 10_000
+_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def check_directory(
+    directory: Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    weights: bool = True,
+    text: bool = True,
+) -> GptOssConfig:
+    """Checks config.json, generation_config.json, the files of the weights by their headers, and the tokenizer.
+
+    overrides: fields that stand for those of config.json. weights, text: whether weights and a tokenizer are needed.
+    Returns the configuration. Raises InputError with one sentence.
+    """
+    if overrides:
+        values = read_json(directory / CONFIG_NAME, ConfigError)
+        config = GptOssConfig.from_dict({**values, **overrides} if isinstance(values, dict) else values)
+    else:
+        config = GptOssConfig.from_directory(directory)
+    check_files(directory)
+    stop_token_ids(directory, config)
+    if weights:
+        check_checkpoint(directory, config)
+    if text:
+        check_tokenizer(directory, config)
+    return config
+
+
+def check_files(directory: Path) -> None:
+    """Refuses what would stop a library that opens it: no regular files, too large ones, too many."""
+    if not is_directory(directory):
+        raise CheckpointError(f"{directory}: expected a directory, but there is none. Check the path.")
+    for number, path in enumerate(directory.iterdir()):
+        if number == _MOST_FILES:
+            raise CheckpointError(
+                f"{directory}: expected a checkpoint, got more than {_MOST_FILES} files. Check the path."
+            )
+        if path.suffix not in _OPENED:
+            continue
+        most = MOST_BYTES.get(path.name, _MOST_OF_OTHERS)
+        if is_there(path) and path.suffix in _READ_WHOLE and path.stat().st_size > most:
+            raise CheckpointError(f"{path}: expected at most {most // MIB} MiB, got more. Download it again.")
+
+
+def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
+    """Refuses a tokenizer that cannot be read, or that has ids beyond the vocabulary of the model."""
+    for name in _OBJECTS:
+        path = directory / name
+        if is_there(path, InputError) and not isinstance(read_json(path, InputError), dict):
+            raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.")
+    path = directory / TOKENIZER_NAME
+    check_vocabulary(path, load_tokenizer(path), config.vocab_size)

@@ -1,0 +1,142 @@
+"""Reads the small files of a checkpoint that somebody else made: regular ones, of bounded size, JSON without surprises.
+
+A FIFO would block the reader for ever, a device may do anything, a sparse file of 4 GB fills the memory, a number of
+5000 digits and a list in a list in a list stop Python with an exception of its own. Each is refused in words here.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.errors import InputError, quoted, short
+
+MIB = 1 << 20
+# The bounds of what is read as a whole. The published files of the 120b: 2 KB, 1 KB, 60 KB, 4 KB, 28 MB, 17 KB.
+MOST_BYTES = {
+    "config.json": 10 * MIB,
+    "generation_config.json": 10 * MIB,
+    "model.safetensors.index.json": 20 * MIB,
+    "tokenizer_config.json": 20 * MIB,
+    "tokenizer.json": 500 * MIB,
+    "chat_template.jinja": 10 * MIB,
+}
+MOST_HEADER_BYTES = 20 * MIB  # of a safetensors file; the format allows 100 MB, gpt-oss has 700 tensors of 100 bytes
+MOST_DEPTH = 50  # of lists and objects in each other
+_MOST_DIGITS = 400  # of a whole number; as many have those that a float can hold
+_AGAIN = "Download it again."
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class CheckpointError(InputError):
+    """A checkpoint that cannot be used: names the tensor or file, what was expected, what was got and what to do."""
+
+
+def reason(error: OSError) -> str:
+    """The system's words for what went wrong, without the path."""
+    return error.strerror or type(error).__name__
+
+
+def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
+    """Whether a regular file has this name. Raises for anything else of the name, and for what cannot be looked at."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise error(f"{path}: expected a file, but it is a link to one that is not there. {_AGAIN}") from None
+        return False
+    except OSError as problem:
+        remedy = "Check the path and its permissions."
+        raise error(f"{short(str(path), 1000)}: expected a file, but {reason(problem)}. {remedy}") from None
+    if not stat.S_ISREG(mode):
+        kind = next((words for holds, words in _KINDS if holds(mode)), "no regular file")
+        raise error(f"{path}: expected a regular file, but it is {kind}. {_AGAIN}")
+    return True
+
+
+def is_directory(path: Path, error: type[InputError] = CheckpointError) -> bool:
+    """Whether there is a directory of this name that may be read."""
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return False
+        next(path.iterdir(), None)
+    except FileNotFoundError:
+        return False
+    except OSError as problem:
+        remedy = "Check the path and its permissions."
+        raise error(f"{short(str(path), 1000)}: expected a directory, but {reason(problem)}. {remedy}") from None
+    return True
+
+
+def read_bytes(path: Path, error: type[InputError] = CheckpointError) -> bytes:
+    """A file of MOST_BYTES as a whole. Raises for what is no regular file, for what cannot be read or is too long."""
+    most = MOST_BYTES.get(path.name, 20 * MIB)
+    if not is_there(path, error):
+        raise error(f"{path}: expected a file, but there is none. {_AGAIN}")
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(most + 1)
+    except OSError as problem:
+        raise error(f"{path}: expected a readable file, but {reason(problem)}. Check its permissions.") from None
+    if len(content) > most:
+        raise error(f"{path}: expected at most {most >> 20} MiB, got more. {_AGAIN}")
+    return content
+
+
+def read_json(path: Path, error: type[InputError] = CheckpointError) -> Any:
+    """The content of a JSON file of MOST_BYTES. Raises `error`, which names the file."""
+    content = read_bytes(path, error)
+    try:
+        return parse_json(content)
+    except ValueError as problem:
+        raise error(f"{path}: expected JSON in UTF-8, but {problem}. {_AGAIN}") from None
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON in UTF-8. Raises ValueError in words, also for a name that an object has twice."""
+    try:
+        values = json.loads(content.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_whole_number)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no UTF-8") from None
+    except RecursionError:
+        raise ValueError("its lists and objects are too deep in each other") from None
+    _check_depth(values)
+    return values
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{quoted(twice)} is there twice in one object")
+    return values
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(values: Any) -> None:
+    level = [values]
+    for _ in range(MOST_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise ValueError(f"its lists and objects lie more than {MOST_DEPTH} deep in each other")
+
+
+def _children(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (child for child in inner if isinstance(child, (dict, list)))

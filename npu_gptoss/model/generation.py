@@ -1,0 +1,54 @@
+"""generation_config.json: what ends an answer, and the numbers that vLLM takes where a request brings none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from npu_gptoss.errors import InputError, quoted
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config_fields import Rule, is_int, is_number
+from npu_gptoss.model.files import is_there, read_json
+
+FILE_NAME = "generation_config.json"
+
+# harmony's <|return|>, <|call|> and <|endoftext|>: what ends an answer when generation_config.json does not say
+HARMONY_STOP_TOKENS = (200002, 200012, 199999)
+
+_REMEDY = "Take the generation_config.json of the original checkpoint, or delete it."
+# Every request that does not bring its own would be refused otherwise
+_NUMBERS: dict[str, Rule] = {
+    "temperature": Rule("a number from 0 to 1000", lambda v: is_number(v) and 0 <= v <= 1000),
+    "top_p": Rule("a number above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1),
+    "min_p": Rule("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1),
+    "top_k": Rule("an integer from -1 to 2147483647", lambda v: is_int(v) and -1 <= v < 2**31),
+    "repetition_penalty": Rule("a number above 0 and at most 1000", lambda v: is_number(v) and 0 < v <= 1000),
+    "max_new_tokens": Rule("an integer from 1 to 2147483647", lambda v: is_int(v) and 1 <= v < 2**31),
+}
+
+
+def stop_token_ids(directory: Path, config: GptOssConfig) -> frozenset[int]:
+    """What ends an answer: eos_token_id of generation_config.json (an id or a list) and of config.json.
+
+    Raises InputError, which names the file, for one that cannot be used; an absent one stands for harmony's tokens.
+    """
+    path = directory / FILE_NAME
+    if not is_there(path, InputError):
+        return frozenset((*config.eos_token_ids, *HARMONY_STOP_TOKENS))
+    values = read_json(path, InputError)
+    if not isinstance(values, dict):
+        _refuse(path, "the file", "a JSON object", values)
+    for name, rule in _NUMBERS.items():
+        if values.get(name) is not None and not rule.holds(values[name]):
+            _refuse(path, name, rule.expected, values[name])
+    listed = values.get("eos_token_id")
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    for token in ids:
+        if not is_int(token) or not 0 <= token < config.vocab_size:
+            expected = f"token ids of the vocabulary (0 to {config.vocab_size - 1})"
+            _refuse(path, "eos_token_id", expected, token)
+    return frozenset((*config.eos_token_ids, *ids))
+
+
+def _refuse(path: Path, field: str, expected: str, got: Any) -> None:
+    raise InputError(f"{path}: {field} must be {expected}, got {quoted(got)}. {_REMEDY}")

@@ -1,0 +1,76 @@
+"""tokenizer.json with the library `tokenizers`, whatever is in the file.
+
+The library raises bare `Exception` for most of what is wrong with a file. Where its Rust code panics, a `BaseException`
+comes that no `except Exception` sees, after lines on standard error that no user can read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from npu_gptoss.errors import InputError, short
+from npu_gptoss.model.files import MOST_BYTES, is_there
+
+FILE_NAME = "tokenizer.json"
+_AGAIN = "Get it from the original checkpoint."
+# Long runs: a pattern that tries every way to split them gives up with a panic
+_SAMPLE = "What is 3 + 4?\n\tNaïve café, 你好 <|start|>" + "".join(64 * c + "!" for c in "aA1 \n-")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file, once it has turned a short text into tokens and back. Raises InputError."""
+    if not is_there(path, InputError):
+        raise InputError(f"{path}: expected a tokenizer, but there is none. {_AGAIN}")
+    if path.stat().st_size > MOST_BYTES[FILE_NAME]:
+        raise InputError(f"{path}: expected at most {MOST_BYTES[FILE_NAME] >> 20} MiB, got more. {_AGAIN}")
+    with panics_told(f"{path} cannot be read as a tokenizer"):
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False).ids)
+    return tokenizer
+
+
+def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer with ids that the model has no row for."""
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocab_size:
+        raise InputError(
+            f"{path}: expected ids below vocab_size of config.json ({vocab_size}), got {largest}. "
+            "Take the tokenizer that belongs to these weights."
+        )
+
+
+@contextmanager
+def panics_told(what: str, remedy: str = _AGAIN) -> Iterator[None]:
+    """Turns whatever the library raises into an InputError, and keeps its panics from the terminal."""
+    try:
+        with _standard_error_unused():
+            yield
+    except (InputError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # pyo3's PanicException among them
+        raise InputError(f"{what}: {short(str(error)) or type(error).__name__}. {remedy}") from None
+
+
+@contextmanager
+def _standard_error_unused() -> Iterator[None]:
+    """A panic writes to the descriptor, not to sys.stderr."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

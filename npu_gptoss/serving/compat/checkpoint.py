@@ -1,0 +1,137 @@
+"""A checkpoint is checked before vLLM reads it, in the process that the user started; a refusal is one sentence.
+
+Stock vLLM reads config.json first with transformers, whose exceptions name no file, and the weights last, in an engine
+that it has forked: a missing shard takes a minute and three tracebacks. `EngineArgs.create_engine_config` is where each
+entrance passes (serve, `LLM`, `AsyncLLM`) before anything of the checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.errors import InputError, short
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+_PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
+
+
+def install_check(module: ModuleType) -> None:
+    """`module` is vllm.engine.arg_utils."""
+    owner = module.EngineArgs
+    expect_parameters(owner.create_engine_config, "usage_context", "headless")
+    expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
+    old = owner.create_engine_config
+
+    def create_engine_config(self: EngineArgs, *args: Any, **options: Any) -> Any:
+        check(self)
+        return old(self, *args, **options)
+
+    replace(owner, "create_engine_config", create_engine_config)
+
+
+def install_sentence(module: ModuleType) -> None:
+    """`module` is vllm.entrypoints.cli.serve."""
+    owner = module.ServeSubcommand
+    expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
+    old = owner.cmd
+
+    def cmd(args: argparse.Namespace) -> None:
+        from pydantic import ValidationError
+
+        model = getattr(args, "model_tag", None) or args.model
+        try:
+            if model.startswith(_PATHS) and not Path(model).exists():
+                raise InputError(f"{model}: expected a checkpoint's directory, but there is none. Check the path.")
+            old(args)
+        except InputError as error:
+            _end(str(error))
+        except ValidationError as error:  # what vLLM makes of an exception that rises while it checks its options
+            found = [entry.get("ctx", {}).get("error") or entry["msg"] for entry in error.errors()]
+            if not any(isinstance(one, InputError) for one in found) and not is_gpt_oss(Path(model)):
+                raise
+            _end(" ".join(short(str(one), 2000) for one in found))
+
+    replace(owner, "cmd", staticmethod(cmd))
+
+
+def _end(sentence: str) -> None:
+    print(f"vllm serve: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def check(options: EngineArgs) -> None:
+    """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves the rest to vLLM."""
+    from vllm.platforms import current_platform
+
+    from npu_gptoss.plugin import SERVED_DEVICES
+
+    directory = Path(options.model)
+    overrides = options.hf_overrides
+    if current_platform.device_type not in SERVED_DEVICES or not os.path.isdir(directory):  # noqa: PTH112  # never raises
+        return
+    if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
+        return
+    from npu_gptoss.model.check import check_directory, check_tokenizer
+
+    rope = {"rope_scaling": options.rope_scaling, "rope_theta": options.rope_theta}
+    tokenizer = Path(options.tokenizer or directory)
+    text = not options.skip_tokenizer_init
+    config = check_directory(
+        directory,
+        overrides={**{name: value for name, value in rope.items() if value}, **(overrides or {})},
+        weights=options.load_format != "dummy",
+        text=text and tokenizer == directory,
+    )
+    if text and tokenizer != directory and tokenizer.is_dir():
+        check_tokenizer(tokenizer, config)
+    _read_as_vllm_does(directory, tokenizer if text else None, options)
+
+
+def is_gpt_oss(directory: Path) -> bool:
+    """Whether config.json says so. One that nobody can read counts as ours, so that a sentence says what is wrong."""
+    from npu_gptoss.model.config import CONFIG_NAME
+    from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
+    from npu_gptoss.model.files import is_there, read_json
+
+    try:
+        if not is_there(directory / CONFIG_NAME):
+            return not any(directory.glob("*.gguf")) and not (directory / "params.json").exists()
+        values = read_json(directory / CONFIG_NAME)
+    except (InputError, OSError):
+        return True
+    if not isinstance(values, dict):
+        return True
+    architectures = values.get("architectures")
+    named = isinstance(architectures, list) and ARCHITECTURE in architectures
+    return named or values.get("model_type") == MODEL_TYPE
+
+
+def _read_as_vllm_does(directory: Path, tokenizer: Path | None, options: EngineArgs) -> None:
+    """The libraries that vLLM reads with are stricter than the formats here and there: they are asked too."""
+    from npu_gptoss.model.tokenizer import panics_told
+
+    remedy = "Take the file of the original checkpoint."
+    with panics_told(f"{directory / 'generation_config.json'} cannot be read by transformers", remedy):
+        from transformers import GenerationConfig
+
+        if (directory / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(directory)
+    if options.load_format != "dummy":
+        from safetensors import safe_open
+
+        for file in sorted(directory.glob("*.safetensors")):
+            with panics_told(f"{file} cannot be read by safetensors", remedy), safe_open(file, framework="pt"):
+                pass
+    if tokenizer is not None and tokenizer.is_dir():
+        from vllm.transformers_utils.tokenizer import get_tokenizer
+
+        with panics_told(f"the tokenizer of {tokenizer} cannot be read by transformers", remedy):
+            get_tokenizer(tokenizer, tokenizer_mode=options.tokenizer_mode)
