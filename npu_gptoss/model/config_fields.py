@@ -136,17 +136,13 @@ _BOOKKEEPING_NAMES = """
 _BOOKKEEPING = frozenset(_BOOKKEEPING_NAMES.split())
 
 # A name with one of these words speaks of the model, not of who made it.
-_CHANGES_THE_MODEL = re.compile(
-    "(?i)"
-    + "|".join(
-        """
-    activation adapter alibi attention attn bias bits$ cap$ capping compress context conv_ conv1d eps$ expert gate group head
-    hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position predict prune
-    quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm swiglu temperature_
-    tie_ token_id topk vision vocab window yarn yoco ^load_in_ ^qk ^rms ^r$
-""".split()
-    )
-)
+_WORDS_OF_THE_MODEL = """
+    activation adapter alibi attention attn bias bits$ cap$ capping compress context conv_ conv1d eps$ expert gate group
+    head hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position predict
+    prune quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm swiglu
+    temperature_ tie_ token_id topk vision vocab window yarn ^load_in_ ^qk ^rms ^r$
+"""
+_CHANGES_THE_MODEL = re.compile("|".join(_WORDS_OF_THE_MODEL.split()), re.IGNORECASE)
 
 _REMEDIES = {
     "auto_map": "It asks to run code from the checkpoint, which this package never does: remove the field.",

@@ -152,7 +152,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             )
         if end > total:
             raise CheckpointError(
-                f"{file}: the file is truncated: {short(tensor.name)} ends at byte {end}, the file has {total}. {_AGAIN}"
+                f"{file}: the file is truncated: {short(tensor.name)} ends at byte {end}, the file has {total}. "
+                f"{_AGAIN}"
             )
         position = end
     if position != total:

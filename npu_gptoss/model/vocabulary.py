@@ -167,8 +167,8 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
             ranks[rank] = bytes(to_byte[character] for character in token)
         except KeyError as error:
             raise VocabularyError(
-                f"{path}: token {quoted(token)} (id {rank}) holds {quoted(error.args[0])}, which stands for no byte: this is not a "
-                "byte-level vocabulary like that of gpt-oss."
+                f"{path}: token {quoted(token)} (id {rank}) holds {quoted(error.args[0])}, which stands for no byte: "
+                "this is not a byte-level vocabulary like that of gpt-oss."
             ) from error
     missing = sum(token is None for token in ranks)
     if missing:
