@@ -31,8 +31,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise InputError(f"{path}: expected at most {MOST_BYTES[FILE_NAME] >> 20} MiB, got more. {_AGAIN}")
     with panics_told(f"{path} cannot be read as a tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False).ids)
+    try_tokenizer(path, tokenizer)
     return tokenizer
+
+
+def try_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that fails at a short text."""
+    with panics_told(f"{path} is a tokenizer that cannot turn a text into tokens and back"):
+        tokenizer.decode(tokenizer.encode(_SAMPLE, add_special_tokens=False).ids)
 
 
 def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -23,7 +23,7 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
 
     Rows past sum(counts) belong to no group; what stands there in the result is undefined.
     """
-    if _grouped_mm is not None and rows.device.type == "cpu":
+    if _grouped_mm is not None and rows.device.type == "cpu" and _aligned(rows) and _aligned(weight):
         return _grouped_mm(rows, weight, offs=counts.cumsum(0).to(torch.int32))
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     start = 0
@@ -32,6 +32,11 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
             torch.mm(rows[start : start + count], weight[group], out=out[start : start + count])
             start += count
     return out
+
+
+def _aligned(matrices: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes them: rows that start at multiples of 16 bytes."""
+    return all(stride == 1 or stride * matrices.element_size() % 16 == 0 for stride in matrices.stride())
 
 
 @register_kernel(

@@ -32,6 +32,7 @@ class PatchError(InputError):
 
 
 _ARGUMENTS = "vllm.engine.arg_utils"
+_TOKENIZER = "vllm.transformers_utils.tokenizer"
 _SERVE = "vllm.entrypoints.cli.serve"
 _HARMONY = "vllm.entrypoints.harmony_utils"
 _CONTEXT = "vllm.entrypoints.context"
@@ -63,6 +64,23 @@ PATCHES: tuple[Patch, ...] = (
         module=_ARGUMENTS,
         touches=(f"{_ARGUMENTS}:EngineArgs.create_engine_config",),
         installer="checkpoint:install_check",
+        upstream="none found",
+    ),
+    Patch(
+        name="tokenizer-check",
+        reason="A tokenizer that cannot be read ends vLLM with a traceback, or with a panic that no handler sees; one "
+        "with ids beyond the vocabulary ends the engine at the first request that has such a token.",
+        module=_TOKENIZER,
+        touches=tuple(
+            f"{module}:init_tokenizer_from_configs"
+            for module in (
+                _TOKENIZER,
+                "vllm.v1.engine.async_llm",
+                "vllm.v1.engine.llm_engine",
+                "vllm.v1.structured_output",
+            )
+        ),
+        installer="checkpoint:install_tokenizer",
         upstream="none found",
     ),
     Patch(

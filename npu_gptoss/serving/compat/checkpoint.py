@@ -18,8 +18,10 @@ from npu_gptoss.errors import InputError, short
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+TOKENIZER_COPIES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.llm_engine", "vllm.v1.structured_output")
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
@@ -62,6 +64,29 @@ def install_sentence(module: ModuleType) -> None:
     replace(owner, "cmd", staticmethod(cmd))
 
 
+def install_tokenizer(module: ModuleType) -> None:
+    """`module` is vllm.transformers_utils.tokenizer. vLLM loads the tokenizer before it forks the engine."""
+    expect_parameters(module.init_tokenizer_from_configs, "model_config")
+    old = module.init_tokenizer_from_configs
+
+    def init_tokenizer_from_configs(model_config: ModelConfig) -> Any:
+        from npu_gptoss.model.config_fields import MODEL_TYPE
+        from npu_gptoss.model.tokenizer import check_vocabulary, panics_told, try_tokenizer
+
+        if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
+            return old(model_config)
+        path = Path(model_config.tokenizer) / "tokenizer.json"
+        with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
+            tokenizer = old(model_config)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is not None:
+            try_tokenizer(path, fast)
+            check_vocabulary(path, fast, model_config.hf_config.vocab_size)
+        return tokenizer
+
+    replace(module, "init_tokenizer_from_configs", init_tokenizer_from_configs, copies=TOKENIZER_COPIES)
+
+
 def _end(sentence: str) -> None:
     print(f"vllm serve: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(1)
@@ -79,20 +104,20 @@ def check(options: EngineArgs) -> None:
         return
     if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
         return
-    from npu_gptoss.model.check import check_directory, check_tokenizer
+    from npu_gptoss.model.check import check_directory, check_tokenizer_files
 
     rope = {"rope_scaling": options.rope_scaling, "rope_theta": options.rope_theta}
-    tokenizer = Path(options.tokenizer or directory)
-    text = not options.skip_tokenizer_init
-    config = check_directory(
+    weights = options.load_format != "dummy"
+    check_directory(
         directory,
         overrides={**{name: value for name, value in rope.items() if value}, **(overrides or {})},
-        weights=options.load_format != "dummy",
-        text=text and tokenizer == directory,
+        weights=weights,
+        text=False,
     )
-    if text and tokenizer != directory and tokenizer.is_dir():
-        check_tokenizer(tokenizer, config)
-    _read_as_vllm_does(directory, tokenizer if text else None, options)
+    tokenizer = Path(options.tokenizer or directory)
+    if not options.skip_tokenizer_init and tokenizer.is_dir():
+        check_tokenizer_files(tokenizer)  # it is loaded once, by vLLM: see `install_tokenizer`
+    _read_as_vllm_does(directory, weights)
 
 
 def is_gpt_oss(directory: Path) -> bool:
@@ -114,7 +139,7 @@ def is_gpt_oss(directory: Path) -> bool:
     return named or values.get("model_type") == MODEL_TYPE
 
 
-def _read_as_vllm_does(directory: Path, tokenizer: Path | None, options: EngineArgs) -> None:
+def _read_as_vllm_does(directory: Path, weights: bool) -> None:
     """The libraries that vLLM reads with are stricter than the formats here and there: they are asked too."""
     from npu_gptoss.model.tokenizer import panics_told
 
@@ -124,14 +149,9 @@ def _read_as_vllm_does(directory: Path, tokenizer: Path | None, options: EngineA
 
         if (directory / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(directory)
-    if options.load_format != "dummy":
+    if weights:
         from safetensors import safe_open
 
         for file in sorted(directory.glob("*.safetensors")):
             with panics_told(f"{file} cannot be read by safetensors", remedy), safe_open(file, framework="pt"):
                 pass
-    if tokenizer is not None and tokenizer.is_dir():
-        from vllm.transformers_utils.tokenizer import get_tokenizer
-
-        with panics_told(f"the tokenizer of {tokenizer} cannot be read by transformers", remedy):
-            get_tokenizer(tokenizer, tokenizer_mode=options.tokenizer_mode)
