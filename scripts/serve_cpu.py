@@ -31,7 +31,6 @@ from pathlib import Path
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,16 +84,19 @@ def tiny_checkpoint(directory: Path = TINY) -> Path:
 
 def own_checkpoint(name: str) -> Path:
     """The user's checkpoint directory; raises InputError when there is nothing of gpt-oss that vLLM could load."""
-    directory = Path(name).expanduser().resolve()
-    if not directory.is_dir():
+    try:
+        directory = Path(name).expanduser().resolve()
+        found = directory.is_dir()
+    except (OSError, RuntimeError) as error:  # links in a circle, names that are too long, ~nobody
+        raise ServeError(f"MODEL={name} cannot be looked at: {error}. Check the path.") from None
+    if not found:
         raise ServeError(
             f"MODEL={name} is not a directory. "
             "Expected a downloaded checkpoint: config.json, tokenizer.json and *.safetensors."
         )
-    missing = [pattern for pattern in ("config.json", "*.safetensors") if not list(directory.glob(pattern))]
-    if missing:
-        raise ServeError(f"MODEL={name} holds no {' and no '.join(missing)}: it is not a complete gpt-oss checkpoint.")
-    GptOssConfig.from_directory(directory)  # vLLM's words for a broken config.json do not name the file
+    from npu_gptoss.model.check import check_directory  # needs torch, which the tiny checkpoint does not
+
+    check_directory(directory)
     return directory
 
 

@@ -88,6 +88,7 @@ class Engine:
         dtype = resolve_dtype(dtype, config)
         self.config = config
         self.text = TextCodec(directory)
+        self.text.check(config.vocab_size)  # before minutes of loading
         self.stop_token_ids = stop_token_ids(directory, config)
         self.block_size = block_size
         with kernels_for(self.device):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.files import is_there
-from npu_gptoss.model.tokenizer import FILE_NAME, load_tokenizer, panics_told
+from npu_gptoss.model.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer, panics_told
 
 
 class TextCodec:
@@ -22,6 +22,11 @@ class TextCodec:
     @property
     def available(self) -> bool:
         return is_there(self._path, InputError)
+
+    def check(self, vocab_size: int) -> None:
+        """Reads the file, where there is one. Raises InputError for one that cannot be used with this model."""
+        if self.available:
+            check_vocabulary(self._path, self._load(), vocab_size)
 
     def encode(self, text: str) -> list[int]:
         """No token is added; the names of special tokens in the text (`<|start|>`) become those tokens."""

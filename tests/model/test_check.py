@@ -1,0 +1,182 @@
+"""The one check of a directory: what it takes of fine-tuned checkpoints, what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_gptoss.engine import Engine
+from npu_gptoss.errors import InputError
+from npu_gptoss.model import config_fields
+from npu_gptoss.model.check import check_directory
+from npu_gptoss.model.config import ConfigError
+from npu_gptoss.model.generation import HARMONY_STOP_TOKENS, stop_token_ids
+from tests.model.corrupt import VOCABULARY, write_pristine
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pristine")
+    write_pristine(path, "bf16-single")
+    return path
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def change(directory: Path, name: str, **fields: Any) -> None:
+    values = json.loads((directory / name).read_text())
+    (directory / name).write_text(json.dumps({**values, **fields}))
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        check_directory(directory)
+    return str(caught.value)
+
+
+# What the tools write beside the published fields
+FINE_TUNES: dict[str, dict[str, Any]] = {
+    "unsloth": {"unsloth_version": "2025.9.1", "unsloth_fixed": True, "use_cache": True, "torch_dtype": "bfloat16"},
+    "trl": {"use_cache": False, "dtype": "bfloat16", "torch_dtype": None, "transformers_version": "4.57.1"},
+    "axolotl": {"_name_or_path": "openai/gpt-oss-20b", "_attn_implementation_autoset": True, "use_cache": False},
+    "mergekit": {"transformers_version": "4.55.2", "_name_or_path": "./base", "pad_token_id": None},
+    "notes": {"model_name": "mine", "trained_steps": 600, "max_seq_length": 4096, "final": True, "comment": None},
+}
+
+
+@pytest.mark.parametrize("tool", FINE_TUNES)
+def test_fine_tunes_load_and_unknown_notes_are_one_warning_each(
+    directory: Path, tool: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_fields, "_warned", set())
+    change(directory, "config.json", **FINE_TUNES[tool])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            check_directory(directory)
+    warned = [record.getMessage() for record in caplog.records if "nothing reads the field" in record.getMessage()]
+    notes = {"unsloth": ["unsloth_version"], "notes": sorted(FINE_TUNES["notes"])}.get(tool, [])
+    assert [any(note in line for line in warned) for note in notes] == [True] * len(notes)
+    assert len(warned) == len(notes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", None),
+        ("use_qk_norm", True),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 2.5),
+        ("num_shared_experts", 1),
+        ("kv_lora_rank", 512),
+        ("lora_alpha", 16),
+        ("load_in_4bit", True),
+        ("partial_rotary_factor", 0.5),
+        ("logits_scaling", 8.0),
+        ("residual_multiplier", 0.2),
+        ("max_window_layers", 12),
+        ("image_token_id", 7),
+        ("anything", {"structured": 1}),
+        ("anything", [1]),
+        ("auto_map", {}),
+    ],
+)
+def test_what_may_change_the_function_is_refused(directory: Path, field: str, value: Any) -> None:
+    change(directory, "config.json", **{field: value})
+    assert f"unknown field '{field}'" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**6),
+        ("max_position_embeddings", 2**31),
+        ("sliding_window", 2**63),
+        ("swiglu_limit", 1e200),
+        ("rms_norm_eps", 1e200),
+        ("rope_theta", 1e299),
+        ("vocab_size", 2**31),
+        ("num_attention_heads", int("9" * 350)),
+    ],
+)
+def test_numbers_that_exhaust_a_machine_are_refused(directory: Path, field: str, value: Any) -> None:
+    change(directory, "config.json", **{field: value})
+    text = refusal(directory)
+    assert field in text
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"eos_token_id": VOCABULARY}, "eos_token_id"),
+        ({"eos_token_id": [250, 10**12]}, "eos_token_id"),
+        ({"eos_token_id": [True]}, "eos_token_id"),
+        ({"eos_token_id": "250"}, "eos_token_id"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_a_generation_config_that_no_request_survives_is_refused(
+    directory: Path, fields: dict[str, Any], named: str
+) -> None:
+    change(directory, "generation_config.json", **fields)
+    assert f"generation_config.json: {named} must be" in refusal(directory)
+
+
+def test_an_absent_generation_config_stands_for_harmony_and_a_broken_one_does_not(directory: Path) -> None:
+    config = check_directory(directory)
+    assert stop_token_ids(directory, config) == {250, 251}
+    path = directory / "generation_config.json"
+    path.write_text("{")
+    assert "generation_config.json: expected JSON" in refusal(directory)
+    with pytest.raises(InputError, match="expected JSON"):
+        Engine(directory)
+    path.unlink()
+    assert stop_token_ids(directory, config) == {250, *HARMONY_STOP_TOKENS}
+
+
+def test_a_tokenizer_that_panics_is_a_sentence(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The library's panic is a BaseException, and writes to the terminal by itself."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
+    change(directory, "tokenizer.json", pre_tokenizer=pattern)
+    assert "tokenizer.json is a tokenizer that cannot" in refusal(directory)
+    with pytest.raises(InputError, match="cannot"):
+        Engine(directory, num_blocks=4).text.encode(64 * "A" + "!")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(directory: Path) -> None:
+    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    change(directory, "tokenizer.json", model={**model, "vocab": {**model["vocab"], "far": VOCABULARY}})
+    assert f"below vocab_size of config.json ({VOCABULARY}), got {VOCABULARY}" in refusal(directory)
+
+
+def test_what_is_missing_or_does_not_belong_is_named(directory: Path) -> None:
+    (directory / "other.safetensors").write_bytes(b"x")
+    assert "got other.safetensors too and no index" in refusal(directory)
+    (directory / "other.safetensors").unlink()
+    (directory / "tokenizer.json").unlink()
+    assert "expected tokenizer.json, but there is none" in refusal(directory)
+    check_directory(directory, text=False)
+    (directory / "config.json").rename(directory / "adapter_config.json")
+    assert "an adapter" in refusal(directory)
+
+
+def test_overrides_mend_a_config(directory: Path) -> None:
+    change(directory, "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(ConfigError, match="rope_type"):
+        check_directory(directory)
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    assert check_directory(directory, overrides={"rope_scaling": yarn}).rope_scaling.factor == 32.0

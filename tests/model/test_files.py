@@ -1,0 +1,99 @@
+"""Files that others made: what is no file, too long, too deep or too often repeated is a sentence, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.model.files import CheckpointError, is_directory, is_there, parse_json, read_json
+from npu_gptoss.model.safetensors_reader import find_tensors
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "fifo": (os.mkfifo, "a FIFO"),
+    "directory": (_directory, "a directory"),
+    "device": (lambda p: p.symlink_to("/dev/zero"), "a device"),
+    "dangling": (lambda p: p.symlink_to("nowhere"), "a link to one that is not there"),
+    "circle": (lambda p: p.symlink_to(p.name), "symbolic links"),
+    "long": (lambda p: p.symlink_to("x" * 300), "too long"),
+    "sparse": (lambda p: (p.touch(), os.truncate(p, 4 << 30)), "at most 10 MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_small_file_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    make, words = KINDS[kind]
+    path = tmp_path / "config.json"
+    make(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_what_may_not_be_read_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    path.chmod(0)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        read_json(path)
+    tmp_path.chmod(0)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            is_directory(tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_path_that_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
+    for check in (is_there, is_directory):
+        with pytest.raises(CheckpointError, match="too long") as caught:
+            check(tmp_path / ("x" * 5000))
+        assert len(str(caught.value)) < 1500
+    assert not is_directory(tmp_path / "nowhere")
+
+
+REPEATED = b"{" + b",".join(b'"k%d":{}' % (i % 99_999) for i in range(100_000)) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (REPEATED, "'k0' is there twice"),
+        (b"[" * 100_000, "too deep"),
+        (b"[" * 985 + b"]" * 985, "deep in each other"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "5000 digits"),
+        (b'{"a": "\xff"}', "no UTF-8"),
+    ],
+)
+def test_json_that_python_stumbles_over_is_refused_in_words(content: bytes, words: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match=words):
+        parse_json(content)
+    assert time.process_time() - began < 3  # the first took half a minute when each name was counted
+
+
+def test_a_file_of_another_class_is_an_error_of_that_class(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is none"):
+        read_json(tmp_path / "config.json", InputError)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/dev/zero", "x" * 300 + ".safetensors", "a\0b.safetensors", "\ud800.safetensors", 7]
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, shard: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"\x1b[2J": shard}}))
+    with pytest.raises(CheckpointError, match="should lie in a safetensors file of this directory") as caught:
+        find_tensors(tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
