@@ -19,6 +19,7 @@ from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
+from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import WEIGHTS
 from npu_gptoss.model.sharding import EXPERT, TENSOR
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     )
     entries = _entries(args)
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
+    if any(entry.form == "prompt" for entry in entries):
+        TextCodec(args.model).expect()  # before minutes of loading
     with _standard_output_kept_clean(), device_and_ranks(args.device, args.share_experts) as (device, ranks):
         speaks = is_rank_0()  # the others compute the same
         chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None

@@ -23,6 +23,14 @@ class TextCodec:
     def available(self) -> bool:
         return is_there(self._path, InputError)
 
+    def expect(self) -> None:
+        """Raises InputError where there is no file."""
+        if not self.available:
+            raise InputError(
+                f"{self._path} is missing, so text cannot be turned into tokens: get it from the original "
+                "checkpoint, or give token ids"
+            )
+
     def check(self, vocab_size: int) -> None:
         """Reads the file, where there is one. Raises InputError for one that cannot be used with this model."""
         if self.available:
@@ -46,10 +54,6 @@ class TextCodec:
 
     def _load(self) -> Tokenizer:
         if self._tokenizer is None:
-            if not self.available:
-                raise InputError(
-                    f"{self._path} is missing, so text cannot be turned into tokens: get it from the original "
-                    "checkpoint, or give token ids"
-                )
+            self.expect()
             self._tokenizer = load_tokenizer(self._path)
         return self._tokenizer

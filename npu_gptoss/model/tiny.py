@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, short
 from npu_gptoss.model.checkpoint import expand_stream, write_checkpoint
 from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
 from npu_gptoss.model.tokenizer_files import PAD_ID, RETURN_ID, write_tokenizer_files
@@ -228,8 +228,12 @@ def write_tiny(
             raise TinyError(f"{directory} holds a tiny checkpoint with other options; add --force to replace it")
     try:
         _write_whole(directory, config, tensors, dtype, wanted)
-    except OSError as error:
-        raise TinyError(f"{directory} cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # the library has a class of its own for a full disk
+        reason = getattr(error, "strerror", None) or short(str(error))
+        raise TinyError(
+            f"{directory} cannot be written: {reason}. Nothing was left there. Make room (a tiny checkpoint needs about "
+            "150 MB), or name another directory."
+        ) from error
     return True
 
 

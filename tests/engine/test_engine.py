@@ -245,7 +245,7 @@ def test_stop_tokens_come_from_both_configurations(
 def test_an_unreadable_generation_config_is_an_error(tmp_path: Path, text: str) -> None:
     write_random_checkpoint(tmp_path, layers=1)
     (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=r"generation_config\.json cannot be used"):
+    with pytest.raises(InputError, match=r"generation_config\.json: "):
         Engine(tmp_path, num_blocks=1)
 
 

@@ -80,8 +80,8 @@ def test_swapped_ranks_are_refused_and_nothing_is_written(tmp_path, vocab, capsy
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "not valid JSON"),
+        (None, "there is none"),
+        ("{", "expected JSON"),
         ('{"model": {"type": "WordPiece", "vocab": {}}}', "no BPE vocabulary"),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}}}', "lacks 199997 of the ids"),
         ('{"model": {"type": "BPE", "vocab": {"\\u4f60": 0}}}', "stands for no byte"),

@@ -1,0 +1,78 @@
+"""Corrupt checkpoints of a fixed seed through `npu-gptoss generate`: a sentence, or the right tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.model import fuzz
+from tests.model.corrupt import PRISTINE, Case, write_pristine
+
+
+@pytest.mark.slow
+def test_no_corrupt_checkpoint_hangs_or_ends_in_a_traceback() -> None:
+    command = [sys.executable, "-m", "tests.model.fuzz", "--count", "150", "--seed", "20261122"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "150 checkpoints" in done.stdout
+
+
+def _hangs(_: Path) -> int:
+    import time
+
+    time.sleep(60)
+    return 0
+
+
+def _eats(_: Path) -> int:
+    return len(bytearray(fuzz.MEMORY * 2))
+
+
+def _raises(_: Path) -> int:
+    raise RuntimeError("a defect")
+
+
+def _clears_the_screen(_: Path) -> int:
+    print("npu-gptoss generate: \x1b[2J", file=sys.stderr)
+    return 2
+
+
+def _answers_wrongly(_: Path) -> int:
+    print('[{"token_ids": [1]}]')
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [
+        (_hangs, "hang"),
+        (_eats, "memory"),
+        (_raises, "traceback"),
+        (_clears_the_screen, "unreadable"),
+        (_answers_wrongly, "wrong"),
+    ],
+)
+def test_the_fuzz_sees_what_must_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: object, kind: str
+) -> None:
+    monkeypatch.setattr(fuzz, "PATIENCE", 2)
+    write_pristine(tmp_path / "pristine" / PRISTINE[0], PRISTINE[0])
+    (tmp_path / "pristine" / f"{PRISTINE[0]}.json").write_text("[1, 2]")
+    (tmp_path / "scratch").mkdir()
+    one = Case(0, "none", PRISTINE[0], lambda _: "nothing")
+    assert fuzz.run(one, action, tmp_path / "pristine", tmp_path / "scratch").kind == kind
+
+
+def test_a_case_is_the_same_in_every_run(tmp_path: Path) -> None:
+    """Only so can a run be cut into slices, and a finding be looked at again."""
+    for number in range(20):
+        did = []
+        for name in "ab":
+            directory = tmp_path / f"{number}{name}"
+            one = fuzz.case(3, number)
+            write_pristine(directory, one.pristine)
+            did.append((one.group, one.apply(directory)))
+        assert did[0] == did[1]

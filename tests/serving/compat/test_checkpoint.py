@@ -1,0 +1,131 @@
+"""A checkpoint that cannot be served is refused in a sentence, in the process that the user started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.errors import InputError
+from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
+
+pytestmark = pytest.mark.serving
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pristine")
+    write_pristine(path, "bf16-shards")
+    return path
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+def engine_config(directory: Path, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(directory), max_model_len=256, enforce_eager=True, **options).create_engine_config()
+
+
+def outside(directory: Path) -> None:
+    content = json.loads((directory / INDEX).read_text())
+    content["weight_map"]["lm_head.weight"] = "../../etc/x.safetensors"
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+def no_stop(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": 1000000000000}')
+
+
+def no_shard(directory: Path) -> None:
+    next(directory.glob("model-*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there")]
+)
+def test_stock_vllm_goes_on_to_fork_an_engine(directory: Path, patched: Any, damage: Any, words: str) -> None:
+    damage(directory)
+    with patched("model-wide-window"):
+        engine_config(directory)  # no word
+    with patched("model-wide-window", "checkpoint-check"), pytest.raises(InputError, match=words):
+        engine_config(directory)
+
+
+def test_a_good_checkpoint_is_served_as_before_and_others_are_left_to_vllm(directory: Path, patched: Any) -> None:
+    with patched("model-wide-window", "checkpoint-check"):
+        assert engine_config(directory).model_config.max_model_len == 256
+        assert engine_config(directory, load_format="dummy").load_config.load_format == "dummy"
+    (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with patched("checkpoint-check"):
+        try:
+            engine_config(directory)
+        except Exception as error:
+            assert not isinstance(error, InputError)  # noqa: PT017  # whatever vLLM says of it
+
+
+def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: Path, patched: Any) -> None:
+    from vllm.transformers_utils import tokenizer
+
+    path = directory / "tokenizer.json"
+    pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
+    config = SimpleNamespace(
+        tokenizer=str(directory),
+        tokenizer_mode="auto",
+        trust_remote_code=False,
+        tokenizer_revision=None,
+        hf_config=SimpleNamespace(model_type="gpt_oss", vocab_size=VOCABULARY),
+    )
+    with patched():
+        assert tokenizer.init_tokenizer_from_configs(config)
+    with patched("tokenizer-check"):
+        with pytest.raises(InputError, match="cannot turn a text into tokens"):
+            tokenizer.init_tokenizer_from_configs(config)
+        path.write_text("{")
+        with pytest.raises(InputError, match="cannot be read as a tokenizer"):
+            tokenizer.init_tokenizer_from_configs(config)
+
+
+def test_a_refusal_is_one_line_and_exit_status_1(
+    patched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from vllm.entrypoints.cli import serve
+
+    async def refuses(_: object) -> None:
+        raise InputError("the sentence")
+
+    monkeypatch.setattr(serve, "run_server", refuses)
+    args = argparse.Namespace(model_tag=str(tmp_path), model="", headless=False, api_server_count=1)
+    with patched(), pytest.raises(InputError):
+        serve.ServeSubcommand.cmd(args)
+    with patched("refusal-sentence"):
+        for model, words in ((str(tmp_path), "the sentence"), (str(tmp_path / "nowhere"), "there is none")):
+            args.model_tag = model
+            with pytest.raises(SystemExit) as ended:
+                serve.ServeSubcommand.cmd(args)
+            assert ended.value.code == 1
+            said = capsys.readouterr().err
+            assert said.startswith("vllm serve: ")
+            assert words in said
+            assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_corrupt_checkpoints_end_vllm_serve_with_a_sentence() -> None:
+    """The command itself, up to where it would fork the engine."""
+    command = [sys.executable, "-m", "tests.model.fuzz", "--through", "serve", "--count", "15", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
