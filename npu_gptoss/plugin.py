@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 
-from npu_gptoss.supported import VLLM, installed_vllm
+from npu_gptoss.supported import SERVED_DEVICES, VLLM, installed_vllm
 
 SUPPORTED_VLLM = VLLM.recommended
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
-
-# Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
-SERVED_DEVICES = ("cpu", "npu")
 
 # below "vllm", so that vLLM's own handlers and --log-config apply
 logger = logging.getLogger("vllm.npu_gptoss")

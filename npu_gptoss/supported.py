@@ -55,6 +55,9 @@ TORCH_ON_ASCEND = Window("torch", ("2.7.1",), "2.7.1")
 # 8.3.RC1 is the first whose attention operator has sinks; its alpha builds have not
 CANN = Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2")
 
+# Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
+SERVED_DEVICES = ("cpu", "npu")
+
 PYTHON = ("3.10", "3.11", "3.12")
 PYTHON_ON_ASCEND = ("3.11",)
 TORCH_OLDEST = (2, 7)  # on CPU and CUDA

@@ -11,13 +11,13 @@ import datetime
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from npu_gptoss.atomic import write_atomically
 from npu_gptoss.bench.provenance import environment, machine, versions
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.errors import InputError
@@ -206,17 +206,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     wrong = problems(content)
     if wrong:
         raise AssertionError("; ".join(wrong[:5]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1, allow_nan=False)
-            stream.write("\n")
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_peer(path: Path, what: str, needed: Sequence[str] | None = None) -> dict[str, Any]:

@@ -231,8 +231,8 @@ def write_tiny(
     except (OSError, SafetensorError) as error:  # the library has a class of its own for a full disk
         reason = getattr(error, "strerror", None) or short(str(error))
         raise TinyError(
-            f"{directory} cannot be written: {reason}. Nothing was left there. Make room (a tiny checkpoint needs about "
-            "150 MB), or name another directory."
+            f"{directory} cannot be written: {reason}. Nothing was left there. Make room (a tiny checkpoint needs "
+            "about 150 MB), or name another directory."
         ) from error
     return True
 

@@ -14,13 +14,13 @@ import importlib.util
 import json
 from pathlib import Path
 
+from npu_gptoss.atomic import write_atomically
 from npu_gptoss.model.vocabulary import (
     VOCABULARY_FILE,
     VOCABULARY_SHA256,
     VocabularyError,
     byte_characters,
     parse_ranks,
-    write_atomically,
 )
 
 # The pre-tokenizer of o200k: letters with case, contractions, up to three digits, punctuation, white space.

@@ -13,10 +13,10 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from npu_gptoss.atomic import write_atomically
 from npu_gptoss.errors import InputError, quoted
 from npu_gptoss.model.files import is_there, read_json
 
@@ -111,21 +111,6 @@ def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -
             "%s is not writable (%s): the vocabulary goes to %s", model_dir, error.strerror, cache_directory()
         )
         return _write_or_raise(cache_directory() / VOCABULARY_FILE, content)
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes beside the target and renames, so that a reader sees the whole file or none. Creates the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def _write_or_raise(path: Path, content: bytes) -> Path:

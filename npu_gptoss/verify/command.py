@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from npu_gptoss.atomic import write_atomically
 from npu_gptoss.engine.device import AUTO, kernels_for, resolve_device
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform, load_kernels
@@ -152,6 +151,4 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, suffix=".tmp", delete=False) as file:
-        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    os.replace(file.name, path)  # noqa: PTH105  (as pathlib's, from a name)
+    write_atomically(path.absolute(), (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,20 @@ def test_command_writes_a_checkpoint_that_is_checked_and_complete(tmp_path, caps
     assert main(["tiny", str(directory), *options, "--seed", "1"]) == 0
     assert "already there" in capsys.readouterr().out
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, quick, capsys):
+    """A limit of the size of files stands for it: safetensors raises its own class of error for either."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        assert main(["tiny", str(tmp_path / "tiny"), "--layers", "1"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert "cannot be written" in said
+    assert "Make room" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_options_need_force_and_force_replaces(tmp_path, quick):
