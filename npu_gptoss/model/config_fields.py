@@ -138,9 +138,9 @@ _BOOKKEEPING = frozenset(_BOOKKEEPING_NAMES.split())
 # A name with one of these words speaks of the model, not of who made it.
 _WORDS_OF_THE_MODEL = """
     activation adapter alibi attention attn bias bits$ cap$ capping compress context conv_ conv1d _eps$ expert gate
-    group head hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position predict
-    prune quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm swiglu
-    temperature_ tie_ token_id topk vision vocab window yarn ^load_in_ ^qk ^rms ^r$
+    group head hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position
+    predict prune quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm
+    swiglu temperature_ tie_ token_id topk vision vocab window yarn ^load_in_ ^qk ^rms ^r$
 """
 _CHANGES_THE_MODEL = re.compile("|".join(_WORDS_OF_THE_MODEL.split()), re.IGNORECASE)
 
