@@ -81,6 +81,18 @@ def test_loop_over_experts_equals_the_grouped_product(monkeypatch):
     check(lambda at: at.run("small_ops"), layer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 8), (8, 6), (20, 12), (64, 64)])
+def test_sizes_that_torch_refuses_to_group_run_by_the_loop(rows, columns, dtype):
+    """torch's product wants rows that start at multiples of 16 bytes, and says "strides should be multiple of 16"."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(5, rows, generator=generator).to(dtype)
+    weight = torch.randn(3, rows, columns, generator=generator).to(dtype)
+    counts = torch.tensor([2, 0, 3])
+    want = torch.cat([left[:2].float() @ weight[0].float(), left[2:].float() @ weight[2].float()])
+    assert_close(small_ops.grouped_matmul(left, weight, counts), want.to(dtype))
+
+
 def test_definition_equals_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
