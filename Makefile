@@ -51,6 +51,12 @@ serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (
 	@$(SETUP)
 	@exec $(BIN)/python scripts/serve_cpu.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
+.PHONY: fuzz-checkpoints
+fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm serve (ARGS="--count 2000 --seed 1")
+	@$(SETUP)
+	@$(BIN)/python -m tests.model.fuzz $(or $(ARGS),--count 2000 --seconds 3000)
+	@$(BIN)/python -m tests.model.fuzz --through serve --count 60
+
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
 	@$(SETUP_EMULATED)
