@@ -33,6 +33,20 @@ def directory(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 
+class Reached(Exception):
+    """vLLM has begun to read the checkpoint itself."""
+
+
+@pytest.fixture(autouse=True)
+def stop_where_vllm_begins_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine import arg_utils
+
+    def reached(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(arg_utils, "maybe_override_with_speculators", reached)
+
+
 def engine_config(directory: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -56,24 +70,29 @@ def no_shard(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"), [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there")]
 )
-def test_stock_vllm_goes_on_to_fork_an_engine(directory: Path, patched: Any, damage: Any, words: str) -> None:
+def test_stock_vllm_takes_what_it_will_refuse_in_an_engine(
+    directory: Path, patched: Any, damage: Any, words: str
+) -> None:
     damage(directory)
-    with patched("model-wide-window"):
-        engine_config(directory)  # no word
-    with patched("model-wide-window", "checkpoint-check"), pytest.raises(InputError, match=words):
+    with patched(), pytest.raises(Reached):
+        engine_config(directory)
+    with patched("checkpoint-check"), pytest.raises(InputError, match=words):
         engine_config(directory)
 
 
 def test_a_good_checkpoint_is_served_as_before_and_others_are_left_to_vllm(directory: Path, patched: Any) -> None:
-    with patched("model-wide-window", "checkpoint-check"):
-        assert engine_config(directory).model_config.max_model_len == 256
-        assert engine_config(directory, load_format="dummy").load_config.load_format == "dummy"
-    (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    rope = json.loads((directory / "config.json").read_text())["rope_scaling"]
     with patched("checkpoint-check"):
-        try:
+        for options in ({}, {"load_format": "dummy"}, {"rope_scaling": rope}, {"hf_overrides": {"use_cache": False}}):
+            with pytest.raises(Reached):
+                engine_config(directory, **options)
+        for file in directory.glob("*.safetensors*"):
+            file.unlink()
+        with pytest.raises(Reached):
+            engine_config(directory, load_format="dummy")
+        (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+        with pytest.raises(Reached):
             engine_config(directory)
-        except Exception as error:
-            assert not isinstance(error, InputError)  # noqa: PT017  # whatever vLLM says of it
 
 
 def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: Path, patched: Any) -> None:
