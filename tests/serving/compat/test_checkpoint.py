@@ -106,6 +106,7 @@ def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: P
         tokenizer_mode="auto",
         trust_remote_code=False,
         tokenizer_revision=None,
+        runner_type="generate",
         hf_config=SimpleNamespace(model_type="gpt_oss", vocab_size=VOCABULARY),
     )
     with patched():
