@@ -70,19 +70,10 @@ def check_files(directory: Path) -> None:
 
 def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
     """Refuses a tokenizer that cannot be read, or that has ids beyond the vocabulary of the model."""
-    check_tokenizer_files(directory)
-    path = directory / TOKENIZER_NAME
-    check_vocabulary(path, load_tokenizer(path), config.vocab_size)
-
-
-def check_tokenizer_files(directory: Path) -> None:
-    """Refuses a missing tokenizer.json, and small files beside it that are no JSON objects; loads no tokenizer."""
     check_files(directory)
     for name in _OBJECTS:
         path = directory / name
         if is_there(path, InputError) and not isinstance(read_json(path, InputError), dict):
             raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.")
-    if not is_there(directory / TOKENIZER_NAME, InputError):
-        raise InputError(
-            f"{directory}: expected {TOKENIZER_NAME}, but there is none. Copy it from the original checkpoint."
-        )
+    path = directory / TOKENIZER_NAME
+    check_vocabulary(path, load_tokenizer(path), config.vocab_size)

@@ -76,6 +76,7 @@ def prepare(through: str) -> Callable[[Path], int]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
+    from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
     for name in ("cli.main", "cli.openai", "cli.serve", "cli.benchmark.main", "cli.run_batch", "openai.api_server"):
@@ -84,6 +85,11 @@ def prepare(through: str) -> Callable[[Path], int]:
     load_general_plugins()
     for name in ("AutoConfig", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast"):
         getattr(transformers, name)
+    from vllm import ModelRegistry
+
+    # in a process of its own, which takes seconds, and is remembered
+    architecture = "GptOssForCausalLM"
+    registry._try_inspect_model_cls(architecture, ModelRegistry.models[architecture])
     return serve
 
 

@@ -168,7 +168,7 @@ def test_what_is_missing_or_does_not_belong_is_named(directory: Path) -> None:
     assert "got other.safetensors too and no index" in refusal(directory)
     (directory / "other.safetensors").unlink()
     (directory / "tokenizer.json").unlink()
-    assert "expected tokenizer.json, but there is none" in refusal(directory)
+    assert "tokenizer.json: expected a tokenizer, but there is none" in refusal(directory)
     check_directory(directory, text=False)
     (directory / "config.json").rename(directory / "adapter_config.json")
     assert "an adapter" in refusal(directory)

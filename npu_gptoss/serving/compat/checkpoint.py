@@ -104,11 +104,11 @@ def check(options: EngineArgs) -> None:
         return
     if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
         return
-    from npu_gptoss.model.check import check_directory, check_tokenizer_files
+    from npu_gptoss.model.check import check_directory, check_tokenizer
 
     rope = {"rope_scaling": options.rope_scaling, "rope_theta": options.rope_theta}
     weights = options.load_format != "dummy"
-    check_directory(
+    config = check_directory(
         directory,
         overrides={**{name: value for name, value in rope.items() if value}, **(overrides or {})},
         weights=weights,
@@ -116,7 +116,7 @@ def check(options: EngineArgs) -> None:
     )
     tokenizer = Path(options.tokenizer or directory)
     if not options.skip_tokenizer_init and tokenizer.is_dir():
-        check_tokenizer_files(tokenizer)  # it is loaded once, by vLLM: see `install_tokenizer`
+        check_tokenizer(tokenizer, config)  # 1.5 s; vLLM's own attempt comes after it has inspected models for 7 s
     _read_as_vllm_does(directory, weights)
 
 
