@@ -170,7 +170,12 @@ def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, 
         if alias in rest:
             value = rest.pop(alias)
             if rest.setdefault(name, value) != value:
-                refuse(alias, f"equal to {name} ({rest[name]!r})", value, "Both name one number: remove the wrong one.")
+                refuse(
+                    alias,
+                    f"equal to {name} ({quoted(rest[name])})",
+                    value,
+                    "Both name one number: remove the wrong one.",
+                )
     found: dict[str, Any] = {"quantization": _read_quantization(rest), "dtype": _read_dtype(rest)}
     found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
     found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest)
@@ -288,7 +293,7 @@ def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     trained = scaling["original_max_position_embeddings"]
     context = rest.pop("initial_context_length", trained)
     if context != trained:
-        expected = f"equal to rope_scaling.original_max_position_embeddings ({trained!r})"
+        expected = f"equal to rope_scaling.original_max_position_embeddings ({quoted(trained)})"
         refuse("initial_context_length", expected, context, "Both name the context before YaRN: correct the wrong one.")
     return theta, scaling
 
@@ -298,7 +303,7 @@ def _agreed(found: dict[str, Any]) -> Any:
     (first, value), *others = found.items()
     for name, other in others:
         if other != value:
-            refuse(name, f"equal to {first} ({value!r})", other, "Both name one thing: remove the wrong one.")
+            refuse(name, f"equal to {first} ({quoted(value)})", other, "Both name one thing: remove the wrong one.")
     return value
 
 
