@@ -17,7 +17,7 @@ import torch
 from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.model.config import GptOssConfig
 
-__all__ = ["apply_rotary", "cos_sin_cache", "yarn_inv_freq"]
+__all__ = ["apply_rotary", "cos_sin_cache", "rotation_cache", "score_scale", "yarn_inv_freq"]
 
 
 def yarn_inv_freq(config: GptOssConfig) -> tuple[torch.Tensor, float]:
@@ -49,12 +49,30 @@ def yarn_inv_freq(config: GptOssConfig) -> tuple[torch.Tensor, float]:
 def cos_sin_cache(
     config: GptOssConfig, num_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """The table that vLLM calls cos_sin_cache: row p holds the cosines, then the sines, of position p.
+    """The table that vLLM calls cos_sin_cache: row p holds the cosines, then the sines, of position p, times the factor.
 
     Returns `[num_positions, head_dim]`. Computed in float32 on the CPU, so that every device rotates by the same
     numbers; then cast to `dtype` and moved.
     """
+    return _table(config, num_positions, yarn_inv_freq(config)[1]).to(dtype).to(device)
+
+
+def rotation_cache(config: GptOssConfig, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same table without the factor: plain rotations, for scores that are scaled by `score_scale`.
+
+    In bfloat16 the factor 1.34657 becomes 1.34375 in each cosine near 1, which most of them are at low frequencies:
+    scores come out 0.16 % small at every distance. Rotations round without a slope (tests/model/test_rope.py).
+    """
+    return _table(config, num_positions, 1.0).to(dtype)
+
+
+def score_scale(config: GptOssConfig) -> float:
+    """The factor of the scores of queries and keys that `rotation_cache` rotated: head_dim ** -0.5 * factor ** 2."""
+    return config.head_dim**-0.5 * yarn_inv_freq(config)[1] ** 2
+
+
+def _table(config: GptOssConfig, num_positions: int, factor: float) -> torch.Tensor:
     with torch.device("cpu"):  # also where a loader has made an accelerator the default device
-        inv_freq, scale = yarn_inv_freq(config)
+        inv_freq, _ = yarn_inv_freq(config)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(dtype).to(device)
+    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)

@@ -7,7 +7,8 @@ What the operators want (CANN 8.3, from their tiling code; no hardware has confi
 * `npu_grouped_matmul`: weight [experts, in, out]; with bfloat16 operands the bias is float32, so it is converted once
   at load (upstream casts it in every call);
 * `npu_swiglu` is silu(a) * b on halves: gate and up are de-interleaved at load, and `clipped_swiglu` brings the
-  activation into that form where the wheel lacks `npu_clipped_swiglu` (torch-npu before 2.7.1.post2).
+  activation into that form where there is no `npu_clipped_swiglu` (CANN before 8.5). That form comes out `GAIN` times
+  as large: the routing weights are divided by it, and the bias of the second product is multiplied.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ GROUP_COUNTS = 1  # group_list_type: rows of each group (0: cumulative)
 SPLIT_ROWS = 0  # group_type: groups are ranges of rows
 ONE_OUTPUT = 2  # split_item
 
+# What the activation of three launches is larger by. With a = bf16(1.702) * gate it is 1.703125 for a small gate; one
+# that is clamped to 7 rounds up, 0.13 % more. In between lies the factor that leaves the least slope at every size of
+# the pre-activations: within 4e-4 from a standard deviation of 0.05 to one of 8 (tests/moe/test_ascend.py).
+# b = up + 1 needs no constant at all; (up + 1) / 1.702 in bf16 made every output 0.2 % small.
+GAIN = {torch.bfloat16: 1.7035, torch.float32: ALPHA}
+
 
 @dataclass(frozen=True)
 class AscendExperts:
     """One layer's local experts as the operators take them.
 
     gate_up_proj: [experts, hidden, 2 * intermediate], all gate columns, then all up columns.
-    Biases float32. lower, upper, scale, offset: [2 * intermediate], the activation's clamp and affine step.
+    Biases float32, that of down_proj times `gain`. lower, upper, scale, offset: [2 * intermediate], the activation's
+    clamp and affine step. gain: what rows of `grouped_mlp` are larger by than the experts' outputs.
     expert_range: [first, last) of the global experts; num_experts: all of them.
     """
 
@@ -49,12 +57,17 @@ class AscendExperts:
     scale: torch.Tensor
     offset: torch.Tensor
     swiglu_limit: float
+    gain: float
     expert_range: tuple[int, int]
     num_experts: int
 
     @property
     def all_local(self) -> bool:
         return self.expert_range == (0, self.num_experts)
+
+    def weigh(self, topk_weights: torch.Tensor) -> torch.Tensor:
+        """The routing weights [tokens, k] float32 for the rows of `grouped_mlp`."""
+        return topk_weights if self.gain == 1 else topk_weights / self.gain
 
 
 def halves(interleaved: torch.Tensor) -> torch.Tensor:
@@ -82,6 +95,7 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
     first, last, total = expert_range(weights)
     gate_up = halves(weights.gate_up_proj)
     intermediate = weights.down_proj.shape[1]
+    gain = 1.0 if has_clipped_swiglu() else GAIN[gate_up.dtype]
 
     def columns(gate: float, up: float) -> torch.Tensor:
         return torch.cat([gate_up.new_full((intermediate,), gate), gate_up.new_full((intermediate,), up)])
@@ -90,25 +104,32 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
         gate_up_proj=gate_up,
         gate_up_proj_bias=halves(weights.gate_up_proj_bias).float(),
         down_proj=weights.down_proj,
-        down_proj_bias=weights.down_proj_bias.float(),
+        down_proj_bias=weights.down_proj_bias.float() * gain,
         lower=columns(float("-inf"), -swiglu_limit),
         upper=columns(swiglu_limit, swiglu_limit),
-        scale=columns(ALPHA, 1 / ALPHA),
-        offset=columns(0.0, 1 / ALPHA),
+        scale=columns(ALPHA, 1.0),
+        offset=columns(0.0, 1.0),
         swiglu_limit=swiglu_limit,
+        gain=gain,
         expert_range=(first, last),
         num_experts=total,
     )
 
 
-def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:
-    """[rows, 2 * intermediate] halves -> [rows, intermediate], in one launch or in three.
+def has_clipped_swiglu() -> bool:
+    import torch_npu
 
-    With a = 1.702 * gate and b = (up + 1) / 1.702, silu(a) * b = (up + 1) * gate * sigmoid(1.702 * gate).
+    return hasattr(torch_npu, "npu_clipped_swiglu")
+
+
+def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:
+    """[rows, 2 * intermediate] halves -> [rows, intermediate], in one launch or in three, `experts.gain` times as large.
+
+    With a = 1.702 * gate and b = up + 1, silu(a) * b = 1.702 * (up + 1) * gate * sigmoid(1.702 * gate).
     """
     import torch_npu
 
-    if hasattr(torch_npu, "npu_clipped_swiglu"):
+    if experts.gain == 1:
         return torch_npu.npu_clipped_swiglu(
             gate_up, dim=-1, alpha=ALPHA, limit=experts.swiglu_limit, bias=1.0, interleaved=False
         )
@@ -119,7 +140,8 @@ def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tenso
 def grouped_mlp(
     rows: torch.Tensor, experts: AscendExperts, group_list: torch.Tensor, group_list_type: int
 ) -> torch.Tensor:
-    """The experts on rows sorted by expert: [rows, hidden] -> [rows, hidden]; rows of no group come out undefined.
+    """The experts on rows sorted by expert: [rows, hidden] -> [rows, hidden], `experts.gain` times their outputs; rows of
+    no group come out undefined.
 
     group_list: [local experts] int64 on the device, counts (type 1) or cumulative (type 0), as the dispatcher has it.
     """
@@ -211,6 +233,7 @@ def expert_mlp(
         row_idx_type=0,
     )
     down = grouped_mlp(rows, weights, counts, GROUP_COUNTS)
+    topk_weights = weights.weigh(topk_weights)
     if not weights.all_local:
         # The index of other ranks' rows is -1, which the sum would read as an address: they become the first row, which
         # counts nothing.

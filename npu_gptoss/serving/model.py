@@ -42,6 +42,7 @@ from vllm.sequence import IntermediateTensors
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.rope import score_scale
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import attention_backend
 from npu_gptoss.serving.moe import ExpertsConfig
@@ -74,7 +75,7 @@ class Attention(nn.Module):
         self.attn = AttentionLayer(
             self.num_heads,
             config.head_dim,
-            config.head_dim**-0.5,
+            score_scale(config),
             num_kv_heads=num_kv_heads,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",

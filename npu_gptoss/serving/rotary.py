@@ -1,7 +1,8 @@
 """The rotary embedding object of vLLM, holding the cosines and sines of `npu_gptoss.model.rope`.
 
 The object stays vLLM's (on Ascend the kernel is attached to the class by its name), only the content of its cache is
-ours: vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`. The cache is asked for in the model's
+ours: vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`, and it multiplies YaRN's factor into the
+cosines, where bfloat16 makes it small; here the factor is in the scale of the scores. The cache is asked for in the model's
 dtype: in another one vllm-ascend converts it inside forward, which torch.compile then takes for an update of a buffer.
 """
 
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.rope import cos_sin_cache
+from npu_gptoss.model.rope import rotation_cache
 
 _OWNER = "npu_gptoss_config"
 _first_table: list[tuple[object, ...]] = []  # of this process
@@ -41,7 +42,7 @@ def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
         cache = rotary.cos_sin_cache
         if cache.device.type == "npu":
             _check_first_table(config, cache)
-        cache.copy_(cos_sin_cache(config, cache.shape[0], cache.dtype))
+        cache.copy_(rotation_cache(config, cache.shape[0], cache.dtype))
         setattr(rotary, _OWNER, config)
     return rotary
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from npu_gptoss.model.config import GptOssConfig, YarnScaling
-from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
+from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, rotation_cache, score_scale, yarn_inv_freq
 from tests.model.published import gpt_oss_20b, published_config
 
 
@@ -171,3 +171,28 @@ def test_scores_depend_on_the_distance_only() -> None:
 
     assert score(100, 30) == pytest.approx(score(4100, 4030), abs=1e-2)
     assert abs(score(100, 30) - score(100, 31)) > 0.05
+
+
+def score_slope(table: torch.Tensor, scale: float, distance: int) -> float:
+    """The least-squares slope of scores of random bf16 heads, rotated into bf16 by a bf16 table, against fp32."""
+    config, positions = gpt_oss_20b(), len(table)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(positions, 1, 64, generator=generator).bfloat16().float() for _ in range(2))
+
+    def scores(table: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+        cos, sin = table.float().chunk(2, dim=-1)
+        q, k = (apply_rotary(heads, cos, sin).to(dtype).double() for heads in (query, key))
+        return (q[distance:] * k[: positions - distance]).sum(-1) * scale
+
+    want = scores(cos_sin_cache(config, positions, torch.float32), config.head_dim**-0.5, torch.float32)
+    got = scores(table, scale, torch.bfloat16)
+    return float((got * want).sum() / (want * want).sum())
+
+
+@pytest.mark.parametrize("distance", [1, 128, 3000])
+def test_scores_in_bf16_are_not_systematically_small(distance: int) -> None:
+    config = gpt_oss_20b()
+    table = rotation_cache(config, 6000, torch.bfloat16)
+    assert abs(score_slope(table, score_scale(config), distance) - 1) < 5e-4
+    in_the_table = cos_sin_cache(config, 6000, torch.bfloat16)  # as transformers has it
+    assert score_slope(in_the_table, config.head_dim**-0.5, distance) < 1 - 1e-3

@@ -65,9 +65,43 @@ def test_both_forms_of_the_activation_clamp_as_the_definition_does(cann):
     gate_up = (torch.randn(40, 2 * INTERMEDIATE) * 8).to(BF16)
     with ascend_ops.ascend(cann):
         experts = prepare_experts(make_layer(1, BF16).weights, kernel="ascend").weights
-        got = ascend.clipped_swiglu(ascend.halves(gate_up), experts)
+        got = ascend.clipped_swiglu(ascend.halves(gate_up), experts) / experts.gain
     # three roundings to bf16 on the way where it takes three operators
     assert_close(got, swigluoai(gate_up.float()), scale=1.5)
+
+
+def slopes(layer, sizes=(0.05, 0.3, 1.0, 3.0, 8.0)):
+    """The least-squares slope of the activation against its definition, for pre-activations of each size."""
+    generator = torch.Generator().manual_seed(4)
+    experts = prepare_experts(layer.weights, kernel="ascend").weights
+    for size in sizes:
+        gate_up = (torch.randn(4096, 2 * INTERMEDIATE, generator=generator) * size).to(BF16)
+        want = swigluoai(gate_up.float()).double()
+        got = ascend.clipped_swiglu(ascend.halves(gate_up), experts).double() / experts.gain
+        yield float((got * want).sum() / (want * want).sum())
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+def test_the_activation_is_not_systematically_small_or_large(cann):
+    """0.2 % too little in every layer hid in a tolerance of 2 %: constants that are rounded make a slope, not noise."""
+    with ascend_ops.ascend(cann):
+        assert max(abs(slope - 1) for slope in slopes(make_layer(1, BF16))) < 5e-4
+
+
+@pytest.mark.parametrize("gain", [1.702, 1.706])
+def test_another_gain_shows_as_a_slope(gain, monkeypatch):
+    monkeypatch.setitem(ascend.GAIN, BF16, gain)
+    with ascend_ops.ascend("8.3.rc1"):
+        assert max(abs(slope - 1) for slope in slopes(make_layer(1, BF16))) > 5e-4
+
+
+def test_the_gain_of_the_activation_is_taken_out_of_the_sum():
+    """Both ways: a layer whose routing weights or whose outer bias forgot it is 70 % off."""
+    layer = make_layer(64, BF16)
+    with ascend_ops.ascend("8.3.rc1"):
+        got = layer.run("ascend").double()
+    want = layer.run("reference").double()
+    assert float((got * want).sum() / (want * want).sum()) == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])

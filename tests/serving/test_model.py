@@ -32,7 +32,7 @@ from vllm.utils import get_distributed_init_method, get_open_port
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import CheckpointError
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.rope import apply_rotary, cos_sin_cache
+from npu_gptoss.model.rope import apply_rotary, rotation_cache, score_scale
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
@@ -123,17 +123,18 @@ def test_rope_is_vllms_object_with_our_cache_in_the_models_dtype(
     assert type(rotary) is YaRNScalingRotaryEmbedding
     assert rotary.cos_sin_cache.dtype == dtype
     assert rotary.cos_sin_cache.shape[0] == config.max_position_embeddings
-    assert torch.equal(rotary.cos_sin_cache[:5000], cos_sin_cache(config, 5000, dtype))
+    assert torch.equal(rotary.cos_sin_cache[:5000], rotation_cache(config, 5000, dtype))
 
 
 def test_vllms_rotation_gives_the_definition_in_fp32(model: GptOssForCausalLM, config: GptOssConfig) -> None:
     rotary = model.model.layers[0].self_attn.rotary_emb
     positions = torch.tensor([0, 1, 127, 4095, 4096, 100_000])
     query, key = torch.randn(6, 8 * 64), torch.randn(6, 2 * 64)
-    cos, sin = cos_sin_cache(config, 100_001, torch.float32)[positions].chunk(2, dim=-1)
+    cos, sin = rotation_cache(config, 100_001, torch.float32)[positions].chunk(2, dim=-1)
     for got, heads in zip(rotary(positions, query, key), (query, key), strict=True):
         want = apply_rotary(heads.unflatten(-1, (-1, 64)), cos, sin).flatten(1)
         assert float((got - want).abs().max()) < 1e-6
+    assert model.model.layers[0].self_attn.attn.impl.scale == score_scale(config)
 
 
 def test_two_models_in_one_process_do_not_share_the_cache_of_another_yarn(
@@ -144,8 +145,8 @@ def test_two_models_in_one_process_do_not_share_the_cache_of_another_yarn(
     rounded = replace(config, rope_scaling=replace(config.rope_scaling, truncate=True))
     monkeypatch.setitem(vllm_config.model_config.hf_config.rope_scaling, "truncate", True)
     got = build(vllm_config).model.layers[0].self_attn.rotary_emb.cos_sin_cache[:3000]
-    assert torch.equal(got, cos_sin_cache(rounded, 3000, torch.float32))
-    assert not torch.equal(got, cos_sin_cache(config, 3000, torch.float32))
+    assert torch.equal(got, rotation_cache(rounded, 3000, torch.float32))
+    assert not torch.equal(got, rotation_cache(config, 3000, torch.float32))
     monkeypatch.undo()
     build(vllm_config)
 

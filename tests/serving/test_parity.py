@@ -20,7 +20,7 @@ from vllm import LLM
 
 from npu_gptoss import attention, moe
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.rope import cos_sin_cache
+from npu_gptoss.model.rope import rotation_cache
 from npu_gptoss.serving import attention as serving_attention
 from npu_gptoss.serving import moe as serving_moe
 from tests.checkpoints import random_tensors, write_random_checkpoint
@@ -311,7 +311,7 @@ def test_parity_sees_yarn_with_a_rounded_ramp(engine: LLM, distance: Callable[[]
         config = model.gpt_oss_config
         yarn = replace(config.rope_scaling, truncate=truncate)
         cache = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
-        cache.copy_(cos_sin_cache(replace(config, rope_scaling=yarn), cache.shape[0], cache.dtype))
+        cache.copy_(rotation_cache(replace(config, rope_scaling=yarn), cache.shape[0], cache.dtype))
 
     engine.apply_model(lambda model: fill(model, True))
     try:

@@ -56,7 +56,7 @@ class AscendExpertsMethod(GptOssExpertsMethod):
             return self._other_kernel(method, x, prepared, topk_weights, topk_ids)
         dispatched = method.token_dispatcher.token_dispatch(
             hidden_states=x,
-            topk_weights=topk_weights,
+            topk_weights=prepared.weights.weigh(topk_weights),
             topk_ids=topk_ids.to(torch.int32),  # as CANN's routing has them; another kernel's may be int64
             expert_map=expert_map,
             mc2_mask=method.mc2_mask,
