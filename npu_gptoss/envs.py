@@ -69,6 +69,12 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "NPU_GPTOSS_EMULATED", _switch, False, "set by `npu-gptoss emulate`: this process runs on the emulated 910B"
         ),
+        Variable(
+            "NPU_GPTOSS_EMULATED_DEFECTS",
+            _names,
+            (),
+            "known defects of CANN that the emulated 910B computes, by name (`npu-gptoss emulate --defect`)",
+        ),
         Variable("NPU_GPTOSS_EMULATED_CANN", str, "8.3.rc1", "the emulated CANN: 8.3.rc1, 8.3.rc2 or 8.5"),
         Variable(
             "NPU_GPTOSS_EMULATED_STRICT", _switch, True, "the emulated 910B refuses what is undefined; 0: it poisons it"

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "graphs": BASE | {"kernels"},
     "model": BASE | {"kernels", "attention", "moe", "dense"},
     "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model"},
-    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model"},
+    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "selftest"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine"},
     "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine"},
     "emulator": BASE,
@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE,
     "plugin": BASE | {"serving"},
     # of serving only what imports no vLLM: limits, sizes, the entry points
-    "doctor": BASE | {"kernels", "attention", "moe", "model", "engine", "plugin", "serving"},
+    "selftest": BASE | {"kernels", "attention", "moe"},
+    "doctor": BASE | {"kernels", "attention", "moe", "model", "engine", "plugin", "serving", "selftest"},
     "supported": set(),
     "nominal": set(),
     "progress": set(),

@@ -36,8 +36,27 @@ BLOCK_SIZES = frozenset(range(128, 1025, 128))
 
 MASK_SIZE = 2048
 MAX_REQUESTS = 4096
+MERGED_TILE = 512  # keys
 SPARSE_CAUSAL, SPARSE_BAND = 3, 4
 UNLIMITED = 2**31 - 1
+
+
+_heads_apart = False  # see keep_heads_apart
+
+
+def keep_heads_apart() -> None:
+    """From now on no decode call merges the heads of a group, which CANN 8.3 as published does wrongly above 512 keys.
+
+    The kernel merges them when every request has one row and no log-sum-exp is asked for (ops-transformer,
+    prompt_flash_attention_tiling.cpp, `allSeqLenEqualOne`). One more request, of two rows, switches it off; so would
+    the log-sum-exp, whose barrier may hang on 8.3 (2f93a0d1f).
+    """
+    global _heads_apart
+    _heads_apart = True
+
+
+def heads_kept_apart() -> bool:
+    return _heads_apart
 
 
 @functools.cache
@@ -63,13 +82,14 @@ class Part:
 
 def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list[Part]:
     """The step's requests in as few calls as the operator allows: one, unless a shared prefix is counted too often."""
-    key = ("attention.ascend", num_blocks, block_size)
+    free = num_blocks - _heads_apart  # the request of two rows reads a block, too
+    key = ("attention.ascend", free, block_size)
     plans = metadata.plans  # a DecodeMetadata gives an empty one each time
     if key not in plans:
         needed = [-(-length // block_size) for length in metadata.seq_lens]
         cuts, blocks = [0], 0
         for request, more in enumerate(needed):
-            if blocks + more > num_blocks or request - cuts[-1] == MAX_REQUESTS:
+            if blocks + more > free or request - cuts[-1] == MAX_REQUESTS - _heads_apart:
                 cuts.append(request)
                 blocks = 0
             blocks += more
@@ -167,20 +187,32 @@ def paged_attention(
             if len(part.seq_lens) == metadata.num_requests
             else (query[part.rows], out[part.rows], metadata.block_table[part.requests])
         )
+        query_ends, seq_lens, target = part.query_ends, part.seq_lens, written
+        if _heads_apart and _merges_wrongly(part, sliding_window):
+            rows, blocks = torch.cat([rows, rows[:1], rows[:1]]), torch.cat([blocks, blocks[:1]])
+            query_ends, seq_lens = [*query_ends, query_ends[-1] + 2], [*seq_lens, 2]
+            target = torch.empty_like(rows)
         torch_npu.npu_fused_infer_attention_score_v2.out(
             **call_arguments(
                 rows,
                 key_cache,
                 value_cache,
-                query_ends=part.query_ends,
-                seq_lens=part.seq_lens,
+                query_ends=query_ends,
+                seq_lens=seq_lens,
                 block_table=blocks,
                 sinks=sinks,
                 scale=scale,
                 sliding_window=sliding_window,
             ),
-            out=[written, lse],
+            out=[target, lse],
         )
+        if target is not written:
+            written.copy_(target[:-2])
+
+
+def _merges_wrongly(part: Part, sliding_window: int | None) -> bool:
+    """A window lies in one tile of 512 keys, and a short context too."""
+    return sliding_window is None and len(part.seq_lens) == part.query_ends[-1] and max(part.seq_lens) > MERGED_TILE
 
 
 @register_kernel(

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import ALPHA, LIMIT
+from npu_gptoss.selftest.steps import HEAD_DIM, WINDOW, Step, deviation
 
-WINDOW, BLOCK, HEAD_DIM = 128, 128, 64
 # Of the worst row, relative to the largest one. bfloat16 rounds the activation, both products and the result: up to
 # 0.3 per cent were seen; every mistake above makes ten per cent and more.
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
@@ -35,84 +34,11 @@ _ATTENTION = "NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops"
 _EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops (with --enforce-eager on Ascend)"
 
 
-def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of the worst row, relative to the largest row of `want`; infinite for NaN and Inf. Both [rows, …]."""
-    got, want = got.float().flatten(1), want.float().flatten(1)
-    if not torch.isfinite(got).all():
-        return float("inf")
-    return float((got - want).norm(dim=1).max() / want.norm(dim=1).max().clamp(min=1e-30))
-
-
 def explained(got: torch.Tensor, suspects: Mapping[str, torch.Tensor], limit: float) -> str:
     """The known mistake that gives this result, as a clause; empty when none does."""
     near = {name: deviation(got, tensor) for name, tensor in suspects.items()}
     name = min(near, key=near.__getitem__, default=None)
     return f": {name}" if name is not None and near[name] <= 2 * limit else ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One attention step on the CPU: what `paged_attention` and `write_kv_cache` are called with.
-
-    query [tokens, heads, 64]; keys, values: [length, kv_heads, 64] of each request, the last rows of which are new.
-    """
-
-    query: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    rows: list[int]
-    sinks: torch.Tensor
-
-    def run(self, device: torch.device, sliding_window: int | None, kernel: str | None = None) -> torch.Tensor:
-        """Scatters the keys over shuffled blocks, the new ones by `write_kv_cache`; the result lies on the CPU."""
-        lengths = [key.shape[0] for key in self.keys]
-        blocks = [-(-length // BLOCK) for length in lengths]
-        places = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)) + 1
-        table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-        kv_heads = self.keys[0].shape[1]
-        caches = torch.zeros(2, sum(blocks) + 1, BLOCK, kv_heads, HEAD_DIM, dtype=self.query.dtype)
-        new: list[list[torch.Tensor]] = [[], []]
-        slots, used, ends = [], 0, [0]
-        for request, (length, rows) in enumerate(zip(lengths, self.rows, strict=True)):
-            mine = places[used : used + blocks[request]]
-            used += blocks[request]
-            table[request, : len(mine)] = mine
-            positions = torch.arange(length)
-            slot = mine[positions // BLOCK] * BLOCK + positions % BLOCK
-            for cache, whole, fresh in zip(caches, (self.keys, self.values), new, strict=True):
-                cache.view(-1, kv_heads, HEAD_DIM)[slot[: length - rows]] = whole[request][: length - rows]
-                fresh.append(whole[request][length - rows :])
-            slots.append(slot[length - rows :])
-            ends.append(ends[-1] + rows)
-        metadata = AttentionMetadata(
-            tuple(ends), tuple(lengths), table.to(device), torch.cat(slots).to(torch.int32).to(device)
-        )
-        key_cache, value_cache = (cache.contiguous().to(device) for cache in caches)
-        key, value = (torch.cat(fresh).to(device) for fresh in new)
-        write_kv_cache(key, value, key_cache, value_cache, metadata, kernel=kernel)
-        out = paged_attention(
-            self.query.to(device),
-            key_cache,
-            value_cache,
-            metadata,
-            self.sinks.to(device),
-            scale=HEAD_DIM**-0.5,
-            sliding_window=sliding_window,
-            kernel=kernel,
-        )
-        return out.cpu()
-
-    def want(self, sliding_window: int | None) -> torch.Tensor:
-        """What the definition says, in fp32 from these inputs."""
-        whole = Step(
-            self.query.float(),
-            [key.float() for key in self.keys],
-            [value.float() for value in self.values],
-            self.rows,
-            self.sinks.float(),
-        )
-        with platform_override("cpu"):
-            return whole.run(torch.device("cpu"), sliding_window, "reference")
 
 
 def _normal(generator: torch.Generator, *shape: int, std: float = 1.0) -> torch.Tensor:

@@ -18,7 +18,7 @@ from npu_gptoss.emulator import pyacl
 
 def boot(_module: ModuleType | None = None) -> None:
     """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
-    from npu_gptoss.emulator import context, device, graphs, memory, storage
+    from npu_gptoss.emulator import context, defects, device, graphs, memory, storage
 
     context.set_default(
         context.OpContext(
@@ -26,6 +26,7 @@ def boot(_module: ModuleType | None = None) -> None:
             strict=envs.get("NPU_GPTOSS_EMULATED_STRICT"),
             diagnostic_fp32=envs.get("NPU_GPTOSS_EMULATED_FP32"),
             tnd_max_workspace=envs.get("NPU_GPTOSS_EMULATED_TND_WORKSPACE"),
+            defects=defects.checked(envs.get("NPU_GPTOSS_EMULATED_DEFECTS")),
             is_device=memory.is_alias,
             format_of=storage.format_of,
             set_format=storage.set_format,

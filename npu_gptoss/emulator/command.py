@@ -14,6 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
+from npu_gptoss.emulator.defects import DEFECTS
 from npu_gptoss.emulator.launch import CANN_VERSIONS, EmulationError, Machine, environment, find_venv
 
 
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp32", action="store_true", help="diagnosis: let float32 tensors through where bfloat16 is asked for"
     )
+    parser.add_argument(
+        "--defect",
+        action="append",
+        default=[],
+        help=f"compute a known defect of CANN: {', '.join(DEFECTS)}; repeatable",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="what to run")
 
 
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise EmulationError("there is nothing to run. For example: npu-gptoss emulate -- python -c 'import torch_npu'")
-    machine = Machine(args.cann, args.devices, args.memory, not args.lenient, args.fp32, args.trace)
+    machine = Machine(args.cann, args.devices, args.memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
     variables = environment(machine, find_venv())
     program = shutil.which(command[0], path=variables["PATH"])
     if program is None:

@@ -50,6 +50,7 @@ class OpContext:
     execute: False checks what the host can check and returns poisoned outputs: no tensor value is read or written.
     diagnostic_fp32: float32 stands in for bfloat16 wherever bfloat16 is demanded, and nothing is rounded to bfloat16.
     tnd_max_workspace: let `_npu_fused_infer_attention_score*_get_max_workspace` answer for TND on CANN 8.3 (R37).
+    defects: known defects of CANN that are computed (emulator/defects.py).
     is_device, format_of: whether a tensor lives on the emulated device, and its storage format (2 ND, 29 FRACTAL_NZ).
     set_format: told by npu_format_cast.
     is_whole: whether a FRACTAL_NZ tensor is all of its storage; None judges by the tensor's own storage, which aliases
@@ -63,6 +64,7 @@ class OpContext:
     execute: bool = True
     diagnostic_fp32: bool = False
     tnd_max_workspace: bool = False
+    defects: frozenset[str] = frozenset()
     is_device: Callable[[torch.Tensor], bool] = _always
     format_of: Callable[[torch.Tensor], int] = _nd
     set_format: Callable[[torch.Tensor, int], None] = _ignore_format

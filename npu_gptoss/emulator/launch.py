@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from npu_gptoss.emulator import defects
 from npu_gptoss.errors import InputError
 
 VENV_VARIABLE = "NPU_GPTOSS_EMULATED_VENV"
@@ -38,12 +39,14 @@ class Machine:
     strict: bool = True
     diagnostic_fp32: bool = False
     trace: Path | None = None
+    defects: tuple[str, ...] = ()  # names of emulator/defects.py
 
     def __post_init__(self) -> None:
         if self.cann not in CANN_VERSIONS:
             raise EmulationError(f"CANN {self.cann!r} is not emulated; choose one of {', '.join(CANN_VERSIONS)}.")
         if not 1 <= self.devices <= MAX_DEVICES:
             raise EmulationError(f"{self.devices} devices cannot be emulated; choose 1 to {MAX_DEVICES}.")
+        defects.checked(self.defects)
         if not self.memory > 0:
             raise EmulationError(f"{self.memory} GiB of device memory make no device; choose more than 0.")
 
@@ -97,5 +100,6 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         f"{PREFIX}_MEMORY": str(int(machine.memory * GIB)),
         f"{PREFIX}_STRICT": "1" if machine.strict else "0",
         f"{PREFIX}_FP32": "1" if machine.diagnostic_fp32 else "0",
+        f"{PREFIX}_DEFECTS": ",".join(machine.defects),
         f"{PREFIX}_TRACE": str(machine.trace.resolve()) if machine.trace else "",
     }

@@ -49,7 +49,7 @@ def yarn_inv_freq(config: GptOssConfig) -> tuple[torch.Tensor, float]:
 def cos_sin_cache(
     config: GptOssConfig, num_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """The table that vLLM calls cos_sin_cache: row p holds the cosines, then the sines, of position p, times the factor.
+    """The table that vLLM calls cos_sin_cache: row p holds position p's cosines, then its sines, times the factor.
 
     Returns `[num_positions, head_dim]`. Computed in float32 on the CPU, so that every device rotates by the same
     numbers; then cast to `dtype` and moved.

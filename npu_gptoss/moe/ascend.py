@@ -123,7 +123,7 @@ def has_clipped_swiglu() -> bool:
 
 
 def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:
-    """[rows, 2 * intermediate] halves -> [rows, intermediate], in one launch or in three, `experts.gain` times as large.
+    """[rows, 2 * intermediate] halves -> [rows, intermediate], in one launch or three; `experts.gain` times as large.
 
     With a = 1.702 * gate and b = up + 1, silu(a) * b = 1.702 * (up + 1) * gate * sigmoid(1.702 * gate).
     """
@@ -140,8 +140,9 @@ def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tenso
 def grouped_mlp(
     rows: torch.Tensor, experts: AscendExperts, group_list: torch.Tensor, group_list_type: int
 ) -> torch.Tensor:
-    """The experts on rows sorted by expert: [rows, hidden] -> [rows, hidden], `experts.gain` times their outputs; rows of
-    no group come out undefined.
+    """The experts on rows sorted by expert: [rows, hidden] -> [rows, hidden], `experts.gain` times their outputs.
+
+    Rows of no group come out undefined.
 
     group_list: [local experts] int64 on the device, counts (type 1) or cumulative (type 0), as the dispatcher has it.
     """

@@ -2,8 +2,9 @@
 
 The object stays vLLM's (on Ascend the kernel is attached to the class by its name), only the content of its cache is
 ours: vLLM 0.11.0 rounds YaRN's ramp although gpt-oss says `truncate: false`, and it multiplies YaRN's factor into the
-cosines, where bfloat16 makes it small; here the factor is in the scale of the scores. The cache is asked for in the model's
-dtype: in another one vllm-ascend converts it inside forward, which torch.compile then takes for an update of a buffer.
+cosines, where bfloat16 makes it small; here the factor is in the scale of the scores. The cache is asked for in the
+model's dtype: in another one vllm-ascend converts it inside forward, which torch.compile then takes for an update of a
+buffer.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.emulator.context import OpContext
+from npu_gptoss.emulator.ops import fia_defects
 from npu_gptoss.emulator.ops.fia_call import COMPRESSED_MODES, TND_LAYOUTS, FiaCall, Plan
 from npu_gptoss.emulator.ops.fia_mask import Tiling, band, is_strict_triangle, read_as_hardware_does
 from npu_gptoss.emulator.ops.table import poisoned, shape
@@ -37,6 +38,7 @@ def run(call: Call, plan: Plan, out: torch.Tensor, lse: torch.Tensor) -> None:
     if fia.layout == "NTD_TND":
         queries = queries.transpose(0, 1)
     sink = None if fia.sink is None or fia.sink.numel() == 0 else fia.sink.float()
+    merged = bool(call.context.defects) and fia_defects.merges_heads(plan, call.context)
     for index, (start, q_len, kv_len) in enumerate(plan.requests):
         rows = slice(start, start + q_len) if tnd else slice(0, q_len)
         source = queries if tnd else queries[start]
@@ -49,8 +51,26 @@ def run(call: Call, plan: Plan, out: torch.Tensor, lse: torch.Tensor) -> None:
         if key is None:
             continue  # a block id outside the cache: the rows stay poisoned
         visible = reader.visible(index, q_len, kv_len)
+        if merged:
+            into[rows] = fia_defects.merged_heads(source[rows], key, value, visible, fia.scale, sink, call.context).to(
+                out.dtype
+            )
+            continue
+        counted, left = (
+            fia_defects.spoil_sums(plan, call.context, index, q_len, kv_len, sink)
+            if call.context.defects
+            else (sink, None)
+        )
         result, row_lse = attend(
-            source[rows], key, value, visible, fia.scale, sink, call.context, sink_in_lse=not call.context.is_8_3
+            source[rows],
+            key,
+            value,
+            visible,
+            fia.scale,
+            counted,
+            call.context,
+            left,
+            sink_in_lse=not call.context.is_8_3,
         )
         into[rows] = result.to(out.dtype)
         if fia.want_lse:
@@ -69,10 +89,14 @@ def attend(
     scale: float,
     sink: torch.Tensor | None,
     context: OpContext,
+    left: torch.Tensor | None = None,
     *,
     sink_in_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [q, N, D], key [kv, N_kv, D], value [kv, N_kv, D_v], visible [q, kv] -> [q, N, D_v] and [q, N], float32."""
+    """query [q, N, D], key [kv, N_kv, D], value [kv, N_kv, D_v], visible [q, kv] -> [q, N, D_v] and [q, N], float32.
+
+    left: [q, 1], what a defect adds to the denominators.
+    """
     q_len, heads, dim = query.shape
     kv_heads = value.size(1)
     if key.size(0) == 0:
@@ -86,6 +110,8 @@ def attend(
     peak.masked_fill_(blind, 0.0)
     p = torch.exp(scores - peak)
     total = p.sum(-1, keepdim=True)
+    if left is not None:
+        total = total + left
     full = total
     if sink is not None:
         full = total + torch.exp(sink.reshape(kv_heads, -1, 1, 1) - peak)

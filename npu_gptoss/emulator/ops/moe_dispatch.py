@@ -12,6 +12,8 @@ COUNT, KEY_VALUE = 1, 2
 GATHER, SCATTER = 0, 1
 NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
 
+_counted: dict[tuple[int, int], torch.Tensor] = {}  # the counts of the call before, for the defect stale-counts
+
 Quad = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -119,7 +121,10 @@ def moe_init_routing_v2(
         row_map[:active] = order[:active].to(torch.int32)
     histogram = torch.bincount(experts[served], minlength=expert_num)
     if expert_tokens_num_type == COUNT:
-        counts.copy_(histogram[start:end])
+        now = histogram[start:end]
+        if "stale-counts" in call.context.defects and end - start < expert_num:
+            now, _counted[(start, end)] = _counted.get((start, end), now), now
+        counts.copy_(now)
     else:
         present = histogram.nonzero().flatten()
         counts.zero_()

@@ -27,7 +27,7 @@ from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.ascend import full_graph
+from npu_gptoss.serving.ascend import full_graph, start_check
 from npu_gptoss.serving.attention import SinkAttentionImpl
 
 
@@ -101,6 +101,7 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         for constant in (causal_mask, no_lse):  # now, because no graph can make them
             constant(self.sinks.device)
+        start_check.attention(self.num_heads, self.num_kv_heads, self.sinks.dtype, self.sinks.device)
 
     def forward(
         self,

@@ -7,13 +7,17 @@ attention only. Here are the same two halves for the operator with sinks. Graphs
 stay vllm-ascend's, and so do its lists of handles and events; what we add to them carries the layer's name, so that a
 window layer never gets the lengths or the arguments of another.
 
-No hardware has run this yet, and CANN 8.3 as published refuses to say how much workspace the call needs in TND. So it
-is tried out when the runner starts; if anything fails, graphs are captured around attention (PIECEWISE) instead.
+No hardware has run this yet, and CANN 8.3 as published refuses to say how much workspace the call needs in TND, which
+is then reckoned here. So it is tried out when the runner starts; if anything fails, graphs are captured around
+attention (PIECEWISE) instead.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +28,7 @@ from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.attention.ascend import call_arguments, no_lse
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import select_kernel, signature
+from npu_gptoss.supported import TORCH_NPU
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,12 +88,28 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
 
     asked = (window, arguments["query"].shape[0])
     if asked not in _asked:
-        largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
+        try:
+            largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
+        except RuntimeError:
+            if not TORCH_NPU.has(importlib.metadata.version("torch-npu")):
+                raise
+            largest = own_workspace(arguments["query"].device)
         if window not in _workspaces or _workspaces[window].numel() < largest.numel():
             _kept.append(largest)
             _workspaces[window] = largest
         _asked.add(asked)
     return _workspaces[window]
+
+
+@functools.cache
+def own_workspace(device: torch.device) -> torch.Tensor:
+    """128 MiB for calls whose need CANN 8.3 refuses to tell: as published it does so for packed tokens (R37).
+
+    The call itself takes any pointer and size. What it needs follows from its tiling, at most 24 cores times
+    4 * (3 * 512 * 512 + 4 * 512 * 64) bytes, plus 16 MiB: 100 MiB (prompt_flash_attention_tiling.cpp of 8.3.RC1; from
+    8.5 on another kernel runs, with another need). The probe says whether it is enough.
+    """
+    return torch.empty(128 << 20, dtype=torch.uint8, device=device)
 
 
 def capture(
@@ -167,11 +188,28 @@ def update_attn_params(
     calls = params.attn_params[runtime_shape]
     if not calls or not isinstance(calls[0], Call):
         return False
-    with torch.npu.stream(update_stream):
-        for call, handle, event in zip(calls, params.handles[runtime_shape], params.events[runtime_shape], strict=True):
-            lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], runtime_shape)
-            update(update_stream, call, handle, event, lengths)
+    recorded = list(zip(calls, params.handles[runtime_shape], params.events[runtime_shape], strict=True))
+    updated = 0
+    try:
+        with torch.npu.stream(update_stream):
+            for call, handle, event in recorded:
+                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], runtime_shape)
+                update(update_stream, call, handle, event, lengths)
+                updated += 1
+    except BaseException:
+        release([event for _, _, event in recorded[updated:]])
+        raise
     return True
+
+
+def release(events: Sequence[Any]) -> None:
+    """Lets a replayed graph end whose calls got no lengths: its numbers are of no use, but the engine can die in words.
+
+    On a stream of its own, since the update's may stand in the middle of a refused update.
+    """
+    stream = torch.npu.Stream()
+    for event in events:
+        event.record(stream)
 
 
 def fits_one_call(seq_lens: tuple[int, ...], block_size: int, config: VllmConfig) -> bool:
@@ -207,14 +245,22 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         # a rank without requests replays its decode graph while another computes a prompt of a captured size: the
         # graph gathers, the other multicasts, and each takes the other's data for its own
         return "vllm-ascend 0.11.0 lets one rank of data parallelism replay decodes while another computes a prompt"
-    from npu_gptoss.serving.ascend import probe
+    from npu_gptoss.attention import ascend
+    from npu_gptoss.serving.ascend import probe, start_check
 
     model = config.model_config
     if other := _other_kernel(model.dtype, model.get_head_size(), config.cache_config.block_size):
         return f"attention runs {other}, and a full decode graph holds CANN's operator"
+    heads, kv_heads = (
+        model.get_num_attention_heads(config.parallel_config),
+        model.get_num_kv_heads(config.parallel_config),
+    )
+    start_check.attention(heads, kv_heads, model.dtype, device)
+    if ascend.heads_kept_apart():
+        return "this CANN merges heads wrongly, and the way round is not in a graph's single call"
     return probe.full_graph_objection(
-        heads=model.get_num_attention_heads(config.parallel_config),
-        kv_heads=model.get_num_kv_heads(config.parallel_config),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=model.get_head_size(),
         window=model.hf_config.sliding_window,
         dtype=model.dtype,

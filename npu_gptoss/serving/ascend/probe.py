@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,12 @@ from npu_gptoss.attention.ascend import call_arguments, no_lse
 from npu_gptoss.serving.ascend import full_graph
 
 BLOCK_SIZE = 128
-CAPTURED, REPLAYED = [1, 1], [200, 77]  # keys of the two requests
+CAPTURED = 77  # keys of each request
+# keys of each request in the replays after that, of two batch sizes: over a tile of 512 keys, and back again
+REPLAYED = (
+    ([1100, 200], [77, 1]),
+    ([4097, 1, 513, 1], [77, 77, 77, 77]),
+)
 
 
 def full_graph_objection(
@@ -22,45 +28,61 @@ def full_graph_objection(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    query, sinks = normal(2, heads, head_dim), normal(heads)
-    key_cache, value_cache = (normal(5, BLOCK_SIZE, kv_heads, head_dim) for _ in range(2))
-    block_table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32).to(device)
-    for name, sliding_window in (("a full layer", None), ("a window layer", window)):
-        arguments = call_arguments(
-            query,
-            key_cache,
-            value_cache,
-            query_ends=[1, 2],
-            seq_lens=CAPTURED,
-            block_table=block_table,
-            sinks=sinks,
-            scale=head_dim**-0.5,
-            sliding_window=sliding_window,
-        )
-        try:
-            want, got = _eager_and_replayed(arguments, sliding_window)
-        except Exception as error:  # whatever the driver, the graph or the operator has against it
-            return f"{name}: {_one_line(error)}"
-        if not torch.allclose(got.float(), want.float(), atol=2**-8, rtol=2**-6):
-            return f"{name}: the replayed call did not follow its update"
+    for replays in REPLAYED:
+        requests = len(replays[0])
+        blocks = -(-max(map(max, replays)) // BLOCK_SIZE)
+        table = 1 + torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
+        query, sinks = normal(requests, heads, head_dim), normal(heads)
+        key_cache, value_cache = (normal(1 + table.numel(), BLOCK_SIZE, kv_heads, head_dim) for _ in range(2))
+        for name, sliding_window in (("a full layer", None), ("a window layer", window)):
+            arguments = call_arguments(
+                query,
+                key_cache,
+                value_cache,
+                query_ends=list(range(1, requests + 1)),
+                seq_lens=[CAPTURED] * requests,
+                block_table=table.to(device),
+                sinks=sinks,
+                scale=head_dim**-0.5,
+                sliding_window=sliding_window,
+            )
+            try:
+                pairs = _eager_and_replayed(arguments, sliding_window, replays)
+            except Exception as error:  # whatever the driver, the graph or the operator has against it
+                return f"{name}: {_one_line(error)}"
+            for lengths, (want, got) in zip(replays, pairs, strict=True):
+                if not torch.allclose(got.float(), want.float(), atol=2**-8, rtol=2**-6):
+                    return f"{name}: the replayed call did not follow its update to {lengths} keys"
     return None
 
 
-def _eager_and_replayed(arguments: dict[str, Any], window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _eager_and_replayed(
+    arguments: dict[str, Any], window: int | None, replays: Sequence[list[int]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each of the replays what an eager call gives, and the replayed one.
+
+    The update comes before the replay. The other way round, as in service, a replay whose update is refused would wait
+    for ever, and take the card along into PIECEWISE.
+    """
     query, workspace = arguments["query"], full_graph.workspace(arguments, window)
-    want, got = torch.zeros_like(query), torch.zeros_like(query)
-    lse = no_lse(query.device)
-    full_graph.Call("eager", arguments, workspace, [want, lse]).issue([1, 2], REPLAYED)
+    ends, captured = arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"]
+    got, lse = torch.zeros_like(query), no_lse(query.device)
     call = full_graph.Call("probe", arguments, workspace, [got, lse])
     torch.npu.synchronize()
     graph, update_stream = torch.npu.NPUGraph(), torch.npu.Stream()
     with torch.npu.graph(graph):
-        handle, event = full_graph.record(call, [1, 2], CAPTURED)
-    graph.replay()
-    with torch.npu.stream(update_stream):
-        full_graph.update(update_stream, call, handle, event, ([1, 2], REPLAYED))
-    torch.npu.synchronize()
-    return want.cpu(), got.cpu()
+        handle, event = full_graph.record(call, ends, captured)
+    pairs = []
+    for lengths in replays:
+        want = torch.zeros_like(query)
+        full_graph.Call("eager", arguments, workspace, [want, lse]).issue(ends, lengths)
+        torch.npu.synchronize()
+        with torch.npu.stream(update_stream):
+            full_graph.update(update_stream, call, handle, event, (ends, lengths))
+        graph.replay()
+        torch.npu.synchronize()
+        pairs.append((want.cpu(), got.cpu()))
+    return pairs
 
 
 def _one_line(error: Exception) -> str:

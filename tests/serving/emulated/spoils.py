@@ -196,5 +196,40 @@ def by_all_to_all() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def not_checked_at_start() -> Iterator[None]:
+    from npu_gptoss.serving.ascend import start_check
+
+    with mock.patch.object(start_check, "attention"):
+        yield
+
+
+def refusing_update(number: int) -> contextlib.AbstractContextManager[Any]:
+    """A driver that refuses the task update of this number, counted from here, and every one after it."""
+    import torch
+
+    right, begun = torch.npu.graph_task_update_begin, [0]
+
+    def graph_task_update_begin(*args: Any) -> None:
+        begun[0] += 1
+        if begun[0] >= number:
+            raise RuntimeError("207000: this driver updates no task")
+        right(*args)
+
+    return mock.patch.object(torch.npu, "graph_task_update_begin", graph_task_update_begin)
+
+
+@contextlib.contextmanager
+def updates_refused() -> Iterator[None]:
+    with refusing_update(1):
+        yield
+
+
+@contextlib.contextmanager
+def update_of_the_second_layer_refused() -> Iterator[None]:
+    with refusing_update(2):
+        yield
+
+
 def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
     return globals()[name]() if name else contextlib.nullcontext()

@@ -1,0 +1,61 @@
+"""Known defects of CANN, computed by the emulated 910B: gone round, or refused at the start; and updates that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, right, turn
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+ABOVE_A_TILE = (700, 520)
+WAY_ROUND = "keeps heads apart"
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["piecewise", "full decode graphs"])
+def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected):
+    rounds = [turn(ABOVE_A_TILE, seed=3)]
+    results, printed = serve(rounds, options=options, machine={"defects": ["merged-heads"]})
+    assert printed.count(WAY_ROUND) == 1
+    assert right(rounds, results, expected) == [True]
+    assert ("FULL_DECODE_ONLY does not work here" in printed) is bool(options), "a graph's single call has no way round"
+
+
+def test_merged_heads_give_wrong_text_where_nobody_looks(serve, expected):
+    """Otherwise the test above shows nothing."""
+    rounds = [turn(ABOVE_A_TILE, seed=3)]
+    machine = {"defects": ["merged-heads"]}
+    results, printed = serve(rounds, machine=machine, spoil="not_checked_at_start")
+    assert WAY_ROUND not in printed
+    assert right(rounds, results, expected) == [False]
+
+
+@pytest.mark.parametrize("defect", ["hidden-first-tile", "window-race"])
+def test_a_card_that_computes_wrongly_is_refused_before_the_first_request(defect, serve):
+    with pytest.raises(AssertionError, match="attention computes wrong results on this card"):
+        serve([turn(THREE_IN_A_BUCKET_OF_FOUR)], machine={"defects": [defect]})
+
+
+def test_full_decode_graphs_bring_their_own_workspace_where_cann_refuses_to_tell(serve, expected):
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
+    results, printed = serve(rounds, options=FULL)
+    assert "decode, FULL" in printed
+    assert WAY_ROUND not in printed
+    assert right(rounds, results, expected) == [True]
+
+
+def test_a_driver_that_refuses_updates_is_served_piecewise_by_a_card_that_lives(serve, expected):
+    """A probe that replays first leaves a graph that waits for ever, and PIECEWISE starts on a dead card."""
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
+    results, printed = serve(rounds, options=FULL, spoil="updates_refused")
+    assert printed.count("FULL_DECODE_ONLY does not work here (a full layer: 207000") == 1
+    assert right(rounds, results, expected) == [True]
+
+
+@pytest.mark.parametrize("spoil", ["updates_refused", "update_of_the_second_layer_refused"])
+def test_an_update_that_fails_in_service_ends_the_engine_in_words_and_not_in_a_deadlock(spoil, serve, expected):
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, spoil=spoil)]
+    results, printed = serve(rounds, options=FULL)
+    assert right(rounds[:1], results[:1], expected) == [True]
+    assert "207000" in results[1]
+    assert "deadlock" not in printed
