@@ -231,6 +231,29 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
     assert asked == [4, 8, 2, 1], "once for each size"
 
 
+def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
+    """Of 8.5's kernel the need is another, so what it refuses stays refused."""
+
+    def refused(**arguments: Any) -> torch.Tensor:
+        raise RuntimeError("PFA TND ... acl graph not supported at present")
+
+    monkeypatch.setitem(
+        __import__("sys").modules,
+        "torch_npu",
+        SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=refused),
+    )
+    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
+        monkeypatch.setattr(full_graph, name, empty)
+    query = {"query": torch.empty(4, 8, 64)}
+    monkeypatch.setattr(full_graph.importlib.metadata, "version", lambda name: "2.7.1")
+    brought = full_graph.workspace(query, None)
+    assert brought.numel() * brought.element_size() >= 100 << 20
+    assert full_graph.workspace(query, 128) is brought, "calls run one by one and share it"
+    monkeypatch.setattr(full_graph.importlib.metadata, "version", lambda name: "2.7.1.post2")
+    with pytest.raises(RuntimeError, match="not supported"):
+        full_graph.workspace({"query": torch.empty(8, 8, 64)}, None)
+
+
 def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)),
@@ -284,32 +307,31 @@ def test_full_graphs_of_others_and_other_graphs_are_not_tried(monkeypatch):
     ("layer", "wrong", "sentence"),
     [
         (None, None, None),
-        ("full", 0.5, "a full layer: the replayed call did not follow its update"),
-        ("window", 0.5, "a window layer: the replayed call did not follow its update"),
-        ("window", float("nan"), "a window layer: the replayed call did not follow its update"),
+        ("full", 0.5, "a full layer: the replayed call did not follow its update to [77, 1] keys"),
+        ("window", 0.5, "a window layer: the replayed call did not follow its update to [77, 1] keys"),
+        ("window", float("nan"), "a window layer: the replayed call did not follow its update to [77, 1] keys"),
         ("full", RuntimeError("EZ9999:\n no  stream"), "a full layer: EZ9999: no stream"),
     ],
 )
 def test_the_probe_tries_both_layers_and_says_which_does_not_follow(monkeypatch, layer, wrong, sentence):
     tried = []
 
-    def run(arguments: dict[str, Any], window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(arguments: dict[str, Any], window: int | None, replays: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert (arguments["sparse_mode"], arguments["pre_tokens"]) == ((3, 2**31 - 1) if window is None else (4, 127))
         tried.append("full" if window is None else "window")
-        want = torch.ones(2, 8, 64)
+        right = [(torch.ones(2, 8, 64), torch.ones(2, 8, 64)) for _ in replays]
         if tried[-1] != layer:
-            return want, want.clone()
+            return right
         if isinstance(wrong, Exception):
             raise wrong
-        got = want.clone()
-        got[1, 7, 63] = wrong
-        return want, got
+        right[-1][1][1, 7, 63] = wrong  # the first replay went well, the way back did not
+        return right
 
     monkeypatch.setattr(probe, "_eager_and_replayed", run)
     sizes = {"heads": 8, "kv_heads": 2, "head_dim": 64, "window": 128}
     found = probe.full_graph_objection(**sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert found == sentence
-    assert tried == (["full"] if layer == "full" else ["full", "window"])
+    assert tried == {"full": ["full"], "window": ["full", "window"], None: ["full", "window"] * 2}[layer]
 
 
 def test_full_graphs_without_their_patch_are_refused(monkeypatch):

@@ -1,10 +1,10 @@
-"""FULL_DECODE_ONLY: what it needs of the machine, and steps that do not fit into one captured call."""
+"""FULL_DECODE_ONLY: steps that do not fit into one captured call."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, TOKENS, WORKSPACE, prompts, right, turn
+from tests.serving.emulated.rounds import FULL, TOKENS, WORKSPACE, prompts, right
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -22,14 +22,3 @@ def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks(options, ser
     results, _ = serve(rounds, options=options, machine=WORKSPACE)
     assert right(rounds[:2], results[:2], expected) == [True, True]
     assert "[R32]" in results[2]
-
-
-def test_they_turn_to_piecewise_with_one_line_where_the_probe_fails(serve, expected):
-    """CANN 8.3 as published refuses to say how much workspace a TND call needs (R37)."""
-    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
-    results, printed = serve(rounds, options=FULL)
-    assert printed.count("FULL_DECODE_ONLY does not work here (a full layer: ") == 1
-    assert "[R37]" in printed
-    assert "mixed prefill-decode, PIECEWISE" in printed
-    assert "decode, FULL" not in printed
-    assert right(rounds, results, expected) == [True]
