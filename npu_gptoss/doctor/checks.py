@@ -145,6 +145,13 @@ CHECKS: tuple[Check, ...] = (
         "the same",
     ),
     Check(
+        "self-test-attention",
+        "Self-test",
+        "calls that known defects of CANN's attention get wrong: decodes over tiles of keys, windows at their borders, "
+        "chunks beside decodes, many equal lengths, rows behind the last request; each repeated, bit for bit",
+        "another release of CANN; the server goes round heads that are merged wrongly",
+    ),
+    Check(
         "self-test-bias",
         "Self-test",
         "routing and experts with large biases, against the definition",

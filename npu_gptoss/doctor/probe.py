@@ -23,7 +23,13 @@ from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
 LIMIT = 300  # seconds for everything; it takes ten
-SELF_TESTS = ("self-test-sink", "self-test-window", "self-test-bias", "self-test-activation")
+SELF_TESTS = (
+    "self-test-sink",
+    "self-test-window",
+    "self-test-attention",
+    "self-test-bias",
+    "self-test-activation",
+)
 ON_DEVICE = ("attention-operator", *SELF_TESTS, "bandwidth")
 ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
 CARDS = ("Ascend910B",)

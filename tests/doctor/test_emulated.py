@@ -37,7 +37,7 @@ def test_the_doctor_reports_a_910b_and_all_is_well(tmp_path: Path) -> None:
     kernels = {f["subject"]: f["sentence"] for f in report["findings"] if f["check"] == "kernels"}
     assert kernels["attention.paged"] == "attention.paged.ascend is selected."
     assert kernels["moe.experts"] == "moe.experts.ascend is selected."
-    for test in ("sink", "window", "bias", "activation"):
+    for test in ("sink", "window", "attention", "bias", "activation"):
         assert found[f"self-test-{test}"]["state"] == "ok"
         assert "from the definition" in found[f"self-test-{test}"]["sentence"] or test == "window"
     for name in ("bandwidth", "driver", "nnal", "device-files"):

@@ -288,3 +288,14 @@ def test_an_override_that_cannot_run_is_told_as_such(monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "ascend")
     finding = only(self_test("self-test-sink", CPU, BF16), "failed", "the override 'ascend'")
     assert InputError.__name__ not in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("defect", "remedy"), [("merged-heads", "goes round it by itself"), ("window-race", "do not serve with it")]
+)
+def test_a_known_defect_of_cann_is_named_with_its_source(defect, remedy):
+    with ascend_ops.ascend(defects=frozenset({defect})):
+        (finding,) = self_test("self-test-attention", CPU, BF16)
+    assert finding.state == "failed"
+    assert remedy in finding.remedy
+    assert any("ops-transformer" in detail for detail in finding.details)
