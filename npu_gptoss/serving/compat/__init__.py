@@ -55,6 +55,9 @@ _CORE = "vllm.v1.engine.core"
 _CLIENT = "vllm.v1.engine.core_client"
 _ASYNC = "vllm.v1.engine.async_llm"
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
+_GRAMMARS = "vllm.v1.structured_output"
+_SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
+_OUTPUTS = "vllm.v1.engine.output_processor"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -136,6 +139,122 @@ PATCHES: tuple[Patch, ...] = (
         touches=(f"{_ASCEND_RUNNER}:update_attn_params", f"{_ASCEND_RUNNER}:NPUModelRunner.__init__"),
         installer="ascend:install_full_graph",
         upstream="vllm-ascend PR 9165",
+    ),
+    Patch(
+        name="request-input",
+        reason="A request that the engine core cannot read, make or add ends the engine, or its input thread, after "
+        "which every request waits for ever; and one with a wild token id ends a step of everybody.",
+        module=_CORE,
+        touches=(
+            f"{_CORE}:MsgpackDecoder",
+            f"{_CORE}:EngineCore.preprocess_add_request",
+            f"{_CORE}:EngineCore.add_request",
+            f"{_CORE}:EngineCoreProc.process_input_sockets",
+            f"{_CORE}:EngineCoreProc.process_output_sockets",
+        ),
+        installer="barrier:install_input",
+        upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
+    ),
+    Patch(
+        name="request-steps",
+        reason="What goes wrong with one request in the engine core has no way to end that request alone.",
+        module=_CORE,
+        touches=(f"{_CORE}:EngineCore.step", f"{_CORE}:EngineCore.step_with_batch_queue"),
+        installer="barrier:install_steps",
+        upstream="vllm PR 47312, for grammars",
+    ),
+    Patch(
+        name="request-updates",
+        reason="An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a "
+        "request that was preempted.",
+        module=_SCHEDULER,
+        touches=(f"{_SCHEDULER}:Scheduler._update_request_with_output", f"{_SCHEDULER}:Scheduler.update_from_output"),
+        installer="barrier:install_scheduler",
+        upstream="none found",
+    ),
+    Patch(
+        name="grammar-errors",
+        reason="A grammar that does not compile, or raises later, ends the engine.",
+        module=_GRAMMARS,
+        touches=(
+            f"{_GRAMMARS}:StructuredOutputManager._async_create_grammar",
+            f"{_GRAMMARS}:StructuredOutputManager.should_fill_bitmask",
+            f"{_GRAMMARS}:StructuredOutputManager.should_advance",
+            f"{_GRAMMARS}.request:StructuredOutputRequest._check_grammar_completion",
+        ),
+        installer="grammars:install_guard",
+        upstream="vllm PR 47312",
+    ),
+    Patch(
+        name="grammar-backends",
+        reason="The first structured request chooses the backend of all later ones, which were validated for another.",
+        module=_GRAMMARS,
+        touches=(
+            f"{_GRAMMARS}:StructuredOutputManager.grammar_init",
+            f"{_GRAMMARS}:StructuredOutputManager.clear_backend",
+        ),
+        installer="grammars:install_backends",
+        upstream="vllm issue 43920",
+    ),
+    Patch(
+        name="priority-order",
+        reason="Under --scheduling-policy priority n > 1 ends the engine, and a preemption may take blocks away from a "
+        "request that is computed in the same step.",
+        module=_SCHEDULER,
+        touches=(f"{_SCHEDULER}:Scheduler.add_request", f"{_SCHEDULER}:Scheduler.schedule"),
+        installer="priority:install",
+        upstream="none found",
+    ),
+    Patch(
+        name="seed-rows",
+        reason="A request with a seed whose prompt is cut by a step's end ends the engine on a CPU, and draws other "
+        "tokens than uncut on an NPU.",
+        module=_RUNNER,
+        touches=(f"{_RUNNER}:GPUModelRunner._update_states",),
+        installer="seeds:install_rows",
+        upstream="none found",
+    ),
+    Patch(
+        name="seed-rows-ascend",
+        reason="As seed-rows, in vllm-ascend's worker.",
+        module=_ASCEND_RUNNER,
+        touches=(f"{_ASCEND_RUNNER}:NPUModelRunner._update_states",),
+        installer="seeds:install_ascend_rows",
+        upstream="none found",
+    ),
+    Patch(
+        name="seed-neighbours",
+        reason="On a CPU no seed counts as long as one request of the batch has none.",
+        module=_SAMPLING,
+        touches=(f"{_SAMPLING}:TopKTopPSampler.forward_cpu",),
+        installer="seeds:install_cpu_sampler",
+        upstream="none found",
+    ),
+    Patch(
+        name="request-outputs",
+        reason="An exception in one request's detokenizer, stop strings or log-probabilities ends all requests, and a "
+        "request that the engine core ended has no error for its client.",
+        module=_OUTPUTS,
+        touches=(f"{_OUTPUTS}:OutputProcessor.process_outputs",),
+        installer="ending:install_outputs",
+        upstream="none found",
+    ),
+    Patch(
+        name="request-sending",
+        reason="A request that cannot be sent to the engine is answered with an empty message, and its other samples "
+        "run on.",
+        module=_ASYNC,
+        touches=(f"{_ASYNC}:AsyncLLM.add_request", f"{_ASYNC}:EngineGenerateError"),
+        installer="ending:install_sending",
+        upstream="none found",
+    ),
+    Patch(
+        name="statistics-errors",
+        reason="A number of one request that a statistics logger refuses ends the task that answers all requests.",
+        module=_LOGGERS,
+        touches=(f"{_LOGGERS}:StatLoggerManager.record",),
+        installer="ending:install_statistics",
+        upstream="none found",
     ),
     Patch(
         name="stat-logger",

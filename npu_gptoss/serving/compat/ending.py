@@ -1,0 +1,161 @@
+"""An exception that belongs to one request ends that request alone: the half in the API server's process.
+
+What the engine core ended (`barrier.py`) becomes an exception of that request's stream: `RequestRefused`, a ValueError,
+which vLLM's endpoints answer with 400 and its words, or `RequestFailed`, answered with 500 and its words; a stream that
+has begun gets an error event. An engine without streams (`LLM`) gets an output with the finish reason `abort` and the
+words as stop reason. The other samples of a request with `n` > 1 end with it.
+
+Stock vLLM detokenizes all requests' tokens in one task, and an exception there is everybody's; here it is that of the
+request at hand. And a request that could not be sent to the engine leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, words
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+class RequestRefused(ValueError):
+    """The engine cannot do what the request asks for."""
+
+
+class RequestFailed(RuntimeError):
+    """Something went wrong with this request, on this side."""
+
+
+def failure(output: Any) -> Exception | None:
+    """What an `EngineCoreOutput` says went wrong, or None."""
+    from vllm.v1.engine import FinishReason
+
+    reason = output.stop_reason
+    if output.finish_reason != FinishReason.ABORT or not isinstance(reason, str):
+        return None
+    return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
+
+
+def install_outputs(module: ModuleType) -> None:
+    """vllm.v1.engine.output_processor"""
+    processor = module.OutputProcessor
+    expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
+    expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
+    expect_source(module.RequestOutputCollector.get, "if isinstance(output, Exception):\n raise output")
+    original = processor.process_outputs
+
+    def process_outputs(
+        self: Any, engine_core_outputs: Sequence[Any], engine_core_timestamp: Any = None, iteration_stats: Any = None
+    ) -> Any:
+        outputs: list[Any] = []
+        aborts: list[str] = []
+        for output in engine_core_outputs:
+            error = failure(output)
+            if error is None:
+                state = self.request_states.get(output.request_id)
+                try:
+                    done = original(self, (output,), engine_core_timestamp, iteration_stats)
+                    outputs += done.request_outputs
+                    aborts += done.reqs_to_abort
+                    continue
+                except PASSES:
+                    raise
+                except BaseException as problem:
+                    logger.exception("Request %s ends alone.", output.request_id)
+                    error = RequestFailed(FAILED + words(problem))
+                    if state is not None and self.request_states.get(output.request_id) is None:
+                        aborts += [] if output.finished else [output.request_id]
+                        continue  # it had its last output before this happened
+            _end(module, self, output, error, outputs, aborts)
+        return module.OutputProcessorOutput(request_outputs=outputs, reqs_to_abort=aborts)
+
+    replace(processor, "process_outputs", process_outputs)
+
+
+def _end(
+    module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
+) -> None:
+    """Take a request out of the output processor. What its client gets goes to its queue, or else into `outputs`."""
+    state = processor.request_states.pop(output.request_id, None)
+    if state is None:
+        return
+    processor.lora_states.abort_request(state)
+    if not output.finished:
+        aborts.append(output.request_id)
+    parent = state.parent_req
+    if state.queue is not None:
+        state.queue.put(error)
+        if parent is not None:
+            parent.child_requests.discard(output.request_id)
+            aborts += processor.abort_requests([parent.request_id])  # what they say comes after the error: nobody reads
+        return
+    completion = module.CompletionOutput(
+        index=state.request_index,
+        text=getattr(state.detokenizer, "output_text", ""),
+        token_ids=list(state.detokenizer.output_token_ids),
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason="abort",
+        stop_reason=str(error),
+    )
+    request_id, parts, finished = output.request_id, [completion], True
+    if parent is not None:
+        request_id, parts, finished = parent.get_outputs(request_id, completion)
+        if not parent.child_requests:
+            processor.parent_requests.pop(parent.request_id, None)
+    if parts:
+        outputs.append(state._new_request_output(request_id, parts, finished))
+
+
+def install_sending(module: ModuleType) -> None:
+    """vllm.v1.engine.async_llm: a request that cannot be sent is refused whole, and leaves nothing behind."""
+    engine = module.AsyncLLM
+    expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
+    expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
+    expect_source(engine.generate, "except ValueError:", "raise EngineGenerateError() from e")
+    original = engine.add_request
+
+    @functools.wraps(original)
+    async def add_request(self: Any, request_id: str, *arguments: Any, **keywords: Any) -> Any:
+        processor = self.output_processor
+        if request_id in processor.request_states or request_id in processor.parent_requests:
+            raise RequestRefused(
+                f"Another request with the id {request_id!r} is being served; send another X-Request-Id."
+            )
+        try:
+            return await original(self, request_id, *arguments, **keywords)
+        except Exception as error:
+            await self.abort(request_id)  # stock does not after a ValueError, nor for the samples that are on their way
+            if isinstance(error, OverflowError | UnicodeError):
+                raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
+            raise
+
+    class EngineGenerateError(module.EngineGenerateError):
+        """Raised without words, `from` what happened; the client reads these."""
+
+        def __str__(self) -> str:
+            return super().__str__() or words(self.__cause__ or self)
+
+    replace(engine, "add_request", add_request)
+    replace(module, "EngineGenerateError", EngineGenerateError)
+
+
+def install_statistics(module: ModuleType) -> None:
+    """vllm.v1.metrics.loggers: a number that a logger refuses is not worth the service."""
+    manager = module.StatLoggerManager
+    original = manager.record
+    expect_parameters(original, "self", "scheduler_stats", "iteration_stats")
+
+    @functools.wraps(original)
+    def record(self: Any, *arguments: Any, **keywords: Any) -> None:
+        try:
+            original(self, *arguments, **keywords)
+        except Exception:
+            logger.exception("The statistics of a step are lost.")
+
+    replace(manager, "record", record)

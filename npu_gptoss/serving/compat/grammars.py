@@ -1,0 +1,178 @@
+"""Structured output in the engine core: a grammar fails with its request alone, and each has the backend it asked for.
+
+vLLM 0.11.0 compiles a grammar in a thread and takes the result in `schedule()`, where a compile error ends the engine.
+And it makes one backend an engine, the one that the first request was validated for: a request validated for guidance
+after one for xgrammar is compiled by xgrammar, which may refuse it, or understand it otherwise.
+
+Here every grammar is wrapped: what it raises is reported (`barrier.report`) and its row of the bit mask allows all.
+Each backend's name has a shallow copy of the manager of its own, which makes the backend and compiles with it; the
+engine's manager keeps the one bit mask, whose layout must be the same for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from concurrent.futures import Future
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, failures_of, report, words
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+_BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
+
+
+class GuardedGrammar:
+    """A `StructuredOutputGrammar` that reports instead of raising."""
+
+    def __init__(self, grammar: Any, failures: deque[Any], request: Any) -> None:
+        self._grammar, self._failures, self._request = grammar, failures, request
+
+    def _ask(self, method: str, otherwise: Any, *arguments: Any) -> Any:
+        try:
+            return getattr(self._grammar, method)(*arguments)
+        except PASSES:
+            raise
+        except BaseException as error:
+            report(self._failures, self._request, f"{FAILED}its grammar: {words(error)}")
+            return otherwise
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return self._ask("accept_tokens", True, request_id, tokens)  # True: stock asserts it for drafts
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return self._ask("validate_tokens", [], tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._ask("rollback", None, num_tokens)
+
+    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
+        if self._ask("fill_bitmask", Ellipsis, bitmask, batch_index) is Ellipsis:
+            bitmask[batch_index].fill_(-1)
+
+    def is_terminated(self) -> bool:
+        return self._ask("is_terminated", False)
+
+    def reset(self) -> None:
+        self._ask("reset", None)
+
+
+def install_guard(module: ModuleType) -> None:
+    """vllm.v1.structured_output: compiling, masks, and where the reasoning ends."""
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    manager = module.StructuredOutputManager
+    expect_parameters(manager._async_create_grammar, "self", "request")
+    expect_parameters(manager.should_fill_bitmask, "self", "request")
+    expect_parameters(manager.should_advance, "self", "request")
+    expect_source(manager.grammar_init, "self.executor.submit(self._async_create_grammar, request)")
+    expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
+    compile_grammar, completion = manager._async_create_grammar, StructuredOutputRequest._check_grammar_completion
+
+    def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar:
+        failures = failures_of(self)
+        try:
+            return GuardedGrammar(compile_grammar(self, request), failures, request)
+        except PASSES:
+            raise
+        except BaseException as error:
+            report(failures, request, f"{REFUSED}its grammar does not compile: {words(error)}")
+            raise
+
+    def _check_grammar_completion(self: Any) -> bool:
+        grammar = self._grammar
+        if isinstance(grammar, Future) and grammar.done() and grammar.exception() is not None:
+            return False  # reported by the thread that compiled it; the scheduler passes it over until it is ended
+        return completion(self)
+
+    def asked(name: str) -> Any:
+        original = getattr(manager, name)
+
+        @functools.wraps(original)
+        def method(self: Any, request: Any) -> bool:
+            try:
+                return original(self, request)
+            except PASSES:
+                raise
+            except BaseException as error:
+                report(failures_of(self), request, FAILED + words(error))
+                return False
+
+        return method
+
+    replace(manager, "_async_create_grammar", _async_create_grammar)
+    replace(StructuredOutputRequest, "_check_grammar_completion", _check_grammar_completion)
+    for name in ("should_fill_bitmask", "should_advance"):
+        replace(manager, name, asked(name))
+
+
+def install_backends(module: ModuleType) -> None:
+    """vllm.v1.structured_output: one backend a name."""
+    manager = module.StructuredOutputManager
+    expect_source(
+        manager.grammar_init,
+        "if self.backend is None:",
+        "backend = request.sampling_params.structured_outputs._backend",
+        "self.executor.submit(self._async_create_grammar, request)",
+    )
+    expect_source(manager._async_create_grammar, "self.backend.compile_grammar(request_type, grammar_spec)")
+    expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
+    original_init, original_clear = manager.grammar_init, manager.clear_backend
+
+    def grammar_init(self: Any, request: Any) -> None:
+        sampling = request.sampling_params
+        if request.structured_output_request is None or sampling is None or sampling.structured_outputs is None:
+            return
+        copies = vars(self).setdefault(_BACKENDS, {})
+        name = sampling.structured_outputs._backend
+        own = copies.get(name)
+        if own is None:
+            failures_of(self)  # made before it is copied, so that they share it
+            own = copy.copy(self)
+            own.backend = None
+            _make_backend(original_init, own, request)
+            _expect_layout(self.backend, own.backend, name)
+            copies[name] = own
+            if self.backend is None:
+                self.backend = own.backend
+        original_init(own, request)
+
+    def clear_backend(self: Any) -> None:
+        others = [own.backend for own in vars(self).get(_BACKENDS, {}).values() if own.backend is not self.backend]
+        for backend in others:
+            backend.destroy()
+        original_clear(self)
+
+    replace(manager, "grammar_init", grammar_init)
+    replace(manager, "clear_backend", clear_backend)
+
+
+def _make_backend(original_init: Any, own: Any, request: Any) -> None:
+    """Have vLLM make the backend that the request names, and compile nothing yet."""
+    held, own.executor = own.executor, _Nobody()
+    try:
+        original_init(own, request)
+    finally:
+        own.executor = held
+        request.structured_output_request.grammar = None
+
+
+class _Nobody:
+    """An executor that does nothing."""
+
+    def submit(self, *_: Any) -> None:
+        return None
+
+
+def _expect_layout(first: Any, other: Any, name: str) -> None:
+    """Raises ValueError when two backends' rows of a bit mask differ."""
+    if first is None:
+        return
+    rows = [backend.allocate_token_bitmask(1) for backend in (first, other)]
+    if rows[0].shape != rows[1].shape or rows[0].dtype != rows[1].dtype:
+        raise ValueError(
+            f"the masks of the structured output backend {name} have {tuple(rows[1].shape)} {rows[1].dtype}, "
+            f"those of the one in use {tuple(rows[0].shape)} {rows[0].dtype}; one engine needs one layout"
+        )
