@@ -56,6 +56,8 @@ _CLIENT = "vllm.v1.engine.core_client"
 _ASYNC = "vllm.v1.engine.async_llm"
 _EXECUTOR = "vllm.v1.executor.multiproc_executor"
 _GRAMMARS = "vllm.v1.structured_output"
+_BATCH = "vllm.v1.worker.gpu_input_batch"
+_ASCEND_BATCH = "vllm_ascend.worker.npu_input_batch"
 _SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 _OUTPUTS = "vllm.v1.engine.output_processor"
 
@@ -228,6 +230,22 @@ PATCHES: tuple[Patch, ...] = (
         module=_SAMPLING,
         touches=(f"{_SAMPLING}:TopKTopPSampler.forward_cpu",),
         installer="seeds:install_cpu_sampler",
+        upstream="none found",
+    ),
+    Patch(
+        name="row-masks",
+        reason="allowed_token_ids of one request bind another one that is given its row of the batch.",
+        module=_BATCH,
+        touches=(f"{_BATCH}:InputBatch.add_request", f"{_BATCH}:InputBatch.swap_states"),
+        installer="rows:install",
+        upstream="none found",
+    ),
+    Patch(
+        name="row-masks-ascend",
+        reason="As row-masks, in vllm-ascend's worker.",
+        module=_ASCEND_BATCH,
+        touches=(f"{_ASCEND_BATCH}:InputBatch.add_request", f"{_ASCEND_BATCH}:InputBatch.swap_states"),
+        installer="rows:install_ascend",
         upstream="none found",
     ),
     Patch(
