@@ -61,6 +61,33 @@ def patched() -> Callable[..., contextlib.AbstractContextManager[None]]:
     return checked
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """See `in_process.py`. Requests reach its core whatever they are: nothing that refuses them stands in front."""
+    from vllm.v1.engine.processor import Processor
+
+    from tests.serving.compat import in_process
+    from tests.serving.conftest import ENVIRONMENT
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr(Processor, "_validate_params", lambda self, params: None)
+        patch.setattr(Processor, "_validate_model_inputs", lambda self, *inputs: None)
+        yield in_process.start(tmp_path_factory.mktemp("engine") / "model")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that asked the engine, it holds no request and no block."""
+    yield
+    if "engine" in request.fixturenames:
+        from tests.serving.compat.in_process import core_of
+
+        scheduler = core_of(request.getfixturevalue("engine")).scheduler
+        assert (scheduler.requests, scheduler.get_request_counts(), scheduler.kv_cache_manager.usage) == ({}, (0, 0), 0)
+
+
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The harmony encoding, from the packaged vocabulary; vLLM's own copy of it is filled too."""

@@ -1,0 +1,75 @@
+"""One small engine without a tokenizer, its core in this process, and what is asked of it.
+
+What ends stock vLLM is seen in a process forked from this one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.checkpoints import write_random_checkpoint
+
+VOCABULARY = 128
+LENGTH = 256
+BLOCKS = 40  # of 16 tokens: two of the longest requests and a half
+HONEST = list(range(3, 43))
+
+
+def start(directory: Path) -> LLM:
+    write_random_checkpoint(directory, vocab_size=VOCABULARY, layers=2)
+    return LLM(
+        str(directory),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=LENGTH,
+        max_num_seqs=8,
+        max_logprobs=-1,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=BLOCKS,
+    )
+
+
+def core_of(engine: LLM) -> Any:
+    return engine.llm_engine.engine_core.engine_core
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False} | fields)
+
+
+def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:
+    """What each request got, served together: its tokens, or the reason why it was ended; a list of these for n > 1."""
+    llm = engine.llm_engine
+    outputs: dict[str, Any] = {}
+    for number, (prompt, sampling) in enumerate(requests):
+        llm.add_request(str(number), {"prompt_token_ids": prompt}, sampling, priority=number % 2)
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs for output in llm.step() if output.finished}
+    answers = [
+        [part.stop_reason if part.finish_reason == "abort" else list(part.token_ids) for part in outputs[str(number)]]
+        for number in range(len(requests))
+    ]
+    return [answer[0] if len(answer) == 1 else answer for answer in answers]
+
+
+def in_a_fork(work: Callable[[], Any]) -> str:
+    """What `work` returns or raises, in a process forked from this one, whose engine may come to harm."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = repr(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said

@@ -1,0 +1,267 @@
+"""One request in the engine core that goes wrong ends alone: its neighbour's tokens stay, its blocks come back.
+
+See `in_process.py` for the engine.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import zmq
+from vllm import LLM, SamplingParams
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import SchedulingPolicy
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, core
+
+from npu_gptoss.serving.compat import barrier
+from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, in_a_fork, run
+
+pytestmark = pytest.mark.serving
+
+BARRIER = ("request-input", "request-steps", "request-updates", "request-outputs")
+
+
+def test_stop_tokens_outside_of_the_vocabulary_do_not_end_the_engine(engine, patched):
+    wild = greedy(min_tokens=3, stop_token_ids=[VOCABULARY, 999999999, -1, 5])
+    with patched():
+        assert in_a_fork(lambda: run(engine, (HONEST, greedy()), (HONEST, wild))).startswith("IndexError")
+    with patched(*BARRIER):
+        tame = greedy(min_tokens=3, stop_token_ids=[5])
+        expected = run(engine, (HONEST, greedy()), (HONEST, tame))
+        assert run(engine, (HONEST, greedy()), (HONEST, wild)) == expected
+
+
+WILD = {
+    "prompt": ([3, -VOCABULARY - 1], {}),
+    "prompt beyond": ([3, VOCABULARY], {}),
+    "no prompt": ([], {}),
+    "prompt without room": ([3] * LENGTH, {}),
+    "logit_bias": (HONEST, {"logit_bias": {VOCABULARY: 1.0}}),
+    "allowed_token_ids": (HONEST, {"allowed_token_ids": [3, VOCABULARY]}),
+    "bad_words": (HONEST, {"_bad_words_token_ids": [[VOCABULARY]]}),
+    "bad_words of nothing": (HONEST, {"_bad_words_token_ids": [[]]}),
+    "logprobs": (HONEST, {"logprobs": VOCABULARY + 1}),
+    "prompt_logprobs": (HONEST, {"prompt_logprobs": VOCABULARY + 1}),
+    "seed": (HONEST, {"seed": 2**64, "temperature": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_a_wild_field_ends_its_request_and_no_step_of_everybody(engine, patched, name):
+    prompt, fields = WILD[name]
+    sampling = greedy(**{key: value for key, value in fields.items() if not key.startswith("_")})
+    for key in fields:
+        if key.startswith("_"):
+            setattr(sampling, key, fields[key])
+    together = (HONEST, greedy()), (prompt, sampling), (HONEST[::-1], greedy())
+    with patched():
+        alone = run(engine, together[0], together[2])
+        assert "Error" in in_a_fork(lambda: run(engine, *together)), "stock vLLM takes it: then it need not be refused"
+    with patched(*BARRIER):
+        first, reason, last = run(engine, *together)
+    assert [first, last] == alone
+    assert reason.startswith(barrier.REFUSED)
+    assert name.partition(" ")[0] in reason or "prompt" in name
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_refused(engine, patched, field, value):
+    with patched(*BARRIER):
+        assert field in run(engine, (HONEST, greedy(**{"temperature": 1.0, field: value})))[0]
+
+
+def test_an_error_in_one_request_s_stop_conditions_is_its_own(engine, patched, monkeypatch):
+    stock = scheduler_module.check_stop
+
+    def check_stop(request: Any, *arguments: Any) -> bool:
+        if request.request_id == "1" and request.num_output_tokens == 3:
+            raise RuntimeError("a\x1b[2Jb\udc80" + "c" * 9999)
+        return stock(request, *arguments)
+
+    monkeypatch.setattr(scheduler_module, "check_stop", check_stop)
+    together = (HONEST, greedy()), (HONEST, greedy()), (HONEST[::-1], greedy())
+    with patched():
+        assert in_a_fork(lambda: run(engine, *together)).startswith("RuntimeError")
+    with patched(*BARRIER):
+        first, reason, last = run(engine, *together)
+        assert [first, last] == run(engine, together[0], (HONEST[::-1], greedy()))
+    assert reason.startswith(barrier.FAILED + "RuntimeError: a\\x1b[2Jb\\udc80ccc")
+    assert len(reason) < 600
+
+
+def test_prompt_log_probabilities_of_a_preempted_request_do_not_end_the_engine(engine, patched):
+    """Two of these grow until one is preempted; its prompt and tokens come again in chunks that end between the two."""
+    many = [([3 + i] * 200, greedy(max_tokens=55, prompt_logprobs=1)) for i in range(5)]
+    scheduler = core_of(engine).scheduler
+
+    def served() -> list[Any]:
+        scheduler.max_num_scheduled_tokens = 67
+        try:
+            return run(engine, *many)
+        finally:
+            scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens
+
+    with patched():
+        assert in_a_fork(served).startswith("AssertionError")
+    with patched(*BARRIER):
+        alone = [run(engine, one)[0] for one in many]
+        assert served() == alone
+
+
+def with_priorities(engine: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    scheduler = core_of(engine).scheduler
+    before = scheduler.policy, scheduler.waiting
+    scheduler.policy, scheduler.waiting = SchedulingPolicy.PRIORITY, create_request_queue(SchedulingPolicy.PRIORITY)
+    try:
+        return run(engine, *requests)
+    finally:
+        scheduler.policy, scheduler.waiting = before
+
+
+def test_samples_of_one_request_are_ordered_under_priorities(engine, patched):
+    samples = [(HONEST, greedy(n=4, temperature=1.0, seed=1))]
+    with patched():
+        assert in_a_fork(lambda: with_priorities(engine, samples)).startswith("TypeError: '<' not supported")
+    with patched("priority-order"):
+        assert list(map(len, with_priorities(engine, samples)[0])) == [8, 8, 8, 8]
+
+
+def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(engine, patched):
+    many = [([3 + i] * (60 + 7 * i), greedy(max_tokens=100)) for i in range(8)]
+    with patched("priority-order"):
+        alone = [run(engine, one)[0] for one in many]
+        assert with_priorities(engine, many) == alone
+    with patched():
+        assert in_a_fork(lambda: with_priorities(engine, many)) != repr(alone), "stock vLLM is right: no repair needed"
+
+
+def test_equal_requests_come_in_the_order_of_their_arrival(patched):
+    from npu_gptoss.serving.compat.priority import Arrival
+
+    first, second, later = Arrival(1.0), Arrival(1.0), Arrival(2.0)
+    assert sorted([later, second, first]) == [first, second, later]
+    assert first != second
+    assert first <= second < later
+    assert first == 1.0
+
+
+def test_a_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, patched):
+    """Two API servers' clients may send one X-Request-Id; the engine core keeps requests by it."""
+    the_core = core_of(engine)
+    llm = engine.llm_engine
+    with patched(*BARRIER):
+        (alone,) = run(engine, (HONEST, greedy()))
+        llm.add_request("0", {"prompt_token_ids": HONEST}, greedy())
+        _, again = llm.processor.process_inputs("0", {"prompt_token_ids": HONEST}, greedy())
+        the_core.add_request(*the_core.preprocess_add_request(again))
+        (refused,) = vars(the_core).pop(barrier._UNTOLD)
+        assert refused.request_id == "0"
+        assert "'0'" in refused.stop_reason
+        tokens = []
+        while llm.has_unfinished_requests():
+            tokens = [list(output.outputs[0].token_ids) for output in llm.step()]
+    assert tokens == [alone]
+
+
+def test_what_fails_before_it_is_added_is_refused_when_it_is(engine, patched):
+    the_core = core_of(engine)
+    with patched(*BARRIER):
+        _, sent = engine.llm_engine.processor.process_inputs("x", {"prompt_token_ids": HONEST}, greedy())
+        request, wave = the_core.preprocess_add_request(sent)
+        failures = barrier.failures_of(the_core.structured_output_manager)
+        barrier.report(failures, request, "the first reason")
+        barrier.report(failures, request, "the second reason")
+        barrier.end_reported(the_core)
+        the_core.add_request(request, wave)
+        assert [output.stop_reason for output in vars(the_core).pop(barrier._UNTOLD)] == ["the first reason"]
+
+
+def frames_of(request: EngineCoreRequest) -> list[bytes]:
+    return [EngineCoreRequestType.ADD.value, msgspec.msgpack.encode(request)]
+
+
+def spoilt(request: EngineCoreRequest) -> list[bytes]:
+    """The same with a sampling parameter of another type than the core expects."""
+    values = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    at = EngineCoreRequest.__struct_fields__.index("sampling_params")
+    values[at] = {"max_tokens": "many"}
+    return [EngineCoreRequestType.ADD.value, msgspec.msgpack.encode(values)]
+
+
+def a_request(name: str) -> EngineCoreRequest:
+    return EngineCoreRequest(name, [3], None, greedy(), None, None, 0.0, None, None, None, client_index=1)
+
+
+def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]], answers: int) -> list[Any]:
+    """What vLLM's input thread hands on, at most `answers` of it, for at most two seconds each."""
+    process = object.__new__(core.EngineCoreProc)
+    process.__dict__ |= {**vars(core_of(engine)), "input_queue": queue.Queue(), "output_queue": queue.Queue()}
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        thread = threading.Thread(
+            target=process.process_input_sockets, args=([address], None, b"core", threading.Event()), daemon=True
+        )
+        thread.start()
+        router.recv_multipart()  # it has connected
+        for message in messages:
+            router.send_multipart([b"core", *message])
+        handed = []
+        for _ in range(answers):
+            try:
+                handed.append(process.input_queue.get(timeout=2))
+            except queue.Empty:
+                break
+        router.setsockopt(zmq.LINGER, 0)
+    return handed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_cannot_be_read_does_not_end_the_input_thread(engine, patched, tmp_path: Path):
+    messages = [frames_of(a_request("a")), spoilt(a_request("b")), frames_of(a_request("c"))]
+    with patched():
+        said = ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", messages, 3)
+        assert [request.request_id for _, (request, _) in said] == ["a"], "nobody hears of the others, nor of a death"
+    with patched(*BARRIER):
+        said = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", messages, 3)
+        assert [request.request_id for _, (request, _) in said] == ["a", "b", "c"]
+        refused = said[1][1][0]
+        assert isinstance(refused, barrier.Refused)
+        assert refused.client_index == 1
+        assert "max_tokens" in refused.reason
+        # the core's thread tells that client, and nobody else
+        process = object.__new__(core.EngineCoreProc)
+        process.__dict__ |= {**vars(core_of(engine)), "output_queue": queue.Queue()}
+        process._handle_client_request(*said[1])
+        client, outputs = process.output_queue.get_nowait()
+        assert client == 1
+        assert [output.request_id for output in outputs.outputs] == ["b"]
+        assert outputs.finished_requests == {"b"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_input_thread_that_dies_ends_the_engine_instead_of_leaving_all_to_wait(engine, patched, tmp_path: Path):
+    nonsense = [[EngineCoreRequestType.ADD.value, b"\xc1"]]
+    with patched():
+        assert ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", nonsense, 1) == []
+    with patched(*BARRIER):
+        ((kind, _),) = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", nonsense, 1)
+        assert kind == EngineCoreRequestType.EXECUTOR_FAILED
+
+
+def test_what_stops_the_process_passes_the_barrier(engine, patched, monkeypatch):
+    def check_stop(*_: Any) -> bool:
+        raise SystemExit
+
+    monkeypatch.setattr(scheduler_module, "check_stop", check_stop)
+    with patched(*BARRIER):
+        assert in_a_fork(lambda: run(engine, (HONEST, greedy()))).startswith("SystemExit")
