@@ -182,7 +182,6 @@ PATCHES: tuple[Patch, ...] = (
             f"{_GRAMMARS}:StructuredOutputManager._async_create_grammar",
             f"{_GRAMMARS}:StructuredOutputManager.should_fill_bitmask",
             f"{_GRAMMARS}:StructuredOutputManager.should_advance",
-            f"{_GRAMMARS}.request:StructuredOutputRequest._check_grammar_completion",
         ),
         installer="grammars:install_guard",
         upstream="vllm PR 47312",

@@ -241,6 +241,8 @@ def install_scheduler(module: ModuleType) -> None:
     scheduler = module.Scheduler
     expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
     expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
+    # a grammar of None, which `grammars.py` makes of one that does not compile, is never ready
+    expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
     original_update, original_outputs = scheduler._update_request_with_output, scheduler.update_from_output
 
     def _update_request_with_output(self: Any, request: Any, new_token_ids: list[int]) -> tuple[list[int], bool]:

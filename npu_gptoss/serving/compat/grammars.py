@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
@@ -69,9 +68,10 @@ def install_guard(module: ModuleType) -> None:
     expect_parameters(manager.should_advance, "self", "request")
     expect_source(manager.grammar_init, "self.executor.submit(self._async_create_grammar, request)")
     expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
-    compile_grammar, completion = manager._async_create_grammar, StructuredOutputRequest._check_grammar_completion
+    compile_grammar = manager._async_create_grammar
 
-    def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar:
+    def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar | None:
+        """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
         try:
             return GuardedGrammar(compile_grammar(self, request), failures, request)
@@ -79,13 +79,7 @@ def install_guard(module: ModuleType) -> None:
             raise
         except BaseException as error:
             report(failures, request, f"{REFUSED}its grammar does not compile: {words(error)}")
-            raise
-
-    def _check_grammar_completion(self: Any) -> bool:
-        grammar = self._grammar
-        if isinstance(grammar, Future) and grammar.done() and grammar.exception() is not None:
-            return False  # reported by the thread that compiled it; the scheduler passes it over until it is ended
-        return completion(self)
+            return None
 
     def asked(name: str) -> Any:
         original = getattr(manager, name)
@@ -103,7 +97,6 @@ def install_guard(module: ModuleType) -> None:
         return method
 
     replace(manager, "_async_create_grammar", _async_create_grammar)
-    replace(StructuredOutputRequest, "_check_grammar_completion", _check_grammar_completion)
     for name in ("should_fill_bitmask", "should_advance"):
         replace(manager, name, asked(name))
 

@@ -1,0 +1,207 @@
+"""Structured output in the engine core: a grammar fails with its request alone; each has the backend it asked for."""
+
+from __future__ import annotations
+
+import time
+import types
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1 import structured_output
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from npu_gptoss.serving.compat import barrier
+from npu_gptoss.serving.compat.grammars import GuardedGrammar
+
+pytestmark = pytest.mark.serving
+
+VOCABULARY = 64
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException: no Exception."""
+
+
+class Grammar:
+    def __init__(self, backend: str, spec: str) -> None:
+        self.backend, self.spec = backend, spec
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        if self.spec == "no mask":
+            bitmask[index].fill_(0)
+            raise Panic(self.spec)
+        bitmask[index].fill_(5)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        if self.spec == "no tokens":
+            raise Panic(self.spec)
+        return True
+
+
+def backend_named(name: str, width: int = VOCABULARY // 32) -> Any:
+    """A backend that takes some time for each grammar, and refuses the grammar of its own name."""
+
+    class Backend:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.destroyed = False
+
+        def compile_grammar(self, kind: Any, spec: str) -> Grammar:
+            time.sleep(0.01)
+            if spec == f"not {name}":
+                raise RuntimeError(f"{name} does not know this")
+            return Grammar(name, spec)
+
+        def allocate_token_bitmask(self, rows: int) -> torch.Tensor:
+            return torch.zeros(rows, width, dtype=torch.int32)
+
+        def destroy(self) -> None:
+            self.destroyed = True
+
+    return Backend
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> StructuredOutputManager:
+    monkeypatch.setattr(structured_output, "XgrammarBackend", backend_named("xgrammar"))
+    monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance"))
+    monkeypatch.setattr(structured_output, "init_tokenizer_from_configs", lambda **_: None)
+    config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_seqs=4),
+        model_config=types.SimpleNamespace(skip_tokenizer_init=False, get_vocab_size=lambda: VOCABULARY),
+        structured_outputs_config=types.SimpleNamespace(reasoning_parser=""),
+        speculative_config=None,
+    )
+    return StructuredOutputManager(config)
+
+
+def a_request(name: str, spec: str | None, backend: str = "xgrammar") -> Request:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=spec))
+    params.structured_outputs._backend = backend
+    return Request(name, [1], params, None, None, structured_output_request=StructuredOutputRequest(params))
+
+
+def compiled(manager: StructuredOutputManager, *requests: Request) -> list[Any]:
+    """The requests' grammars when all are done, as `schedule()` takes them: None for one that is not ready."""
+    for request in requests:
+        manager.grammar_init(request)
+    manager.executor.shutdown(wait=True)
+    return [request.structured_output_request.grammar for request in requests]
+
+
+def reported(manager: StructuredOutputManager) -> dict[str, str]:
+    return {request.request_id: reason for request, reason in barrier.failures_of(manager)}
+
+
+@pytest.mark.parametrize("spec", ["not xgrammar", None], ids=["a compile error", "no grammar at all"])
+def test_a_grammar_that_does_not_compile_does_not_raise_in_the_scheduler(patched, manager, spec):
+    with patched(), pytest.raises((RuntimeError, ValueError)):
+        compiled(manager, a_request("stock", spec))
+    manager.__init__(manager.vllm_config)
+    with patched("grammar-errors"):
+        bad, good = compiled(manager, a_request("bad", spec), a_request("good", "a"))
+        assert bad is None
+        assert good.is_terminated() is False
+        assert list(reported(manager)) == ["bad"]
+        assert reported(manager)["bad"].startswith(barrier.REFUSED + "its grammar")
+
+
+@pytest.mark.parametrize("spec", ["no mask", "no tokens"])
+def test_a_grammar_that_raises_later_is_reported_and_binds_nothing_more(patched, manager, spec):
+    def step() -> Any:
+        mask = manager.grammar_bitmask({"bad": bad, "good": good}, {"bad": 0, "good": 1}, {})
+        for request in (bad, good):
+            request.structured_output_request.grammar.accept_tokens(request.request_id, [3])
+        return mask
+
+    bad, good = a_request("bad", spec), a_request("good", "a")
+    with patched():
+        compiled(manager, bad, good)
+        with pytest.raises(Panic):
+            step()
+    manager.__init__(manager.vllm_config)
+    bad, good = a_request("bad", spec), a_request("good", "a")
+    with patched("grammar-errors"):
+        compiled(manager, bad, good)
+        mask = step()
+        assert mask[1].tolist() == [5, 5]
+        assert mask[0].tolist() == ([-1, -1] if spec == "no mask" else [5, 5])
+        assert reported(manager) == {"bad": f"{barrier.FAILED}its grammar: Panic: {spec}"}
+
+
+def test_an_error_about_where_the_reasoning_ends_is_the_request_s_own(patched, manager):
+    def is_reasoning_end(tokens: Any) -> bool:
+        return len(tokens) < 0
+
+    manager.reasoner = types.SimpleNamespace(is_reasoning_end=is_reasoning_end)
+    broken = a_request("broken", "a")
+    broken.prompt_token_ids = broken.all_token_ids = None  # as with prompt embeddings
+    with patched(), pytest.raises(TypeError):
+        manager.should_fill_bitmask(broken)
+    with patched("grammar-errors"):
+        assert manager.should_fill_bitmask(broken) is False
+        assert manager.should_advance(broken) is False
+        assert list(reported(manager)) == ["broken"], "once"
+
+
+def test_each_request_is_compiled_by_the_backend_it_was_validated_for(patched, manager):
+    asked = [("a", "xgrammar"), ("not xgrammar", "guidance"), ("b", "xgrammar"), ("c", "guidance")]
+
+    def backends() -> list[str]:
+        grammars = compiled(manager, *(a_request(str(n), *each) for n, each in enumerate(asked)))
+        return [grammar.backend for grammar in grammars]
+
+    with patched(), pytest.raises(RuntimeError, match="xgrammar does not know this"):
+        backends()
+    manager.__init__(manager.vllm_config)
+    with patched("grammar-backends"):
+        assert backends() == [backend for _, backend in asked]
+        first = manager.backend
+        made = [own.backend for own in vars(manager)["_npu_gptoss_backends"].values()]
+        assert len(made) == 2
+        assert first is made[0]
+        manager.clear_backend()
+        assert [backend.destroyed for backend in made] == [True, True]
+
+
+def test_both_repairs_together_report_what_the_second_backend_refuses(patched, manager):
+    with patched("grammar-errors", "grammar-backends"):
+        good, bad = compiled(manager, a_request("good", "a"), a_request("bad", "not guidance", "guidance"))
+        assert isinstance(good, GuardedGrammar)
+        assert bad is None
+        assert list(reported(manager)) == ["bad"]
+
+
+def test_a_backend_of_another_mask_is_refused(patched, manager, monkeypatch):
+    monkeypatch.setattr(structured_output, "GuidanceBackend", backend_named("guidance", width=99))
+    with patched("grammar-backends"):
+        manager.grammar_init(a_request("first", "a"))
+        with pytest.raises(ValueError, match=r"guidance have \(1, 99\)"):
+            manager.grammar_init(a_request("second", "a", "guidance"))
+        with pytest.raises(ValueError, match="Unsupported structured output backend: nonsense"):
+            manager.grammar_init(a_request("third", "a", "nonsense"))
+        manager.grammar_init(a_request("fourth", "a"))
+
+
+def test_vllm_s_own_backends_write_masks_of_one_layout():
+    """So that one engine can hold them side by side."""
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    masks = []
+    for vocabulary in (VOCABULARY, 201088, 201089):
+        guidance, xgrammar = object.__new__(GuidanceBackend), object.__new__(XgrammarBackend)
+        guidance.ll_tokenizer = types.SimpleNamespace(vocab_size=vocabulary)
+        xgrammar.vocab_size = vocabulary
+        masks += [
+            (backend.allocate_token_bitmask(2).shape, backend.allocate_token_bitmask(2).dtype)
+            for backend in (guidance, xgrammar)
+        ]
+    assert masks[0::2] == masks[1::2]
