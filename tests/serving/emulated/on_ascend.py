@@ -4,9 +4,10 @@ Runs in the emulated environment, started by `conftest.py`: reads the path of a 
 What takes long, importing torch_npu and vLLM and finding out what vLLM wants to know of the model's class, is done
 once, before the first fork; no device is touched by then.
 
-A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, and what is spoilt
-meanwhile: `spoils.py`), `spoil` (from the start on), `machine` (what differs in the emulated machine), `variables` (of
-the environment), `log`, and `out`, where for each round goes a list of `{tokens, logprobs}`, or an error's text.
+A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, how some of them are
+sampled, and what is spoilt meanwhile: `spoils.py`), `spoil` (from the start on), `machine` (what differs in the
+emulated machine), `variables` (of the environment), `log`, and `out`, where for each round goes a list of
+`{tokens, logprobs, ended}`, or an error's text.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ from spoils import spoilt
 LONG_IMPORTS = ("torch_npu", "vllm", "torch._dynamo", "torch._inductor.compile_fx", "gguf", "numba")
 
 
-def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int) -> list[dict[str, Any]]:
+def generate(
+    engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int, sampling: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`sampling`: fields of `SamplingParams` of the prompts with these numbers, beside what all have."""
     from vllm import LLM, SamplingParams
 
-    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
+    common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": -1}
+    sampling = [SamplingParams(**common | sampling.get(str(number), {})) for number in range(len(prompts))]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     if isinstance(engine, LLM):
         answers = engine.generate(inputs, sampling, use_tqdm=False)
@@ -41,7 +46,10 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int
     return [
         {
             "tokens": list(answer.outputs[0].token_ids),
-            "logprobs": [[step[token].logprob for token in range(vocabulary)] for step in answer.outputs[0].logprobs],
+            "logprobs": [
+                [step[token].logprob for token in range(vocabulary)] for step in answer.outputs[0].logprobs or ()
+            ],
+            "ended": answer.outputs[0].stop_reason if answer.outputs[0].finish_reason == "abort" else None,
         }
         for answer in answers
     ]
@@ -49,7 +57,7 @@ def generate(engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int
 
 async def _together(engine: Any, inputs: list[Any], sampling: Any) -> list[Any]:
     async def one(number: int, prompt: Any) -> Any:
-        async for answer in engine.generate(prompt, sampling, f"request-{number}"):
+        async for answer in engine.generate(prompt, sampling[number], f"request-{number}"):
             last = answer
         return last
 
@@ -86,7 +94,9 @@ def serve(job: dict[str, Any]) -> None:
         for turn in job["rounds"]:
             try:
                 with spoilt(turn.get("spoil")):
-                    results.append(generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"]))
+                    results.append(
+                        generate(engine, turn["prompts"], turn["tokens"], job["vocabulary"], turn.get("sampling", {}))
+                    )
             except Exception as error:  # what the operators refuse; the engine is of no use afterwards
                 results.append(f"{type(error).__name__}: {error}")
                 break
