@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, words
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
 
-class RequestRefused(ValueError):
+class RequestRefused(InputError):
     """The engine cannot do what the request asks for."""
 
 
