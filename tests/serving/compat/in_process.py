@@ -63,11 +63,13 @@ def in_a_fork(work: Callable[[], Any]) -> str:
     pid = os.fork()
     if pid == 0:
         try:
-            said = repr(work())
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode()[:4000])
-        os._exit(0)
+            try:
+                said = repr(work())
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writer, said[:4000].encode(errors="backslashreplace"))
+        finally:
+            os._exit(0)  # whatever happens: this is not pytest's process
     os.close(writer)
     with os.fdopen(reader) as pipe:
         said = pipe.read()

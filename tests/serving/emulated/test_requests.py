@@ -36,14 +36,3 @@ def test_hostile_requests_end_alone_and_a_seed_stands_a_cut_prompt(mode, serve):
     assert calm[0]["tokens"] == stormy[0]["tokens"] == after[0]["tokens"]
     ended = [bool(answer["ended"]) for answer in stormy]
     assert ended == [False, False, True, True, True, False], [answer["ended"] for answer in stormy]
-
-
-def test_stock_ends_at_them(serve):
-    """So that the repairs above are needed there."""
-    rounds = {
-        "seed": {"prompts": prompts((700, 700)), "tokens": 4, "sampling": {"1": SEEDED}},
-        "tokens": turn((40, 41)) | {"sampling": {"1": HOSTILE["2"]}},
-    }
-    skip = {"NPU_GPTOSS_SKIP_PATCHES": "seed-rows-ascend,request-input"}
-    said = {name: serve([each], options=EAGER, variables=skip)[0][0] for name, each in rounds.items()}
-    assert {name: isinstance(each, str) for name, each in said.items()} == {"seed": True, "tokens": True}, said
