@@ -35,6 +35,9 @@ class Arrival(float):
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Arrival) else float(self) == other
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __lt__(self, other: float) -> bool:
         return self._key() < other._key() if isinstance(other, Arrival) else float(self) < other
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.checkpoints import write_random_checkpoint
 
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 VOCABULARY = 128
 LENGTH = 256
 BLOCKS = 40  # of 16 tokens: two of the longest requests and a half
@@ -39,7 +41,10 @@ def core_of(engine: LLM) -> Any:
 
 
 def greedy(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False} | fields)
+    return SamplingParams(
+        **{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False, "output_kind": FINAL_ONLY}
+        | fields
+    )
 
 
 def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:
