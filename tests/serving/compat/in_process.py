@@ -32,6 +32,7 @@ def start(directory: Path) -> LLM:
         max_num_seqs=8,
         max_logprobs=-1,
         enable_prefix_caching=False,
+        block_size=16,
         num_gpu_blocks_override=BLOCKS,
     )
 
