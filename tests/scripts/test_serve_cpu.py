@@ -132,6 +132,50 @@ def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path) -> None:
     assert serve_cpu.likely_reason(log) == ""
 
 
+def test_the_servers_last_word_is_the_reason(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ended = "ERROR 11-22 [shutdown.py:1] npu-gptoss: the engine died: RuntimeError: first. The server ends"
+    log.write_text(f"(EngineCore pid=2) ValueError: a consequence\n(APIServer pid=1) {ended}\n(APIServer pid=1) bye\n")
+    assert serve_cpu.likely_reason(log) == "the engine died: RuntimeError: first. The server ends"
+    log.write_text("OSError: x\n(APIServer pid=1) vllm serve: the server cannot listen on a port\n")
+    assert serve_cpu.likely_reason(log) == "the server cannot listen on a port"
+
+
+def test_a_second_server_does_not_cut_the_first_ones_log(tmp_path: Path) -> None:
+    assert serve_cpu.log_of(8000) != serve_cpu.log_of(8001)
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "print('mine', flush=True); import time; time.sleep(60)"]
+    first = serve_cpu.start(command, os.environ, log)
+    try:
+        while not log.read_text():
+            time.sleep(0.05)
+        with pytest.raises(ServeError, match="another server writes"):
+            serve_cpu.start(command, os.environ, log)
+        assert log.read_text() == "mine\n"
+    finally:
+        serve_cpu.stop(first, patience=0.1)
+    second = serve_cpu.start([sys.executable, "-c", ""], os.environ, log)
+    assert second.wait(20) == 0
+    assert log.read_text() == "", "the log of a server that is gone makes room"
+
+
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"cannot be written: .*--log"):
+        serve_cpu.start([sys.executable, "-c", ""], os.environ, tmp_path / "no folder" / "log")
+
+
+def test_a_second_ctrl_c_leaves_no_server_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
+
+    def interrupted(signum: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "send_signal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve_cpu.stop(process)
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, log)

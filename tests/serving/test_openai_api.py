@@ -62,6 +62,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+def test_a_start_warns_of_nothing_that_the_page_does_not_call_harmless(server: Server) -> None:
+    page = (ROOT / "docs/serving-on-cpu.md").read_text()
+    table = page.partition("## Warnings that mean nothing")[2].partition("\n## ")[0]
+    harmless = [text.strip("… ") for text in re.findall(r"^\| `([^`]+)` \|", table, re.M)]
+    start = server.log.read_text().partition("Application startup complete")[0]
+    warnings = [line for line in start.splitlines() if " WARNING " in line or "deprecated" in line]
+    assert any("vllm._C" in line for line in warnings), "nothing was looked at"
+    assert [line for line in warnings if not any(text in line for text in harmless)] == []
+
+
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
     from openai import OpenAI
