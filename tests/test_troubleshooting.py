@@ -209,6 +209,10 @@ ALSO = (
 EXEMPT = {
     "NotImplementedError": "an interface of vLLM that is not called",
     "EngineSilentError": 'the part behind "/health answers 503"',
+    "Busy": "travels inside of admission's refusal",
+    "Died": "travels inside of admission's refusal",
+    "Refusal": "an answer over HTTP, whose sentence names the client's own field; the page has their forms",
+    "refuse": "as Refusal",
     "Mismatch": 'the part behind "leaves out its patch"',
     "_refusal": "its three sentences are returned by a function, and have lines",
 }

@@ -279,3 +279,13 @@ for _id in (-1, 2**31, 2**40):
     _add(f"detokenize-{_id}", DETOKENIZE, {"model": MODEL, "tokens": [1, _id]}, "tokens[1]", "500")
 _add("detokenize-2-70", DETOKENIZE, {"model": MODEL, "tokens": [2**70]}, "tokens[0]", "500")
 _add("scaling", "/scale_elastic_ep", {"new_data_parallel_size": 2, "drain_timeout": 10**9}, None, "hang")
+
+# what no gpt-oss can do was said with status 200
+for _route, _input in (
+    ("/v1/embeddings", {"input": "a"}),
+    ("/pooling", {"input": "a"}),
+    ("/classify", {"input": "a"}),
+    ("/score", {"text_1": "a", "text_2": "b"}),
+    ("/rerank", {"query": "a", "documents": ["b"]}),
+):
+    _add(f"no-use-for-{_route}", _route, {"model": MODEL} | _input, None, "200", needs="server")

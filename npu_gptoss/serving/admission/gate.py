@@ -37,6 +37,9 @@ class Server(Protocol):
     def close(self) -> None:
         """The server has ended."""
 
+    def check_route(self, route: str) -> None:
+        """Raises Refusal where the served model has nothing to answer with."""
+
     async def limits(self) -> Limits: ...
 
     async def check_structure(self, route: str, body: dict[str, Any]) -> None:
@@ -82,6 +85,7 @@ class Gate:
         route, headers = route_path(scope), dict(scope["headers"])
         raw = await self._whole_body(headers, receive)
         replayed = _replayed(raw, receive)
+        self.server.check_route(route)
         if not raw or not _is_json(headers):
             return await self.app(scope, replayed, send)
         limits = await self.server.limits()

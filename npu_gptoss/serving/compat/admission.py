@@ -39,6 +39,18 @@ ASKS = {f"guided_{name}" for name in STRUCTURE} | {"structured_outputs", "respon
 # where vLLM does nothing but read a request: whatever it raises there, the request is to blame
 READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"}
 
+# what serves a route, None in the application's state where the model has no use for it; vLLM says so with status 200
+SERVES = {
+    "/v1/chat/completions": "openai_serving_chat",
+    "/v1/completions": "openai_serving_completion",
+    "/v1/responses": "openai_serving_responses",
+    "/v1/embeddings": "openai_serving_embedding",
+    "/pooling": "openai_serving_pooling",
+    "/classify": "openai_serving_classification",
+    "/v1/audio/transcriptions": "openai_serving_transcription",
+    "/v1/audio/translations": "openai_serving_translation",
+} | dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "openai_serving_scores")
+
 _structures: Structures | None = None  # of this process's server
 
 
@@ -148,6 +160,11 @@ class VllmServer:
         if _structures is not None:
             _structures.bounded.stop()
             _structures = None
+
+    def check_route(self, route: str) -> None:
+        name = SERVES.get(route)
+        if name is not None and getattr(self._state, name, self) is None:
+            raise Refusal(f"{route}: the served model has no answer of this kind.")
 
     async def limits(self) -> Limits:
         if self._limits is None:

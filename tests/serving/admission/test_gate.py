@@ -40,6 +40,9 @@ class Taken:
 
 
 class AnyServer:
+    def check_route(self, route: str) -> None:
+        pass
+
     async def limits(self) -> Limits:
         return LIMITS
 

@@ -56,8 +56,7 @@ def client(*flags: str) -> Iterator[Any]:
     app.state.vllm_config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
     app.state.engine_client = Engine()
     app.state.enable_server_load_tracking = False
-    app.state.openai_serving_chat = app.state.openai_serving_responses = None
-    app.state.openai_serving_completion = app.state.openai_serving_tokenization = None
+    app.state.openai_serving_embedding = app.state.openai_serving_scores = None
     yield TestClient(app, raise_server_exceptions=False)
 
 
@@ -126,6 +125,13 @@ def test_a_misread_field_is_one_short_sentence(patched: Any) -> None:
         assert len(error["message"]) < 600
         assert error["message"].isprintable()
     assert misread_refusal(["Unsupported Media Type"]).message == "Unsupported Media Type"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v2/rerank"])
+def test_what_the_model_cannot_do_is_no_200(patched: Any, path: str) -> None:
+    body = {"model": MODEL, "input": "a", "text_1": "a", "text_2": "b", "query": "a", "documents": ["b"]}
+    with patched(*PATCHES), client() as asked:
+        assert asked.post(path, json=body).status_code == 400
 
 
 def structured(**fields: Any) -> SamplingParams:
