@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from npu_gptoss import __version__
+from npu_gptoss import __version__, envs
 from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -62,6 +62,9 @@ def _run(arguments: list[str]) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
     module.add_arguments(parser)
+    if name != "doctor":  # which has a check of its own
+        for sentence in envs.unknown(os.environ):
+            print(f"npu-gptoss: {sentence}", file=sys.stderr)
     try:
         return module.run(parser.parse_args(rest))
     except InputError as error:

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from npu_gptoss.errors import InputError
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -109,13 +110,47 @@ VARIABLES: dict[str, Variable] = {
         Variable("NPU_GPTOSS_OPEN_METRICS", _switch, False, "with an API key: /metrics needs none"),
         Variable("NPU_GPTOSS_PLATFORM", str, "", "select kernels as if on this platform: ascend, cuda or cpu"),
         Variable(
-            "NPU_GPTOSS_SKIP_PATCHES", _names, (), "names of runtime patches of vLLM to leave out, separated by commas"
+            "NPU_GPTOSS_SKIP_PATCHES", names, (), "names of runtime patches of vLLM to leave out, separated by commas"
         ),
     )
 }
 
 # NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>=kernel or solution, one variable per operation: see kernels/selection.py
 KERNEL_OVERRIDE_PREFIX = "NPU_GPTOSS_KERNEL_"
+# the operations, known here before torch is: those of other packages are not, so only these families are looked at
+KERNEL_OPERATIONS = (
+    "ATTENTION_PAGED",
+    "ATTENTION_WRITE_KV",
+    "DENSE_ADD_NORM",
+    "DENSE_GREEDY",
+    "DENSE_LOGITS",
+    "DENSE_OUTPUT",
+    "DENSE_QKV",
+    "DENSE_ROUTER",
+    "GRAPHS_ADVANCE",
+    "MOE_EXPERTS",
+    "MOE_ROUTE",
+)
+
+
+def unknown(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that looks like one of this package's and is none: nothing would read it."""
+    sentences = []
+    known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
+    families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
+    for name in sorted(environ):
+        if not name.startswith("NPU_GPTOSS_") or name in known:
+            continue
+        family = name.removeprefix(KERNEL_OVERRIDE_PREFIX).partition("_")[0]
+        near = difflib.get_close_matches(name, known, 1, 0.9)
+        meant = f"; {near[0]} may be meant" if near else ""
+        if not name.startswith(KERNEL_OVERRIDE_PREFIX):
+            sentences.append(f"{ascii(name)[1:-1]} is no variable of npu-gptoss, and nothing reads it{meant}.")
+        elif family in families or near:
+            sentences.append(f"{ascii(name)[1:-1]} names no operation of npu-gptoss, and nothing reads it{meant}.")
+        else:
+            sentences.append(f"{ascii(name)[1:-1]} is read only if another package defines that operation.")
+    return sentences
 
 
 def get(name: str) -> Any:

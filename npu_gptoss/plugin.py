@@ -8,12 +8,15 @@ sometimes more than once in a process. So: importing this module imports only th
 from __future__ import annotations
 
 import logging
+import os
 
 from npu_gptoss.supported import SERVED_DEVICES, VLLM, installed_vllm
 
 SUPPORTED_VLLM = VLLM.recommended
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
+
+_TOLD = "_GPTOSS_MISSPELT_TOLD"  # in the environment, which the server's other processes inherit
 
 # below "vllm", so that vLLM's own handlers and --log-config apply
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -40,8 +43,13 @@ def register() -> None:
         logger.warning("%s", objection)
         return
 
+    from npu_gptoss import envs
     from npu_gptoss.serving import compat
 
+    if os.environ.get(_TOLD) is None:  # once for the server, not in each of its processes
+        os.environ[_TOLD] = "1"
+        for sentence in envs.unknown(os.environ):
+            logger.warning("%s", sentence)
     compat.apply()
 
     from vllm.platforms import current_platform

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss import envs
+from npu_gptoss import cli, envs, kernels
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.registry import registry
 
 PACKAGE = Path(envs.__file__).parent
 
@@ -67,3 +68,35 @@ def test_a_value_that_does_not_parse_is_an_error_in_words(monkeypatch):
 def test_names_are_split_at_commas(monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_SKIP_PATCHES", " a, , b ,,")
     assert envs.get("NPU_GPTOSS_SKIP_PATCHES") == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NPU_GPTOSS_TYPO", "is no variable"),
+        ("NPU_GPTOSS_DISABLE_PLUGIN", "NPU_GPTOSS_DISABLE_PLUGINS may be meant"),
+        ("NPU_GPTOSS_KERNEL_ATTENTION_DECODE", "names no operation"),
+        ("NPU_GPTOSS_KERNEL_MOE_EXPERT", "NPU_GPTOSS_KERNEL_MOE_EXPERTS may be meant"),
+        ("NPU_GPTOSS_KERNEL_X_Y", "only if another package"),
+        ("NPU_GPTOSS_\x1b[2J", "is no variable"),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_told(name, words):
+    (sentence,) = envs.unknown({name: "1", "HOME": "/"})
+    assert words in sentence
+    assert sentence.isprintable()
+
+
+def test_no_variable_of_ours_counts_as_misspelt():
+    kernels.load_kernels()
+    operations = registry.operations.values()
+    names = {f"{envs.KERNEL_OVERRIDE_PREFIX}{o.family}_{o.mode}".upper() for o in operations}
+    ours = {name for name in names if name.removeprefix(envs.KERNEL_OVERRIDE_PREFIX) in envs.KERNEL_OPERATIONS}
+    assert len(ours) == len(envs.KERNEL_OPERATIONS), "an operation in the table of envs.py that is not there"
+    assert envs.unknown(dict.fromkeys({*envs.VARIABLES, *ours}, "1")) == []
+
+
+def test_a_misspelt_variable_is_told_by_the_commands(monkeypatch, capsys):
+    monkeypatch.setenv("NPU_GPTOSS_TYPO", "1")
+    cli.main(["kernels", "list"])
+    assert "NPU_GPTOSS_TYPO is no variable" in capsys.readouterr().err

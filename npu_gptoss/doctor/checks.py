@@ -89,6 +89,18 @@ CHECKS: tuple[Check, ...] = (
         "what plugin-order and platform-plugin say",
     ),
     Check(
+        "variables",
+        "Servers",
+        "variables whose names begin with `NPU_GPTOSS_` and that nothing reads",
+        "the spelling of [configuration.md](configuration.md)",
+    ),
+    Check(
+        "exposure",
+        "Servers",
+        "who reaches the servers that run here, and whether a key keeps the others out; it tells no key",
+        "[exposing-the-server.md](exposing-the-server.md)",
+    ),
+    Check(
         "device",
         "Device and kernels",
         "the device that torch opens, its name, number and memory; the CPU's on a CPU machine",

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from npu_gptoss import __version__
-from npu_gptoss.doctor import cann, checks, graphs, memory, plugins, probe, stack, vocabulary
+from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
 from npu_gptoss.doctor.machine import Machine
 
@@ -72,6 +72,8 @@ def diagnose(
         ("plugin-order", plugins.order, here),
         ("platform-plugin", plugins.platforms, here),
         ("registration", plugins.registration, here),
+        ("variables", exposure.variables, here),
+        ("exposure", exposure.exposure, here),
         ("vocabulary", vocabulary.vocabulary, here, model),
         ("graphs", graphs.graphs, here, model, tensor_parallel_size, max_num_seqs),
     ):

@@ -357,6 +357,14 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm PR 26822",
     ),
     Patch(
+        name="keys-unsaid",
+        reason="vLLM writes the key of --api-key, and that of --hf-token, into its log at start.",
+        module=_API_SERVER,
+        touches=(f"{_API_SERVER}:log_non_default_args",),
+        installer="unsaid:install",
+        upstream="none found",
+    ),
+    Patch(
         name="harmony-vocabulary",
         reason="openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without "
         "network does not start.",

@@ -1,0 +1,151 @@
+"""Who can reach the servers that run here, and whether a key keeps the others out.
+
+Read from /proc: the command and the environment of each `vllm serve`, as far as this user may see them. No key is told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from npu_gptoss import envs
+from npu_gptoss.doctor.findings import Finding, failed, ok, warning
+from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.doctor.stack import numbers
+
+PAGE = "docs/exposing-the-server.md"
+GUARD = "admission"  # the patch of vLLM that lets in who has a key
+STARLETTE_MENDED = (1, 0, 1)  # CVE-2026-48710; vLLM's own check of the key rests on it
+SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+
+
+@dataclass(frozen=True)
+class Server:
+    """`environ` is None where this user may not read it."""
+
+    pid: int
+    words: tuple[str, ...]
+    environ: Mapping[str, str] | None
+
+    def option(self, name: str, default: str) -> str:
+        """The last value of a flag, as vLLM's parser takes it."""
+        found = default
+        for place, word in enumerate(self.words):
+            if word == name and place + 1 < len(self.words):
+                found = self.words[place + 1]
+            elif word.startswith(f"{name}="):
+                found = word.partition("=")[2]
+        return found
+
+    @property
+    def host(self) -> str:
+        return self.option("--host", "all addresses")
+
+    @property
+    def keyed(self) -> bool:
+        by_flag = any(re.match("--api[-_]k", word) for word in self.words)
+        return by_flag or bool((self.environ or {}).get("VLLM_API_KEY"))
+
+    @property
+    def place(self) -> str:
+        return f"{self.host} port {self.option('--port', '8000')} (process {self.pid})"
+
+
+def servers(here: Machine) -> list[Server]:
+    found = []
+    for folder in sorted(here.path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            words = tuple((folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0"))
+        except OSError:  # it has ended
+            continue
+        if not _serves(words):
+            continue
+        try:
+            text = (folder / "environ").read_bytes().decode(errors="replace")
+            environ = dict(pair.partition("=")[::2] for pair in text.split("\0") if "=" in pair)
+        except OSError:
+            environ = None
+        found.append(Server(int(folder.name), words, environ))
+    return found
+
+
+def _serves(words: Sequence[str]) -> bool:
+    """Whether a command is a server itself, and no program that has started one, such as `env` or a shell."""
+    program = PurePath(words[0]).name
+    if program == "vllm":
+        return words[1:2] == ("serve",)
+    if not program.startswith("python"):
+        return False
+    if "-m" in words and words[words.index("-m") + 1 :][:1] in [(name,) for name in SERVERS]:
+        return True
+    script = next((place for place, word in enumerate(words[1:], 1) if not word.startswith("-")), 0)
+    return PurePath(words[script]).name == "vllm" and words[script + 1 : script + 2] == ("serve",)
+
+
+def exposure(here: Machine) -> Iterator[Finding]:
+    running = servers(here)
+    for server in running:
+        yield _judged(here, server)
+    if not running:
+        yield _unguarded(here, here.environ, "A server that starts in this shell") or ok(
+            "exposure",
+            "No server runs here. This package's scripts listen on 127.0.0.1; `vllm serve` by itself on all addresses.",
+        )
+
+
+def _judged(here: Machine, server: Server) -> Finding:
+    alone = server.host.startswith("127.") or server.host in ("localhost", "::1")
+    if server.keyed:
+        weak = _unguarded(here, server.environ or {}, f"The server on {server.place}", keyed=True)
+        if weak:
+            return weak
+    if alone:
+        return ok("exposure", f"A server listens on {server.place}: this machine alone.")
+    proxy = f"Let it listen on 127.0.0.1 behind a proxy that lets in the clients' routes alone: {PAGE}."
+    if server.keyed:
+        return warning(
+            "exposure",
+            f"A server listens on {server.place} with a key. It speaks no TLS, and vLLM {here.vllm} has known holes: "
+            "not without a proxy (within a container, the address that the host publishes counts).",
+            proxy,
+        )
+    unknown = server.environ is None
+    return warning(
+        "exposure",
+        f"A server listens on {server.place}, and "
+        + ("whether it asks for a key is not to be seen" if unknown else "asks for no key")
+        + f": whoever reaches it can use it, and vLLM {here.vllm} has known holes.",
+        f"Set VLLM_API_KEY in its environment. {proxy}",
+    )
+
+
+def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool = False) -> Finding | None:
+    """What a key does not keep out; None where it keeps out all, or there is none."""
+    if not (keyed or environ.get("VLLM_API_KEY")):
+        return None
+    loaded = environ.get("VLLM_PLUGINS")
+    if GUARD in envs.names(environ.get("NPU_GPTOSS_SKIP_PATCHES", "")):
+        why = f"NPU_GPTOSS_SKIP_PATCHES leaves out the patch {GUARD}"
+    elif loaded is not None and "npu_gptoss" not in loaded.split(","):
+        why = "VLLM_PLUGINS leaves out npu_gptoss"
+    else:
+        return None
+    remedy = f"Let it in again. {PAGE} has what it stands against."
+    starlette = here.version("starlette")
+    if starlette and numbers(starlette) < STARLETTE_MENDED:
+        return failed(
+            "exposure",
+            f"{who} has a key that a Host header passes by (CVE-2026-48746): {why}, and starlette is {starlette}.",
+            remedy,
+        )
+    return warning("exposure", f"{who} has a key, which guards /v1 alone: {why}.", remedy)
+
+
+def variables(here: Machine) -> Iterator[Finding]:
+    wrong = envs.unknown(here.environ)
+    for sentence in wrong:
+        yield warning("variables", sentence, "Spell it as docs/configuration.md does, or unset it.")
+    if not wrong:
+        yield ok("variables", "No variable of this package is misspelt.")

@@ -1,0 +1,26 @@
+"""vLLM writes the arguments that differ from their defaults into its log at start, keys and tokens among them."""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+SECRET = ("api_key", "hf_token")
+
+
+def install(module: ModuleType) -> None:
+    """`***` in the place of each key and token; the arguments themselves stay as they are."""
+    original = module.log_non_default_args
+    expect_parameters(original, "args")
+    expect_source(original, 'logger.info("non-default args: %s", non_default_args)', "isinstance(args, Namespace)")
+
+    def log_non_default_args(args: Any) -> None:
+        if isinstance(args, argparse.Namespace):  # the server's; those of `LLM` have no key
+            hidden = {name: "***" for name in SECRET if isinstance(getattr(args, name, None), str | list)}
+            args = argparse.Namespace(**{**vars(args), **hidden})
+        original(args)
+
+    replace(module, "log_non_default_args", log_non_default_args)

@@ -1,0 +1,85 @@
+"""A server that others reach, one whose key can be walked round, and a variable that nothing reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.doctor import exposure
+from npu_gptoss.doctor.findings import in_words
+from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.serving.compat import PATCHES
+from tests.doctor.machines import CPU_PACKAGES, machine, only
+
+SECRET = "k3y-of-a-test"
+OLD, NEW = ({**CPU_PACKAGES, "starlette": release} for release in ("0.50.0", "1.10.0"))
+
+
+def running(here: Machine, *flags: str, pid: int = 7, program: tuple[str, ...] = ("vllm",), **environ: str) -> Machine:
+    """The machine with one more process, as Linux shows it."""
+    folder = here.root / f"proc/{pid}"
+    folder.mkdir(parents=True)
+    words = (*program, "serve", "DIR", *flags)
+    (folder / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
+    (folder / "environ").write_bytes("\0".join(f"{name}={value}" for name, value in environ.items()).encode())
+    return here
+
+
+def test_the_guards_name_is_a_patch() -> None:
+    assert exposure.GUARD in {patch.name for patch in PATCHES}
+
+
+@pytest.mark.parametrize(
+    "program", [("vllm",), ("/x/bin/python3.11", "/x/bin/vllm"), ("python", "-m", "vllm.entrypoints.cli.main")]
+)
+@pytest.mark.parametrize("flags", [(), ("--host", "0.0.0.0"), ("--host=::",)])
+def test_a_server_that_others_reach_without_a_key_is_a_warning(
+    tmp_path: Path, program: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    here = running(machine(tmp_path), *flags, "--port", "8123", program=program)
+    only(exposure.exposure(here), "warning", "port 8123 (process 7)", "asks for no key", "VLLM_API_KEY")
+
+
+@pytest.mark.parametrize(("flags", "environ"), [(("--api-key", SECRET), {}), ((), {"VLLM_API_KEY": SECRET})])
+def test_a_key_alone_is_a_warning_and_is_never_told(
+    tmp_path: Path, flags: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    found = list(exposure.exposure(running(machine(tmp_path, NEW), "--host", "0.0.0.0", *flags, **environ)))
+    only(found, "warning", "with a key", "proxy")
+    assert SECRET not in in_words(found, [("x", ["exposure"])])
+
+
+def test_a_server_for_this_machine_alone_is_well(tmp_path: Path) -> None:
+    here = running(machine(tmp_path, NEW), "--host", "0.0.0.0", "--host", "127.0.0.1")
+    only(exposure.exposure(here), "ok", "this machine alone")
+
+
+def test_programs_that_start_a_server_or_name_one_are_none(tmp_path: Path) -> None:
+    here = running(machine(tmp_path), program=("env", "A=1", "vllm"))
+    running(here, program=("grep", "vllm"), pid=8)
+    only(exposure.exposure(here), "ok", "No server runs here")
+
+
+def test_a_server_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "proc/9").mkdir(parents=True)
+    only(exposure.exposure(machine(tmp_path)), "ok", "No server runs here")
+
+
+@pytest.mark.parametrize("left_out", [{"NPU_GPTOSS_SKIP_PATCHES": "a,admission"}, {"VLLM_PLUGINS": "ascend"}])
+@pytest.mark.parametrize(("packages", "state"), [(OLD, "failed"), (NEW, "warning")])
+def test_a_key_that_does_not_keep_everybody_out_is_told(
+    tmp_path: Path, left_out: dict[str, str], packages: dict[str, str], state: str
+) -> None:
+    """CVE-2026-48746 with an old starlette; with a new one, /invocations and others are open."""
+    here = running(machine(tmp_path, packages), "--host", "127.0.0.1", VLLM_API_KEY=SECRET, **left_out)
+    only(exposure.exposure(here), state, *left_out, "CVE-2026-48746" if state == "failed" else "/v1 alone")
+    shell = machine(tmp_path / "other", packages, VLLM_API_KEY=SECRET, **left_out)
+    only(exposure.exposure(shell), state, "in this shell")
+    only(exposure.exposure(machine(tmp_path / "other", packages, VLLM_API_KEY=SECRET)), "ok")
+
+
+def test_a_misspelt_variable_is_told(tmp_path: Path) -> None:
+    only(exposure.variables(machine(tmp_path, NPU_GPTOSS_PLATFORM="cpu")), "ok")
+    here = machine(tmp_path, NPU_GPTOSS_PLATFROM="cpu")
+    only(exposure.variables(here), "warning", "NPU_GPTOSS_PLATFROM", "NPU_GPTOSS_PLATFORM may be meant")
