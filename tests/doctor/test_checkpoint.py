@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from npu_gptoss.doctor.checkpoint import checkpoint
 from npu_gptoss.model.checkpoint import write_checkpoint
@@ -18,7 +19,7 @@ SMALL = {"layers": 2, "vocab_size": 64, "hidden": 64, "intermediate": 32, "exper
 def make(folder: Path, *, mxfp4: bool = False, shard: int = 10**9) -> Path:
     config = random_config(mxfp4=mxfp4, **SMALL)
     write_checkpoint(folder, config, random_tensors(config), max_shard_bytes=shard)
-    write(folder / "tokenizer.json", "{}")
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -26,6 +27,12 @@ def make(folder: Path, *, mxfp4: bool = False, shard: int = 10**9) -> Path:
 def test_a_complete_checkpoint_and_its_format(tmp_path, mxfp4, phrase):
     finding = only(checkpoint(make(tmp_path / "c", mxfp4=mxfp4)), "ok", "is complete: 2 layers of 4 experts", phrase)
     assert "1 file," in finding.sentence
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_failure(tmp_path):
+    folder = make(tmp_path / "c")
+    write(folder / "tokenizer.json", "{}")
+    only(checkpoint(folder), "failed", "tokenizer.json cannot be read as a tokenizer")
 
 
 def test_shards_are_counted(tmp_path):
@@ -77,5 +84,5 @@ def test_a_checkpoint_without_a_tokenizer_is_a_failure(tmp_path):
 
 
 def test_a_folder_that_is_none_and_no_model_at_all(tmp_path):
-    only(checkpoint(tmp_path / "gone"), "failed", "there is no such directory", "Give its path or download it")
+    only(checkpoint(tmp_path / "gone"), "failed", "there is no such directory", "Give the path of a checkpoint")
     only(checkpoint(None), "not applicable", "--model")
