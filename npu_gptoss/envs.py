@@ -72,7 +72,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             "NPU_GPTOSS_EMULATED_DEFECTS",
-            _names,
+            names,
             (),
             "known defects of CANN that the emulated 910B computes, by name (`npu-gptoss emulate --defect`)",
         ),
