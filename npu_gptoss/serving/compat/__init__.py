@@ -542,6 +542,14 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm issues 23222 and 45742, PRs 24317, 29947 and 45745",
     ),
     Patch(
+        name="responses-nulls",
+        reason="A request of /v1/responses with parallel_tool_calls, background or truncation null is not answered.",
+        module=_RESPONSES,
+        touches=(f"{_RESPONSES}:OpenAIServingResponses.create_responses",),
+        installer="responses:install_nulls",
+        upstream="none found",
+    ),
+    Patch(
         name="responses-store",
         reason="A response that is not stored is not found, without a word how responses are stored.",
         module=_RESPONSES,

@@ -339,6 +339,24 @@ def _last_event(event: Any) -> Any:
     return event
 
 
+def install_nulls(serving_responses: ModuleType) -> None:
+    """Fields that a request may set to null and the response may not: their defaults."""
+    serving = serving_responses.OpenAIServingResponses
+    original = serving.create_responses
+    expect_parameters(original, "self", "request", "raw_request")
+    fields = serving_responses.ResponsesRequest.model_fields
+    defaults = {name: fields[name].default for name in ("parallel_tool_calls", "background", "truncation")}
+
+    @functools.wraps(original)
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        for name, default in defaults.items():
+            if getattr(request, name) is None:
+                setattr(request, name, default)
+        return await original(self, request, raw_request)
+
+    replace(serving, "create_responses", create_responses)
+
+
 def install_store(serving_responses: ModuleType) -> None:
     """Say how responses are stored when one is asked for and the store is off."""
     serving = serving_responses.OpenAIServingResponses

@@ -266,3 +266,12 @@ def test_a_stored_stream_ends_whatever_became_of_it(patched, monkeypatch, tokens
 def test_openais_client_reads_a_streamed_call(patched, tokens):
     with patched(*RESPONSES):
         through_the_client(stream_responses(FakeEngine(tokens(THOUGHT + PREAMBLE + CALL), 4), tools=[WEATHER]))
+
+
+@pytest.mark.parametrize("field", ["parallel_tool_calls", "background", "truncation"])
+def test_a_field_that_may_be_null_is_taken_as_its_default(patched, tokens, field):
+    with patched(*RESPONSES):
+        assert respond(FakeEngine(tokens(ANSWER)), **{field: None})["error"] is not None
+    with patched(*RESPONSES, "responses-nulls"):
+        assert respond(FakeEngine(tokens(ANSWER)), **{field: None})["status"] == "completed"
+        assert stream_responses(FakeEngine(tokens(ANSWER)), **{field: None})[-1].type == "response.completed"
