@@ -251,6 +251,7 @@ STRUCTURES: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+@pytest.mark.slow
 def test_structures_are_taken_by_a_backend_or_refused(compiler: Bounded) -> None:
     """One that a backend takes in validation and refuses when it compiles ended the engine."""
     structures = Structures(compiler)
@@ -265,6 +266,7 @@ def test_structures_are_taken_by_a_backend_or_refused(compiler: Bounded) -> None
         assert verdict.error is None or verdict.error.isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["c\nd", 'a"b', "a\\b", "\u00e9\u4e2d", "a\tb", "]", "[^a]", "'", "|"])
 def test_a_choice_of_any_text_is_served(compiler: Bounded, choice: str) -> None:
     verdict = asyncio.run(Structures(compiler).verdict({"choice": [choice, "x"]}))
