@@ -15,7 +15,8 @@ pytest.importorskip("openai_harmony")
 import openai_harmony
 
 from npu_gptoss.engine import chat as chat_module
-from npu_gptoss.engine.chat import Chat, ChatError
+from npu_gptoss.engine.chat import Chat
+from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.model.tokenizer_files import packaged_vocabulary
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
 
@@ -139,7 +140,7 @@ def test_a_tool_call_and_its_result_keep_the_tools_name(
     assert text.endswith(
         "<|start|>user<|message|>Weather?<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>I need it.<|end|>"
-        "<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
         '{"city":"Oslo"}<|call|>'
         '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>{"temp":3}<|end|>'
         "<|start|>assistant"
@@ -175,10 +176,10 @@ def test_text_parts_are_joined(chat: Chat, encoding: openai_harmony.HarmonyEncod
         ("Hi", {}, "messages must be a list"),
         (["Hi"], {}, "message 0 needs a role"),
         ([user("Hi"), {"role": "robot", "content": "x"}], {}, "message 1 needs a role of system"),
-        ([{"role": "user"}], {}, r"message 0 \(user\): content must be a text or a list of text parts, got None"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "content must be a text"),
-        ([{"role": "tool", "content": "x"}], {}, "message 0: a tool's result needs the tool_call_id"),
-        ([{"role": "assistant", "tool_calls": [{}]}], {}, "message 0: a tool call needs a function with name"),
+        ([{"role": "user"}], {}, r"message 0 \(user\) has no content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a part of type 'image_url'"),
+        ([{"role": "tool", "content": "x"}], {}, r"message 0 \(tool\) answers the tool_call_id None"),
+        ([{"role": "assistant", "tool_calls": [{}]}], {}, r"message 0 \(assistant\): a tool call needs a function"),
         ([user("Hi")], {"tools": [{"name": "f"}]}, "tool 0 must be"),
         ([user("Hi")], {"tools": {}}, "tools must be a list"),
         (
@@ -186,17 +187,21 @@ def test_text_parts_are_joined(chat: Chat, encoding: openai_harmony.HarmonyEncod
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
             "cannot be written",
         ),
-        ([user("Hi"), {"role": "assistant", "content": None}], {}, r"message 1 \(assistant\): content must be a text"),
-        ([{"role": "system", "content": "Be kind."}, user("Hi"), {"role": "user"}], {}, r"message 2 \(user\): content"),
-        ([user("\ud800")], {}, "the conversation cannot be written in harmony"),
-        ([user("Hi")], {"reasoning_effort": "huge"}, "reasoning_effort must be low, medium, high, got 'huge'"),
+        ([{"role": "user", "content": 5}], {}, r"message 0 \(user\): content must be a text or a list of text parts"),
+        (
+            [{"role": "system", "content": "Be kind."}, user("Hi"), {"role": "user"}],
+            {},
+            r"message 2 \(user\) has no content",
+        ),
+        ([user("\ud800")], {}, "not valid Unicode"),
+        ([user("Hi")], {"reasoning_effort": "huge"}, "reasoning_effort must be low, medium, high .*got 'huge'"),
         ([user("Hi")], {"date": "tomorrow"}, "the date must be written like 20"),
     ],
 )
 def test_conversations_that_cannot_be_rendered_are_refused_in_words(
     chat: Chat, messages: object, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ChatError, match=message):
+    with pytest.raises(ConversationError, match=message):
         chat.render(messages, **options)
 
 

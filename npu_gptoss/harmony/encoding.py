@@ -1,0 +1,114 @@
+"""harmony messages to token ids, in time linear in their length.
+
+Text is encoded by the checkpoint's own tokenizer.json, told to take the names of special tokens for text, so that no
+message can write a control token. openai-harmony's tokenizer gives the same ids, but needs the square of the length of
+a run of equal characters (openai/harmony issue 79), and holds Python's lock while it works; it stands in only where
+there is no tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from openai_harmony import HarmonyEncoding, Message
+from tokenizers import Tokenizer
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.rendering import CONTROL, pieces
+
+LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
+
+
+class ContextError(ConversationError):
+    """A prompt, or a prompt and the tokens asked for, that the model's context cannot hold."""
+
+
+def check_length(limit: int, tokens: int, max_tokens: int | None = None, *, at_least: bool = False) -> None:
+    """Raise ContextError unless a prompt of `tokens` and `max_tokens` more (or one) fit into `limit` tokens.
+
+    The words are those by which clients know that they must shorten the conversation.
+    """
+    if tokens < limit and tokens + (max_tokens or 0) <= limit:
+        return
+    count = f"at least {tokens}" if at_least else str(tokens)
+    if tokens >= limit:
+        got = f"your request has {count} input tokens. Please reduce the length of the input messages."
+    else:
+        got = (
+            f"you requested {tokens + (max_tokens or 0)} tokens ({tokens} in the input, {max_tokens} in the "
+            "completion). Please reduce the length of the input or of the completion."
+        )
+    raise ContextError(f"This model's maximum context length is {limit} tokens. However, {got}", None)
+
+
+def check_characters(limit: int, characters: int) -> None:
+    """The same before the text is encoded, for one that cannot fit because no token is longer than 128 characters."""
+    if characters > LONGEST_TOKEN * limit:
+        check_length(limit, -(-characters // LONGEST_TOKEN), at_least=True)
+
+
+class Encoder:
+    """Messages to token ids. `library` writes tools, `tokenizer` encodes text; without one the library does."""
+
+    def __init__(self, library: HarmonyEncoding, tokenizer: Tokenizer | None = None) -> None:
+        self._library = library
+        self._tokenizer = tokenizer
+
+    def encode(self, messages: Sequence[Message], limit: int | None = None, for_completion: bool = True) -> list[int]:
+        """Token ids up to and with `<|start|>assistant`. `limit`: tokens of the context, if longer texts are refused.
+
+        Other threads run while long texts are encoded, where there is a tokenizer.
+        """
+        parts = pieces(messages, self._library, for_completion)
+        texts = [part for part in parts if isinstance(part, str)]
+        if limit is not None:
+            check_characters(limit, sum(map(len, texts)))
+        encoded = iter(self._encode_texts(texts))
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += next(encoded)
+        return ids
+
+    def characters(self, messages: Sequence[Message]) -> int:
+        """How long the texts of the messages are, tools left out: whether it takes a moment to encode them."""
+        return sum(len(getattr(part, "text", None) or "") for message in messages for part in message.content)
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
+                raise ConversationError(f"the conversation holds a text that is not valid Unicode: {error}") from None
+        if self._tokenizer is None:
+            return [self._library.encode(text, disallowed_special=()) for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+@functools.lru_cache(maxsize=4)
+def text_tokenizer(directory: Path) -> Tokenizer | None:
+    """tokenizer.json of a checkpoint, for text without special tokens; None when there is none.
+
+    Raises InputError when it cannot be read, or is not gpt-oss's.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        raise InputError(f"{path} cannot be read as a tokenizer: {error}") from error
+    for name, token in CONTROL.items():
+        found = tokenizer.token_to_id(name)
+        if found != token:
+            raise InputError(
+                f"{path} is not the tokenizer of gpt-oss: {name} should be token {token}, it is {found}. Get "
+                "tokenizer.json from the original checkpoint."
+            )
+    tokenizer.encode_special_tokens = True
+    return tokenizer

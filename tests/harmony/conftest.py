@@ -1,0 +1,37 @@
+"""openai-harmony's encoding and a tokenizer.json of the published vocabulary, neither from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai_harmony")
+
+import openai_harmony as harmony
+
+from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.model.tokenizer_files import packaged_vocabulary, write_tokenizer_files
+from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("bpe_openai")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer_files(folder)
+    (folder / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def library(directory: Path) -> Iterator[harmony.HarmonyEncoding]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BASE_VARIABLE, str(directory))
+        yield harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+@pytest.fixture(scope="session")
+def encoder(directory: Path, library: harmony.HarmonyEncoding) -> Encoder:
+    return Encoder(library, text_tokenizer(directory))
