@@ -76,8 +76,11 @@ class Encoder:
         return ids
 
     def characters(self, messages: Sequence[Message]) -> int:
-        """How long the texts of the messages are, tools left out: whether it takes a moment to encode them."""
-        return sum(len(getattr(part, "text", None) or "") for message in messages for part in message.content)
+        """How long the texts of the messages are, system turn and tools' fields left out: is it work for a thread?"""
+        parts = [part for message in messages for part in message.content]
+        texts = [getattr(part, "text", None) or getattr(part, "instructions", None) or "" for part in parts]
+        spaces = [space for part in parts for space in (getattr(part, "tools", None) or {}).values()]
+        return sum(map(len, texts)) + sum(len(tool.model_dump_json()) for space in spaces for tool in space.tools)
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:

@@ -42,7 +42,7 @@ _API_SERVER = "vllm.entrypoints.openai.api_server"
 _PROTOCOL = "vllm.entrypoints.openai.protocol"
 _PROCESSOR = "vllm.v1.engine.processor"
 _RESPONSES = "vllm.entrypoints.openai.serving_responses"
-_PROTOCOL = "vllm.entrypoints.openai.protocol"
+_TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
 _ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
@@ -400,11 +400,48 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm issues 23694 and 24837",
     ),
     Patch(
+        name="context-length",
+        reason="A chat longer than the model's context is refused with 'max_tokens must be at least 1, got -874', "
+        "which clients that shorten the history do not understand, and each refusal is a traceback in the log.",
+        module=_ENGINE,
+        touches=(
+            f"{_ENGINE}:OpenAIServing.create_error_response",
+            "vllm.entrypoints.renderer:CompletionRenderer._tokenize",
+            "vllm.entrypoints.renderer:CompletionRenderer._create_tokens_prompt",
+        ),
+        installer="context_length:install",
+        upstream="none found",
+    ),
+    Patch(
+        name="harmony-rendering",
+        reason="vLLM tells the model that there is no commentary channel, keeps reasoning that an answer has followed, "
+        "and encodes with openai-harmony's tokenizer, which takes the square of the length of a run of one character.",
+        module=_HARMONY,
+        touches=(
+            *(f"{module}:get_system_message" for module in (_HARMONY, _CHAT, _RESPONSES)),
+            *(f"{module}:get_developer_message" for module in (_HARMONY, _CHAT, _RESPONSES)),
+            *(f"{module}:render_for_completion" for module in (_HARMONY, _CHAT, _RESPONSES, _CONTEXT)),
+        ),
+        installer="prompt:install_rendering",
+        upstream="openai/harmony issue 79 (open)",
+    ),
+    Patch(
+        name="tokenize-prompt",
+        reason="/tokenize with messages renders the Jinja template, whose tokens are not those of the chat.",
+        module=_TOKENIZATION,
+        touches=(f"{_TOKENIZATION}:OpenAIServingTokenization.create_tokenize",),
+        installer="prompt:install_tokenize",
+        upstream="none found",
+    ),
+    Patch(
         name="chat-prompt",
         reason="vLLM renders a system message as a second system turn beside an empty developer turn, loses the name "
         "of a tool result's function, and leaves out the channel of earlier answers: no prompts that the model knows.",
         module=_CHAT,
-        touches=(f"{_CHAT}:OpenAIServingChat._make_request_with_harmony",),
+        touches=(
+            f"{_CHAT}:OpenAIServingChat._make_request_with_harmony",
+            f"{_CHAT}:OpenAIServingChat.create_chat_completion",
+        ),
         installer="prompt:install_chat",
         upstream="vllm PRs 28729 and 44330",
     ),
@@ -416,6 +453,7 @@ PATCHES: tuple[Patch, ...] = (
         touches=(
             f"{_RESPONSES}:parse_response_input",
             f"{_RESPONSES}:OpenAIServingResponses._construct_input_messages_with_harmony",
+            f"{_RESPONSES}:OpenAIServingResponses.create_responses",
         ),
         installer="prompt:install_responses",
         upstream="vllm PR 44330",

@@ -1,146 +1,130 @@
-"""From the client's messages to the prompt, as the harmony guide and the published chat template have it.
+"""The server's prompts come from `npu_gptoss.harmony`, as the engine's do, and long ones are encoded beside the event loop.
 
 vLLM 0.11.0 renders a system message as a second `system` turn and an empty developer turn in every chat, loses the name
 of the function whose result it renders, leaves the channel out of earlier answers, drops earlier reasoning, and tells
-the model that there is no commentary channel although it has tools. On /v1/responses it drops `instructions` unless
-there are tools, and does not find the call that belongs to a `function_call_output`. The model was trained on none of
-these prompts.
+the model that there is no commentary channel. On /v1/responses it drops `instructions` unless there are tools, and does
+not find the call that belongs to a `function_call_output`. /tokenize renders another prompt than chat, by the Jinja
+template. The model was trained on none of these prompts. openai-harmony's tokenizer, quadratic in runs of one
+character, runs in the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import ResponseFunctionToolCall
-from openai_harmony import Author, DeveloperContent, Message, Role
-from pydantic import BaseModel
+from openai_harmony import Message
 
+from npu_gptoss.harmony.conversation import (
+    ConversationError,
+    conversation,
+    developer_message,
+    join_developer_turns,
+    reasoning_effort,
+    response_item,
+)
+from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
+from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving.compat import vocabulary
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import TOOL_PREFIX, text_of
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ErrorResponse, ResponsesRequest
 
-# type of a content part -> its field that holds the text
-TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
-
-
-def as_text(content: Any) -> str:
-    """The text of a message's content: a string, None, or a list of parts. gpt-oss reads nothing but text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        fields = part.model_dump() if isinstance(part, BaseModel) else part
-        kind = fields.get("type", "text")
-        if kind not in TEXT_PARTS:
-            raise ValueError(f"gpt-oss reads text only, a message holds a part of type {kind!r}. Leave it out.")
-        texts.append(fields.get(TEXT_PARTS[kind]) or "")
-    return "".join(texts)
+CHARACTERS_IN_THE_LOOP = 20_000  # about 10 ms; longer texts are encoded in a thread
+BUILT_IN_TOOLS = ("web_search_preview", "code_interpreter", "container", "mcp")  # the system turn has them, or nobody
 
 
-def developer(instructions: str) -> Message:
-    content = DeveloperContent.new()
-    return Message.from_role_and_content(
-        Role.DEVELOPER, content.with_instructions(instructions) if instructions else content
-    )
+@dataclass
+class _Prepared:
+    """A request's prompt that was made before vLLM asks for it."""
+
+    request: Any
+    messages: list[Message]
+    token_ids: list[int] | None
 
 
-def assistant(text: str, channel: str) -> Message:
-    return Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
+_prepared: ContextVar[_Prepared | None] = ContextVar("npu_gptoss_prompt", default=None)
 
 
-def tool_call(name: str, arguments: str) -> Message:
-    return assistant(arguments, "commentary").with_recipient(TOOL_PREFIX + name).with_content_type("json")
+def encoder() -> Encoder:
+    """For the served checkpoint."""
+    from vllm.entrypoints import harmony_utils
+
+    directory = vocabulary.served_directory()
+    return Encoder(harmony_utils.get_encoding(), None if directory is None else text_tokenizer(directory))
 
 
-def tool_result(name: str, output: str) -> Message:
-    author = Author.new(Role.TOOL, TOOL_PREFIX + name)
-    return Message.from_author_and_content(author, output).with_channel("commentary").with_recipient("assistant")
+async def _encode(messages: Sequence[Message], limit: int | None, for_completion: bool = True) -> list[int]:
+    here = encoder()
+    if here.characters(messages) <= CHARACTERS_IN_THE_LOOP:
+        return here.encode(messages, limit, for_completion)
+    return await asyncio.to_thread(here.encode, messages, limit, for_completion)
 
 
-def join_developer_turns(messages: Iterable[Message]) -> list[Message]:
-    """One developer turn where several would follow each other, with all instructions and tools; none that is empty."""
-    joined: list[Message] = []
-    for message in messages:
-        if message.author.role is not Role.DEVELOPER:
-            joined.append(message)
-            continue
-        instructions, tools = [], {}
-        parts = list(message.content)
-        if joined and joined[-1].author.role is Role.DEVELOPER:
-            parts = [*joined.pop().content, *parts]
-        for part in parts:
-            if isinstance(part, DeveloperContent):
-                instructions.append(part.instructions)
-                tools |= part.tools or {}
-            else:
-                instructions.append(getattr(part, "text", ""))
-        text = "\n\n".join(filter(None, instructions))
-        if text or tools:
-            joined.append(
-                Message.from_role_and_content(
-                    Role.DEVELOPER, DeveloperContent(instructions=text or None, tools=tools or None)
-                )
-            )
-    return joined
+async def _prepare(serving: Any, request: Any, messages: list[Message], max_tokens: int | None) -> None:
+    """Encode the prompt for vLLM to find. Raises ContextError when the model's context cannot hold it."""
+    token_ids = await _encode(messages, serving.max_model_len)
+    check_length(serving.max_model_len, len(token_ids), max_tokens)
+    _prepared.set(_Prepared(request, messages, token_ids))
 
 
-def chat_message(message: Any, functions: dict[str, str]) -> list[Message]:
-    """The harmony messages of one message of a chat.
-
-    `functions` maps the id of each tool call so far to its function's name; an assistant message adds to it. Raises
-    ValueError, which vLLM answers with 400, for what cannot be rendered.
-    """
-    if isinstance(message, Message):
-        return [message]
-    fields: Mapping[str, Any] = message.model_dump(exclude_none=True) if isinstance(message, BaseModel) else message
-    role, content = fields.get("role"), fields.get("content")
-    if role in ("system", "developer"):
-        return [developer(as_text(content))]
-    if role == "user":
-        return [Message.from_role_and_content(Role.USER, as_text(content))]
-    if role == "assistant":
-        return _assistant_messages(fields, functions)
-    if role == "tool":
-        call_id = fields.get("tool_call_id")
-        name = functions.get(call_id, fields.get("name"))
-        if not name:
-            raise ValueError(
-                f"a tool message answers the tool_call_id {call_id!r}, but no assistant message before it makes that "
-                "call. Send the assistant's message with its tool_calls too."
-            )
-        return [tool_result(name, as_text(content))]
-    raise ValueError(f"a message has the role {role!r}; expected system, developer, user, assistant or tool.")
+def _refusal(serving: Any, error: Exception) -> ErrorResponse:
+    response = serving.create_error_response(str(error))
+    response.error.param = getattr(error, "param", None) or response.error.param
+    return response
 
 
-def _assistant_messages(fields: Mapping[str, Any], functions: dict[str, str]) -> list[Message]:
-    messages = []
-    reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"))
-    if reasoning:
-        messages.append(assistant(reasoning, "analysis"))  # harmony leaves it out again once an answer has followed
-    calls = list(fields.get("tool_calls") or ())
-    content = fields.get("content")
-    text = as_text(content)
-    if text or (content is not None and not calls):
-        messages.append(assistant(text, "commentary" if calls else "final"))
-    for call in calls:
-        function = call.get("function") or {}
-        name = function.get("name", "")
-        functions[call.get("id")] = name
-        messages.append(tool_call(name, function.get("arguments") or ""))
-    return messages
+def _prepared_messages(request: Any) -> list[Message] | None:
+    prepared = _prepared.get()
+    return prepared.messages if prepared is not None and prepared.request is request else None
+
+
+def install_rendering(harmony_utils: ModuleType) -> None:
+    original_system = harmony_utils.get_system_message
+    expect_parameters(original_system, "reasoning_effort", "with_custom_tools")
+    expect_source(original_system, "if not with_custom_tools:", 'invalid_channel = "commentary"')
+    expect_parameters(harmony_utils.get_developer_message, "instructions", "tools")
+    expect_source(harmony_utils.render_for_completion, "get_encoding().render_conversation_for_completion(")
+
+    @functools.wraps(original_system)
+    def get_system_message(*args: Any, **kwargs: Any) -> Message:
+        kwargs["with_custom_tools"] = True  # the commentary channel is there without tools too, for preambles
+        if kwargs.get("reasoning_effort") is not None:
+            kwargs["reasoning_effort"] = reasoning_effort(kwargs["reasoning_effort"], "reasoning.effort")
+        return original_system(*args, **kwargs)
+
+    def get_developer_message(instructions: str | None = None, tools: Sequence[Any] | None = None) -> Message:
+        from vllm import envs
+
+        functions = [tool for tool in tools or () if tool.type not in BUILT_IN_TOOLS]
+        return developer_message(None if envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS else instructions, functions)
+
+    def render_for_completion(messages: list[Message]) -> list[int]:
+        prepared = _prepared.get()
+        if prepared is not None and prepared.messages is messages and prepared.token_ids is not None:
+            token_ids, prepared.token_ids = prepared.token_ids, None  # vLLM adds the output to this list, later
+            return token_ids
+        return encoder().encode(messages)
+
+    chat, responses = "vllm.entrypoints.openai.serving_chat", "vllm.entrypoints.openai.serving_responses"
+    context = "vllm.entrypoints.context"
+    replace(harmony_utils, "get_system_message", get_system_message, copies=(chat, responses))
+    replace(harmony_utils, "get_developer_message", get_developer_message, copies=(chat, responses))
+    replace(harmony_utils, "render_for_completion", render_for_completion, copies=(chat, responses, context))
 
 
 def install_chat(serving_chat: ModuleType) -> None:
     from vllm import envs
 
     serving = serving_chat.OpenAIServingChat
+    original_create = serving.create_chat_completion
     expect_parameters(serving._make_request_with_harmony, "self", "request")
     expect_source(
         serving._make_request_with_harmony,
@@ -149,62 +133,40 @@ def install_chat(serving_chat: ModuleType) -> None:
         'engine_prompt["cache_salt"] = request.cache_salt',
         "return messages, [prompt_token_ids], [engine_prompt]",
     )
-    expect_parameters(serving_chat.get_system_message, "reasoning_effort", "instructions", "with_custom_tools")
+    expect_parameters(original_create, "self", "request", "raw_request")
+    expect_source(original_create, ") = self._make_request_with_harmony(request)")
+
+    def chat_messages(self, request: ChatCompletionRequest) -> list[Message]:
+        hide_tools = request.tool_choice == "none" and self.exclude_tools_when_tool_choice_none
+        return conversation(
+            request.messages,
+            tools=() if hide_tools else request.tools or (),
+            effort=request.reasoning_effort,
+            instructions_in_system=envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS,
+        )
 
     def _make_request_with_harmony(
         self, request: ChatCompletionRequest
     ) -> tuple[list[Message], list[list[int]], list[dict]]:
-        hide_tools = request.tool_choice == "none" and self.exclude_tools_when_tool_choice_none
-        tools = None if hide_tools else request.tools
-        functions: dict[str, str] = {}
-        chat = join_developer_turns(part for message in request.messages for part in chat_message(message, functions))
-        instructions = None
-        if envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS and chat and chat[0].author.role is Role.DEVELOPER:
-            instructions = chat.pop(0).content[0].instructions
-        messages = join_developer_turns(
-            [
-                serving_chat.get_system_message(
-                    reasoning_effort=request.reasoning_effort,
-                    instructions=instructions,
-                    with_custom_tools=bool(tools),
-                ),
-                serving_chat.get_developer_message(tools=tools),
-                *chat,
-            ]
-        )
+        messages = _prepared_messages(request) or chat_messages(self, request)
         prompt_token_ids = serving_chat.render_for_completion(messages)
         engine_prompt = serving_chat.EngineTokensPrompt(prompt_token_ids=prompt_token_ids)
         if request.cache_salt is not None:
             engine_prompt["cache_salt"] = request.cache_salt
         return messages, [prompt_token_ids], [engine_prompt]
 
+    @functools.wraps(original_create)
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+        if self.use_harmony and await self._check_model(request) is None:
+            try:
+                messages = chat_messages(self, request)
+                await _prepare(self, request, messages, request.max_completion_tokens or request.max_tokens)
+            except (ValueError, TypeError) as error:
+                return _refusal(self, error)
+        return await original_create(self, request, raw_request)
+
     replace(serving, "_make_request_with_harmony", _make_request_with_harmony)
-
-
-def response_item(item: Any, earlier: list[Any]) -> Message:
-    """The harmony message of one input item of /v1/responses; `earlier` holds the function calls before it."""
-    fields: Mapping[str, Any] = item.model_dump() if isinstance(item, BaseModel) else item
-    kind = fields.get("type", "message")
-    if kind == "message":
-        role, text = fields.get("role"), as_text(fields.get("content"))
-        if role in ("system", "developer"):
-            return developer(text)
-        if role == "assistant":
-            return assistant(text, "final")
-        return Message.from_role_and_content(Role(role), text)
-    if kind == "reasoning":
-        return assistant(as_text(fields.get("content")), "analysis")
-    if kind == "function_call":
-        if not isinstance(item, ResponseFunctionToolCall):
-            earlier.append(ResponseFunctionToolCall.model_construct(**fields))  # vLLM adds only objects by itself
-        return tool_call(fields["name"], fields["arguments"])
-    if kind == "function_call_output":
-        call_id = fields["call_id"]
-        for call in reversed(earlier):
-            if isinstance(call, ResponseFunctionToolCall) and call.call_id == call_id:
-                return tool_result(call.name, as_text(fields["output"]))
-        raise ValueError(f"No call message found for {call_id}: send the function_call item before its output.")
-    raise ValueError(f"Unknown input type: {kind}")
+    replace(serving, "create_chat_completion", create_chat_completion)
 
 
 def install_responses(serving_responses: ModuleType) -> None:
@@ -212,6 +174,7 @@ def install_responses(serving_responses: ModuleType) -> None:
 
     serving = serving_responses.OpenAIServingResponses
     original = serving._construct_input_messages_with_harmony
+    original_create = serving.create_responses
     expect_parameters(original, "self", "request", "prev_response")
     expect_source(
         original,
@@ -219,25 +182,89 @@ def install_responses(serving_responses: ModuleType) -> None:
         "messages.append(parse_response_input(response_msg, prev_outputs))",
     )
     expect_parameters(serving_responses.parse_response_input, "response_msg", "prev_responses")
+    expect_parameters(original_create, "self", "request", "raw_request")
+    expect_source(original_create, "self._make_request_with_harmony(request, prev_response)")
+    expect_source(
+        serving._make_request_with_harmony,
+        "self._construct_input_messages_with_harmony(request, prev_response)",
+        "prompt_token_ids = render_for_completion(messages)",
+    )
 
-    def parse_response_input(response_msg: Any, prev_responses: list[Any]) -> Message:
-        return response_item(response_msg, prev_responses)
+    def parse_response_input(response_msg: Any, prev_responses: list[Any]) -> Message | None:
+        """One message; None for a reasoning item without text, which is left out below."""
+        names = {call.call_id: call.name for call in prev_responses if isinstance(call, ResponseFunctionToolCall)}
+        before = len(names)
+        messages = response_item(response_msg, names)
+        if len(names) > before and not isinstance(response_msg, ResponseFunctionToolCall):  # vLLM adds only objects
+            call_id, name = list(names.items())[-1]
+            prev_responses.append(ResponseFunctionToolCall.model_construct(call_id=call_id, name=name))
+        return messages[0] if messages else None
 
     def _construct_input_messages_with_harmony(
         self, request: ResponsesRequest, prev_response: Any | None
     ) -> list[Message]:
+        prepared = _prepared_messages(request)
+        if prepared is not None:
+            return prepared
         in_system_turn = envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
         if prev_response is not None or not request.instructions or in_system_turn:
             messages = original(self, request, prev_response)
         else:
             messages = original(self, request.model_copy(update={"instructions": None}), None)
-            messages.insert(1, developer(request.instructions))
-        return join_developer_turns(_without_empty_reasoning(messages))
+            messages.insert(1, developer_message(request.instructions))
+        return join_developer_turns(message for message in messages if message is not None)
+
+    @functools.wraps(original_create)
+    async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
+        previous = self.response_store.get(request.previous_response_id) if request.previous_response_id else None
+        is_known = previous is not None or not request.previous_response_id
+        if self.use_harmony and is_known and await self._check_model(request) is None:
+            try:
+                if request.reasoning is not None:
+                    effort = reasoning_effort(request.reasoning.effort, "reasoning.effort")
+                    request.reasoning = request.reasoning.model_copy(update={"effort": effort})
+                messages = self._construct_input_messages_with_harmony(request, previous)
+                await _prepare(self, request, messages, request.max_output_tokens)
+            except (ValueError, TypeError) as error:
+                return _refusal(self, error)
+        return await original_create(self, request, raw_request)
 
     replace(serving_responses, "parse_response_input", parse_response_input)
     replace(serving, "_construct_input_messages_with_harmony", _construct_input_messages_with_harmony)
+    replace(serving, "create_responses", create_responses)
 
 
-def _without_empty_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Clients send reasoning items back that hold only an id or a summary."""
-    return [message for message in messages if message.channel != "analysis" or text_of(message)]
+def install_tokenize(serving_tokenization: ModuleType) -> None:
+    """/tokenize with messages gives the tokens of the chat. A template in the request is another prompt: vLLM's matter."""
+    serving = serving_tokenization.OpenAIServingTokenization
+    original = serving.create_tokenize
+    expect_parameters(original, "self", "request", "raw_request")
+    expect_source(original, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", "token_strs=token_strs")
+
+    @functools.wraps(original)
+    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
+        is_chat = isinstance(request, serving_tokenization.TokenizeChatRequest) and not request.chat_template
+        if not is_chat or getattr(self.model_config.hf_config, "model_type", None) != MODEL_TYPE:
+            return await original(self, request, raw_request)
+        refused = await self._check_model(request)
+        if refused is not None:
+            return refused
+        try:
+            if request.continue_final_message:
+                raise ConversationError(
+                    "continue_final_message must be false: harmony ends every message, and gpt-oss begins a new one",
+                    "continue_final_message",
+                )
+            effort = (request.chat_template_kwargs or {}).get("reasoning_effort")
+            messages = conversation(request.messages, tools=request.tools or (), effort=effort)
+            token_ids = await _encode(messages, None, request.add_generation_prompt)
+        except (ValueError, TypeError) as error:
+            return _refusal(self, error)
+        token_strs = None
+        if request.return_token_strs:
+            token_strs = (await self.engine_client.get_tokenizer()).convert_ids_to_tokens(token_ids)
+        return serving_tokenization.TokenizeResponse(
+            tokens=token_ids, token_strs=token_strs, count=len(token_ids), max_model_len=self.max_model_len
+        )
+
+    replace(serving, "create_tokenize", create_tokenize)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.harmony.encoding import text_tokenizer
 from npu_gptoss.model import vocabulary
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
@@ -29,6 +30,14 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 CACHE_VARIABLE = "TIKTOKEN_RS_CACHE_DIR"  # openai-harmony's own cache of downloads …
 CACHED_FILE = "fb374d419588a4632f3f557e76b4b70aebbca790"  # … and the file's name in there, the SHA-1 of its address
+
+
+_served: list[Path | None] = [None]
+
+
+def served_directory() -> Path | None:
+    """Where the files of the served gpt-oss lie, once a server's object was made for it."""
+    return _served[0]
 
 
 def checkpoint_directory(model_config: ModelConfig) -> Path | None:
@@ -96,17 +105,18 @@ def install(serving_engine: ModuleType) -> None:
     expect_parameters(original_init, "self", "engine_client", "model_config")
     original_get = harmony_utils.get_encoding
     expect_source(original_get, "if _harmony_encoding is None:", "load_harmony_encoding(")
-    served: list[Path | None] = [None]
 
     @functools.wraps(original_init)
     def __init__(self, engine_client: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
         if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
-            served[0] = checkpoint_directory(model_config)
+            _served[0] = checkpoint_directory(model_config)
+            if _served[0] is not None:
+                text_tokenizer(_served[0])  # seconds, which are the start's and not the first request's
         original_init(self, engine_client, model_config, *args, **kwargs)
 
     def get_encoding() -> Any:
         if harmony_utils._harmony_encoding is None:
-            provide_vocabulary(served[0])
+            provide_vocabulary(_served[0])
             try:
                 return original_get()
             except Exception as error:

@@ -12,8 +12,8 @@ from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, respond
 
 pytestmark = pytest.mark.serving
 
-CHAT = ("chat-prompt", "harmony-parser")
-RESPONSES = ("responses-prompt", "harmony-parser")
+CHAT = ("harmony-rendering", "chat-prompt", "harmony-parser")
+RESPONSES = ("harmony-rendering", "responses-prompt", "harmony-parser")
 USER = {"role": "user", "content": "Hello"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 RESULT = "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>20 degrees<|end|>"

@@ -1,0 +1,99 @@
+"""A prompt that the model's context cannot hold is refused in the words and with the code that clients look for.
+
+vLLM 0.11.0 answers a chat that is too long with "max_tokens must be at least 1, got -874", so that clients which
+shorten the history fail; names the context less max_tokens as the model's context on /v1/completions; encodes a text of
+any length before it looks; and logs each refusal with a traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from http import HTTPStatus
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.harmony.encoding import check_characters, check_length
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+
+CODE = "context_length_exceeded"
+BEGINNING = "This model's maximum context length is "
+# the class that refuses -> the field that is too long
+PARAMS = {"OpenAIServingChat": "messages", "OpenAIServingResponses": "input", "OpenAIServingCompletion": "prompt"}
+REFUSAL = "Error in preprocessing prompt inputs"  # what vLLM logs, with a traceback
+APIS = ("chat", "completion", "responses", "tokenization")
+
+
+class OneLine(logging.Filter):
+    """A client's mistake is one line of the log. A TypeError or RuntimeError keeps its traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if record.msg == REFUSAL and isinstance(error, ValueError):
+            said = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(error)[:400])
+            record.msg, record.args, record.exc_info = "A request was refused: %s", (said,), None
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+
+def install(serving_engine: ModuleType) -> None:
+    from pydantic import model_serializer
+    from vllm.entrypoints.openai import protocol
+    from vllm.entrypoints.renderer import CompletionRenderer
+
+    serving = serving_engine.OpenAIServing
+    original = serving.create_error_response
+    original_tokenize, original_prompt = CompletionRenderer._tokenize, CompletionRenderer._create_tokens_prompt
+    expect_parameters(original, "self", "message", "err_type", "status_code")
+    expect_parameters(original_tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
+    expect_parameters(original_prompt, "self", "token_ids", "max_length")
+    expect_source(original_prompt, "This model's maximum context length is {max_length} tokens.")
+
+    class ContextLengthInfo(protocol.ErrorInfo):
+        """`code` is the HTTP status for vLLM, and OpenAI's word for the client."""
+
+        @model_serializer(mode="wrap")
+        def _with_code(self, handler: Any) -> dict[str, Any]:
+            return {**handler(self), "code": CODE}
+
+    class ContextLengthResponse(protocol.ErrorResponse):
+        error: ContextLengthInfo
+
+    @functools.wraps(original)
+    def create_error_response(
+        self,
+        message: str,
+        err_type: str = "BadRequestError",
+        status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
+    ) -> protocol.ErrorResponse:
+        response = original(self, message, err_type, status_code)
+        if not message.startswith(BEGINNING):
+            return response
+        fields = {"type": "invalid_request_error", "param": PARAMS.get(type(self).__name__)}
+        info = ContextLengthInfo(message=message.removesuffix(" None"), code=response.error.code, **fields)
+        return ContextLengthResponse(error=info)
+
+    @functools.wraps(original_tokenize)
+    async def _tokenize(
+        self, text: str, max_length: int | None, truncate_prompt_tokens: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if max_length is not None and truncate_prompt_tokens is None:
+            check_characters(self.model_config.max_model_len, len(text))
+        return await original_tokenize(self, text, max_length, truncate_prompt_tokens, *args, **kwargs)
+
+    @functools.wraps(original_prompt)
+    def _create_tokens_prompt(
+        self, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if max_length is not None:  # the context less max_tokens
+            limit = self.model_config.max_model_len
+            check_length(limit, len(token_ids), limit - max_length)
+        return original_prompt(self, token_ids, None, *args, **kwargs)
+
+    replace(serving, "create_error_response", create_error_response)
+    replace(CompletionRenderer, "_tokenize", _tokenize)
+    replace(CompletionRenderer, "_create_tokens_prompt", _create_tokens_prompt)
+    for name in APIS:
+        logger = logging.getLogger(f"vllm.entrypoints.openai.serving_{name}")
+        if not any(isinstance(known, OneLine) for known in logger.filters):
+            logger.addFilter(OneLine())
