@@ -1,7 +1,7 @@
-"""A chat as harmony text, in plain Python: the turns that vLLM renders for a chat request, with its known variations.
+"""The chats of the tiny trained checkpoint as harmony text, with the variations of servers: for its training only.
 
-Used where the prompts of the tiny trained checkpoint are made and scored, so that neither needs openai-harmony. The
-format's definition is the harmony document; tests compare this rendering with openai-harmony's, token for token.
+What servers and engine send is written by `npu_gptoss/harmony`; tests hold the default of this against it, and every
+variation against openai-harmony, token for token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TYPES = {"integer": "number", "number": "number", "string": "string", "boolean"
 
 @dataclass(frozen=True)
 class Style:
-    """How a server renders what the format leaves open. The default is vLLM 0.11.0 with this package's fixes."""
+    """How a server renders what the format leaves open. The default is what `npu_gptoss.harmony` writes."""
 
     date: str = "2026-01-02"
     empty_developer: bool = False  # stock vLLM 0.11.0 writes a developer turn that says nothing
-    commentary: bool = False  # is `commentary` among the valid channels? vLLM 0.11.0 leaves it out in chat requests
+    commentary: bool = True  # is `commentary` among the valid channels? vLLM 0.11.0 leaves it out in chat requests
     tool_author: str = "functions.{name} to=assistant"  # stock vLLM 0.11.0 writes `functions.`
-    final_channel: bool = False  # do earlier answers carry their channel? vLLM 0.11.0 drops it
+    final_channel: bool = True  # do earlier answers carry their channel? vLLM 0.11.0 drops it
 
 
 @dataclass(frozen=True)

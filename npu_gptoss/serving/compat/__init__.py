@@ -42,6 +42,7 @@ _API_SERVER = "vllm.entrypoints.openai.api_server"
 _PROTOCOL = "vllm.entrypoints.openai.protocol"
 _PROCESSOR = "vllm.v1.engine.processor"
 _RESPONSES = "vllm.entrypoints.openai.serving_responses"
+_PROTOCOL = "vllm.entrypoints.openai.protocol"
 _TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
 _REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 _TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
@@ -424,6 +425,15 @@ PATCHES: tuple[Patch, ...] = (
         ),
         installer="prompt:install_rendering",
         upstream="openai/harmony issue 79 (open)",
+    ),
+    Patch(
+        name="effort-words",
+        reason="The reasoning effort `minimal`, which clients of newer models send, is refused by chat and an internal "
+        "error of /v1/responses.",
+        module=_PROTOCOL,
+        touches=(f"{_PROTOCOL}:ChatCompletionRequest",),
+        installer="prompt:install_effort",
+        upstream="none found",
     ),
     Patch(
         name="tokenize-prompt",

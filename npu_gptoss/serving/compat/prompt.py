@@ -1,4 +1,4 @@
-"""The server's prompts come from `npu_gptoss.harmony`, as the engine's do, and long ones are encoded beside the event loop.
+"""The server's prompts come from `npu_gptoss.harmony`, as the engine's do; long ones are encoded in a thread.
 
 vLLM 0.11.0 renders a system message as a second `system` turn and an empty developer turn in every chat, loses the name
 of the function whose result it renders, leaves the channel out of earlier answers, drops earlier reasoning, and tells
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from openai.types.responses import ResponseFunctionToolCall
 from openai_harmony import Message
@@ -32,7 +32,7 @@ from npu_gptoss.harmony.conversation import (
 from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat import vocabulary
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ErrorResponse, ResponsesRequest
@@ -235,7 +235,7 @@ def install_responses(serving_responses: ModuleType) -> None:
 
 
 def install_tokenize(serving_tokenization: ModuleType) -> None:
-    """/tokenize with messages gives the tokens of the chat. A template in the request is another prompt: vLLM's matter."""
+    """/tokenize with messages gives the tokens of the chat, unless the request has a template of its own."""
     serving = serving_tokenization.OpenAIServingTokenization
     original = serving.create_tokenize
     expect_parameters(original, "self", "request", "raw_request")
@@ -268,3 +268,22 @@ def install_tokenize(serving_tokenization: ModuleType) -> None:
         )
 
     replace(serving, "create_tokenize", create_tokenize)
+
+
+def install_effort(protocol: ModuleType) -> None:
+    """`minimal`, which clients of newer models send, is low; another word is refused with the three that there are."""
+    from pydantic import BeforeValidator
+
+    original = protocol.ChatCompletionRequest
+    field = original.model_fields["reasoning_effort"]
+    if field.default is not None or "minimal" in str(field.annotation):
+        raise Mismatch(f"ChatCompletionRequest.reasoning_effort is {field.annotation}; is it repaired already?")
+
+    def effort(word: Any) -> Any:
+        return None if word is None else reasoning_effort(word)
+
+    class ChatCompletionRequest(original):
+        reasoning_effort: Annotated[field.annotation, BeforeValidator(effort)] = None
+
+    ChatCompletionRequest.__module__, ChatCompletionRequest.__qualname__ = original.__module__, original.__qualname__
+    replace(protocol, "ChatCompletionRequest", ChatCompletionRequest)

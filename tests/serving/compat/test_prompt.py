@@ -83,12 +83,12 @@ def test_instructions_and_tools_share_one_developer_turn(patched, rendered):
     )
 
 
-def test_the_model_is_told_of_the_commentary_channel_when_it_has_tools(patched, rendered):
+def test_the_model_is_told_of_the_commentary_channel_with_tools_and_without(patched, rendered):
     with patched():
         assert "# Valid channels: analysis, final." in rendered(chat, tools=[WEATHER])[1]
     with patched(*CHAT):
         assert "# Valid channels: analysis, commentary, final." in rendered(chat, tools=[WEATHER])[1]
-        assert "# Valid channels: analysis, final." in rendered(chat)[1]
+        assert "# Valid channels: analysis, commentary, final." in rendered(chat)[1]
 
 
 def test_a_later_system_message_stays_where_it_is(patched, rendered):
@@ -205,7 +205,7 @@ def test_tools_are_hidden_when_the_server_is_told_to_and_none_is_chosen(patched,
     ("message", "expected"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "a part of type 'image_url'"),
-        ({"role": "narrator", "content": "Once"}, "the role 'narrator'; expected system, developer, user, assistant"),
+        ({"role": "narrator", "content": "Once"}, "needs a role of system, developer, user, assistant"),
     ],
 )
 def test_what_gpt_oss_cannot_read_is_refused_in_words(patched, rendered, message, expected):
