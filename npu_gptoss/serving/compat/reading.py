@@ -146,7 +146,7 @@ class TolerantParser(StreamableParser):
 
     def _read_header_text(self, text: str) -> bool:
         channel = re.search(r"<\|channel\|>\W*(analysis|commentary|final)\b", text)
-        recipient = re.search(r"\bto=([\w.-]+)", text)
+        recipient = re.search(r"\bto=([\w.-]{1,256})", text)
         if re.match(r"\s*(user|system|developer|tool)\b", text) or not (channel or recipient):
             logger.debug("harmony: a message is dropped because its header cannot be read: %r", text)
             return False
