@@ -64,7 +64,7 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         "messages": [user(), answer("Sunny."), system("Be brief."), system("And kind."), user()]
     },
     "an answer": {"messages": [user(), answer("Sunny."), user("And now?")]},
-    "parts": {"messages": [user([{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}])]},
+    "parts": {"messages": [user([{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}])]},
     "tools": {"messages": [user()], "tools": [WEATHER]},
     "tools and instructions": {"messages": [system("Be brief."), user()], "tools": [WEATHER, NOW]},
     "a call": {"messages": [user(), call(), result()], "tools": [WEATHER]},
