@@ -234,6 +234,17 @@ def response_item(item: Any, names: dict[str, str]) -> list[Message]:
     raise ConversationError(f"Unknown input type: {kind!r:.80}", "input")
 
 
+def with_preambles(messages: Iterable[Message]) -> list[Message]:
+    """A Responses item does not say whether it was an answer or came before a call; one that a call follows did."""
+    found: list[Message] = []
+    for message in messages:
+        is_call = message.author.role is Role.ASSISTANT and message.recipient is not None
+        if is_call and found and found[-1].channel == "final":
+            found[-1] = found[-1].model_copy(update={"channel": "commentary"})
+        found.append(message)
+    return found
+
+
 def said(text: str, channel: str) -> Message:
     return Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
 

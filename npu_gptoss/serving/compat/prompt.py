@@ -28,6 +28,7 @@ from npu_gptoss.harmony.conversation import (
     join_developer_turns,
     reasoning_effort,
     response_item,
+    with_preambles,
 )
 from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
@@ -212,7 +213,7 @@ def install_responses(serving_responses: ModuleType) -> None:
         else:
             messages = original(self, request.model_copy(update={"instructions": None}), None)
             messages.insert(1, developer_message(request.instructions))
-        return join_developer_turns(message for message in messages if message is not None)
+        return join_developer_turns(with_preambles(message for message in messages if message is not None))
 
     @functools.wraps(original_create)
     async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
