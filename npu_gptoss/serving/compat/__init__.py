@@ -430,7 +430,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="The reasoning effort `minimal`, which clients of newer models send, is refused by chat and an internal "
         "error of /v1/responses.",
         module=_PROTOCOL,
-        touches=(f"{_PROTOCOL}:ChatCompletionRequest",),
+        touches=(f"{_PROTOCOL}:ChatCompletionRequest.__pydantic_fields__",),
         installer="prompt:install_effort",
         upstream="none found",
     ),

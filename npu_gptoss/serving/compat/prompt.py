@@ -14,9 +14,10 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import ResponseFunctionToolCall
 from openai_harmony import Message
@@ -271,20 +272,24 @@ def install_tokenize(serving_tokenization: ModuleType) -> None:
     replace(serving, "create_tokenize", create_tokenize)
 
 
+class _Fields(dict):
+    """The fields of a request; a class, so that `replace` can note what it replaced."""
+
+
 def install_effort(protocol: ModuleType) -> None:
     """`minimal`, which clients of newer models send, is low; another word is refused with the three that there are."""
     from pydantic import BeforeValidator
 
-    original = protocol.ChatCompletionRequest
-    field = original.model_fields["reasoning_effort"]
-    if field.default is not None or "minimal" in str(field.annotation):
+    chat = protocol.ChatCompletionRequest
+    fields = vars(chat)["__pydantic_fields__"]
+    field = fields["reasoning_effort"]
+    if "minimal" in str(field.annotation):
         raise Mismatch(f"ChatCompletionRequest.reasoning_effort is {field.annotation}; is it repaired already?")
 
     def effort(word: Any) -> Any:
         return None if word is None else reasoning_effort(word)
 
-    class ChatCompletionRequest(original):
-        reasoning_effort: Annotated[field.annotation, BeforeValidator(effort)] = None
-
-    ChatCompletionRequest.__module__, ChatCompletionRequest.__qualname__ = original.__module__, original.__qualname__
-    replace(protocol, "ChatCompletionRequest", ChatCompletionRequest)
+    repaired = copy(field)
+    repaired.metadata = [*field.metadata, BeforeValidator(effort)]
+    replace(chat, "__pydantic_fields__", _Fields(fields | {"reasoning_effort": repaired}))
+    chat.model_rebuild(force=True)
