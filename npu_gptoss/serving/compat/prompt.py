@@ -35,6 +35,7 @@ from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat import vocabulary
 from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.tools import allowed_tools
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ErrorResponse, ResponsesRequest
@@ -85,7 +86,9 @@ def _refusal(serving: Any, error: Exception) -> ErrorResponse:
 
 def _prepared_messages(request: Any) -> list[Message] | None:
     prepared = _prepared.get()
-    return prepared.messages if prepared is not None and prepared.request is request else None
+    if prepared is None or prepared.request.request_id != request.request_id:  # by id: it may be a copy
+        return None
+    return prepared.messages
 
 
 def install_rendering(harmony_utils: ModuleType) -> None:
@@ -225,7 +228,8 @@ def install_responses(serving_responses: ModuleType) -> None:
                 if request.reasoning is not None:
                     effort = reasoning_effort(request.reasoning.effort, "reasoning.effort")
                     request.reasoning = request.reasoning.model_copy(update={"effort": effort})
-                messages = self._construct_input_messages_with_harmony(request, previous)
+                shown = request.model_copy(update={"tools": allowed_tools(request)})
+                messages = self._construct_input_messages_with_harmony(shown, previous)
                 await _prepare(self, request, messages, request.max_output_tokens)
             except (ValueError, TypeError) as error:
                 return _refusal(self, error)

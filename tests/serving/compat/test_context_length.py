@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from typing import Any
 
@@ -122,19 +123,24 @@ def test_a_completion_is_refused_with_the_models_context_not_what_is_left_of_it(
     assert all(number in str(refusal.value) for number in numbers)
 
 
-def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, engine, monkeypatch, request):
-    """1 MB takes a second or more; the event loop must turn meanwhile, as /health needs it."""
-    from npu_gptoss.harmony.encoding import text_tokenizer
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, engine, monkeypatch, tmp_path, api):
+    """The event loop must turn meanwhile, as /health needs it, and with every patch in: some copy the request."""
+    from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
     from npu_gptoss.model.tokenizer_files import write_tokenizer_files
     from npu_gptoss.serving.compat import vocabulary
+    from tests.serving.compat.conftest import HERE
 
-    directory = request.getfixturevalue("tmp_path")
-    write_tokenizer_files(directory)
-    text_tokenizer(directory)
-    monkeypatch.setattr(vocabulary, "_served", [directory])
+    write_tokenizer_files(tmp_path)
+    text_tokenizer(tmp_path)
+    monkeypatch.setattr(vocabulary, "_served", [tmp_path])
     gaps: list[float] = []
+    encoded = []
+    original = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(threading.get_ident()) or original(*args))
 
-    async def watched() -> Any:
+    async def watched() -> None:
         from vllm.entrypoints.openai import protocol
 
         async def beat() -> None:
@@ -144,18 +150,25 @@ def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, eng
                 gaps.append(time.monotonic() - last)
                 last = time.monotonic()
 
-        fields = {"messages": [{"role": "user", "content": "a word, and more " * 20_000}]}
-        chat = protocol.ChatCompletionRequest.model_validate({"model": "gpt-oss"} | fields)
-        serving = fake_engine.chat_serving(engine)
+        text = "a word, and more " * 20_000
+        if api == "chat":
+            serving = fake_engine.chat_serving(engine)
+            fields = {"model": "gpt-oss", "messages": [{"role": "user", "content": text}]}
+            asked = serving.create_chat_completion(protocol.ChatCompletionRequest.model_validate(fields))
+        else:
+            serving = fake_engine.responses_serving(engine)
+            asked = serving.create_responses(
+                protocol.ResponsesRequest.model_validate({"model": "gpt-oss", "input": text})
+            )
         monkeypatch.setattr(serving, "max_model_len", 131_072)
         beating = asyncio.create_task(beat())
         await asyncio.sleep(0.05)
-        start = time.monotonic()
-        await serving.create_chat_completion(chat)
+        await asked
         beating.cancel()
-        return time.monotonic() - start
 
-    with patched(*PATCHES):
-        seconds = asyncio.run(watched())
-    assert max(gaps) < 0.5, f"the loop stood still for {max(gaps):.2f} of {seconds:.2f} s"
-    assert len(gaps) > 10
+    with patched(*(patch.name for patch in HERE if patch.name != "harmony-vocabulary")):
+        asyncio.run(watched())
+    assert len(engine.prompts[0]) > 80_000
+    assert len(encoded) == 1, "the prompt was encoded again where vLLM asks for it"
+    assert encoded[0] != threading.get_ident()
+    assert max(gaps) < 0.5, f"the loop stood still for {max(gaps):.2f} s"
