@@ -60,7 +60,8 @@ def servers(here: Machine) -> list[Server]:
             words = tuple((folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0"))
         except OSError:  # it has ended
             continue
-        if not _serves(words):
+        # a process that a server has forked keeps its command
+        if not _serves(words) or any(words == server.words for server in found):
             continue
         try:
             text = (folder / "environ").read_bytes().decode(errors="replace")

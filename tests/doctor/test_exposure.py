@@ -55,6 +55,11 @@ def test_a_server_for_this_machine_alone_is_well(tmp_path: Path) -> None:
     only(exposure.exposure(here), "ok", "this machine alone")
 
 
+def test_a_server_and_its_processes_are_told_once(tmp_path: Path) -> None:
+    here = running(running(machine(tmp_path), "--port", "8123"), "--port", "8123", pid=8)
+    only(exposure.exposure(here), "warning", "process 7")
+
+
 def test_programs_that_start_a_server_or_name_one_are_none(tmp_path: Path) -> None:
     here = running(machine(tmp_path), program=("env", "A=1", "vllm"))
     running(here, program=("grep", "vllm"), pid=8)
