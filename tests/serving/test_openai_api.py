@@ -224,16 +224,45 @@ def test_a_client_that_leaves_frees_its_request(client: OpenAI, server: Server) 
 
 
 def test_an_overlong_prompt_is_the_clients_error(client: OpenAI, server: Server) -> None:
+    """Every API says it in the words and with the code by which clients know to shorten the conversation."""
     import openai
 
-    words = "word " * (MAX_LEN + 10)
-    with pytest.raises(openai.BadRequestError):
-        chat(client, user(words))
-    with pytest.raises(openai.BadRequestError):
-        client.responses.create(model="gpt-oss-tiny", input=words)
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.completions.create(model="gpt-oss-tiny", prompt=[1] * (MAX_LEN + 10), max_tokens=1)
+    model, words = "gpt-oss-tiny", "word " * (MAX_LEN + 10)
+    logged = len(server.log.read_text())
+    asked = (
+        lambda text, most: client.chat.completions.create(model=model, messages=[user(text)], max_tokens=most),
+        lambda text, most: client.chat.completions.create(
+            model=model, messages=[user(text)], max_tokens=most, stream=True
+        ),
+        lambda text, most: client.responses.create(model=model, input=text, max_output_tokens=most),
+        lambda text, most: client.completions.create(model=model, prompt=text, max_tokens=most),
+        lambda text, most: client.post(
+            f"{server.url}/invocations", body={"messages": [user(text)], "max_tokens": most}, cast_to=object
+        ),
+    )
+    for ask in asked:
+        for text, most in ((words, 5), ("Hi", MAX_LEN), (" " * (128 * MAX_LEN + 1), 5)):
+            with pytest.raises(openai.BadRequestError, match=f"maximum context length is {MAX_LEN} tokens") as refusal:
+                ask(text, most)
+            assert refusal.value.code == "context_length_exceeded"
+    assert "Traceback" not in server.log.read_text()[logged:]
     assert server.is_alive()
+
+
+def test_health_answers_while_a_long_prompt_is_read(client: OpenAI, server: Server) -> None:
+    """Runs of one character, for which openai-harmony's tokenizer would need minutes."""
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(lambda: chat(client, user("-" * (127 * MAX_LEN)))) for _ in range(4)]
+        waits = []
+        while not all(answer.done() for answer in asked):
+            start = time.monotonic()
+            assert server.is_alive()
+            waits.append(time.monotonic() - start)
+            time.sleep(0.02)
+        for answer in asked:
+            with pytest.raises(Exception, match="maximum context length"):
+                answer.result()
+    assert max(waits) < 1.0, f"/health waited {max(waits):.2f} s"
 
 
 @pytest.mark.parametrize(
