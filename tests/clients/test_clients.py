@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.setup_clients import YEARS, venv
+from tests.clients.places import YEARS, venv
 from tests.serving.server import Server
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.setup_clients import venv
+from tests.clients.places import venv
 from tests.serving.server import Server, serve
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]

@@ -67,6 +67,8 @@ RULES = (
     Rule(r"(?:\w+=\S+ )?docker .*", needs("Docker")),
     Rule(r"docker/run-910b\.sh .*", ON_A_910B),
     Rule(r"read -rs \w+ && export \w+", needs("a 910B", "Docker")),
+    Rule(r"make soak SOAK=.*", needs("hours")),
+    Rule(r"make test-clients.*", needs("the network")),
     # set-up and tests: what CI itself starts
     Rule(r"make (?:test|check|setup|setup-emulated|setup-evalscope|docs)(?: setup-\w+)*", CI),
     Rule(r'make test PYTEST_ARGS="[^"]*"', CI),

@@ -1,0 +1,36 @@
+"""Write the soak's table of docs/reliability.md from its records; without --write, say whether it fits.
+
+python scripts/soak_page.py --write
+
+`make soak` leaves a record of each run in outputs/soak; those that the page tells of are in docs/benchmarks/soak.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.page_tables import ROOT, Tables
+from tests.soak import report
+
+PAGE = "docs/reliability.md"
+FOLDER = ROOT / "docs/benchmarks/soak"
+
+
+def soaked(folder: Path = FOLDER) -> str:
+    found = report.load(folder)
+    return "\n" + (report.table(found) if found else "No full run has been recorded yet.")
+
+
+TABLES = Tables(script="scripts/soak_page.py", page=PAGE, tables={"soak": soaked})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return TABLES.main(__doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
