@@ -8,6 +8,7 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
+from runner import equal
 
 APIS = (False, True)  # use_responses_api
 
@@ -45,12 +46,12 @@ def whole(stream):
 
 def case_both_apis_answer(url, model):
     for responses in APIS:
-        assert text(llm(url, model, responses).invoke("What is 3 + 4?")) == "3 + 4 = 7.", responses
+        equal(text(llm(url, model, responses).invoke("What is 3 + 4?")), "3 + 4 = 7.", responses)
 
 
 def case_both_apis_stream(url, model):
     for responses in APIS:
-        assert text(whole(llm(url, model, responses).stream("What is 3 + 4?"))) == "3 + 4 = 7.", responses
+        equal(text(whole(llm(url, model, responses).stream("What is 3 + 4?"))), "3 + 4 = 7.", responses)
 
 
 def case_both_apis_run_a_tool(url, model):
@@ -59,16 +60,16 @@ def case_both_apis_run_a_tool(url, model):
         bound = llm(url, model, responses).bind_tools([get_weather])
         asked = bound.invoke([question])
         (call,) = asked.tool_calls
-        assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"}), responses
+        equal((call["name"], call["args"]), ("get_weather", {"city": "Paris"}), responses)
         result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-        assert text(bound.invoke([question, asked, result])) == "It is 21 degrees in Paris.", responses
+        equal(text(bound.invoke([question, asked, result])), "It is 21 degrees in Paris.", responses)
 
 
 def case_both_apis_stream_a_call(url, model):
     for responses in APIS:
         bound = llm(url, model, responses).bind_tools([get_weather])
         total = whole(bound.stream("What is the weather in Paris?"))
-        assert [call["args"] for call in total.tool_calls] == [{"city": "Paris"}], responses
+        equal([call["args"] for call in total.tool_calls], [{"city": "Paris"}], responses)
 
 
 def case_both_apis_are_forced_to_call(url, model):
@@ -76,7 +77,7 @@ def case_both_apis_are_forced_to_call(url, model):
         for choice in ("any", "get_weather"):
             bound = llm(url, model, responses).bind_tools([get_weather], tool_choice=choice)
             calls = bound.invoke("What is the weather in Paris?").tool_calls
-            assert [call["args"] for call in calls] == [{"city": "Paris"}], (responses, choice)
+            equal([call["args"] for call in calls], [{"city": "Paris"}], (responses, choice))
 
 
 def case_both_apis_give_structured_output(url, model):

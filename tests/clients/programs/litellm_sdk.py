@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import litellm
+from runner import equal
 
 litellm.suppress_debug_info = True
 litellm.telemetry = False
@@ -31,13 +32,13 @@ def ask(url, model, text="What is 3 + 4?", **options):
 
 def case_it_answers_and_thinks(url, model):
     message = ask(url, model).choices[0].message
-    assert message.content == "3 + 4 = 7."
+    equal(message.content, "3 + 4 = 7.")
     assert message.reasoning_content
 
 
 def case_it_streams(url, model):
     chunks = list(ask(url, model, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "3 + 4 = 7."
+    equal("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), "3 + 4 = 7.")
     assert any(getattr(c.choices[0].delta, "reasoning_content", None) for c in chunks if c.choices)
 
 
@@ -48,21 +49,21 @@ def case_a_tool_without_description_is_taken(url, model):
 def case_a_tool_is_called_whole_and_streamed(url, model):
     options = {"text": "What is the weather in Paris?", "tools": DESCRIBED}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    equal(json.loads(call.function.arguments), {"city": "Paris"})
     chunks = list(ask(url, model, stream=True, **options))
     again = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
-    assert [json.loads(one.function.arguments) for one in again] == [{"city": "Paris"}]
+    equal([json.loads(one.function.arguments) for one in again], [{"city": "Paris"}])
 
 
 def case_a_forced_tool_is_called(url, model):
     options = {"text": "What is the weather in Paris?", "tools": DESCRIBED, "tool_choice": "required"}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    equal(json.loads(call.function.arguments), {"city": "Paris"})
 
 
 def case_structured_output_follows_the_schema(url, model):
     form = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA, "strict": True}}
-    assert set(json.loads(ask(url, model, response_format=form).choices[0].message.content)) == {"season", "even"}
+    equal(set(json.loads(ask(url, model, response_format=form).choices[0].message.content)), {"season", "even"})
 
 
 def responses(url, model, text, **options):
@@ -81,7 +82,7 @@ def case_responses_stream_a_call(url, model):
     events = list(responses(url, model, "What is the weather in Paris?", tools=tools, stream=True))
     wanted = "response.function_call_arguments.delta"
     deltas = [e.delta for e in events if str(getattr(e.type, "value", e.type)) == wanted]
-    assert json.loads("".join(deltas)) == {"city": "Paris"}
+    equal(json.loads("".join(deltas)), {"city": "Paris"})
 
 
 def case_an_overlong_prompt_is_recognised(url, model):

@@ -15,6 +15,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from pydantic import BaseModel
+from runner import equal
 
 set_tracing_disabled(True)
 KINDS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
@@ -45,23 +46,23 @@ def agent(kind, url, model, **options) -> tuple[Agent, list[str]]:
 async def case_both_models_answer(url, model):
     for kind in KINDS:
         result = await Runner.run(agent(kind, url, model)[0], "What is 3 + 4?")
-        assert result.final_output == "3 + 4 = 7.", (kind, result.final_output)
+        equal(result.final_output, "3 + 4 = 7.", (kind, result.final_output))
 
 
 async def case_both_models_stream(url, model):
     for kind in KINDS:
         result = Runner.run_streamed(agent(kind, url, model)[0], "What is 3 + 4?")
         data = [getattr(event, "data", None) async for event in result.stream_events()]
-        assert result.final_output == "3 + 4 = 7.", (kind, result.final_output)
+        equal(result.final_output, "3 + 4 = 7.", (kind, result.final_output))
         deltas = [one.delta for one in data if getattr(one, "type", "") == "response.output_text.delta"]
-        assert "".join(deltas) == "3 + 4 = 7.", (kind, deltas)
+        equal("".join(deltas), "3 + 4 = 7.", (kind, deltas))
 
 
 async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True)
         result = await Runner.run(one, "What is the weather in Paris?", max_turns=4)
-        assert (called, result.final_output) == (["Paris"], "It is 21 degrees in Paris."), kind
+        equal((called, result.final_output), (["Paris"], "It is 21 degrees in Paris."), kind)
 
 
 async def case_both_models_use_a_tool_streamed(url, model):
@@ -70,7 +71,7 @@ async def case_both_models_use_a_tool_streamed(url, model):
         result = Runner.run_streamed(one, "What is the weather in Paris?", max_turns=4)
         async for _ in result.stream_events():
             pass
-        assert (called, result.final_output) == (["Paris"], "It is 21 degrees in Paris."), kind
+        equal((called, result.final_output), (["Paris"], "It is 21 degrees in Paris."), kind)
 
 
 async def case_both_models_obey_a_forced_tool(url, model):
@@ -78,7 +79,7 @@ async def case_both_models_obey_a_forced_tool(url, model):
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True, model_settings=forced)
         await Runner.run(one, "What is the weather in Paris?", max_turns=4)
-        assert called[:1] == ["Paris"], kind
+        equal(called[:1], ["Paris"], kind)
 
 
 async def case_both_models_give_structured_output(url, model):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from openai import OpenAI
 from pydantic import BaseModel
+from runner import equal
 
 SUM, ANSWER = "What is 3 + 4?", "3 + 4 = 7."
 WEATHER = "What is the weather in Paris?"
@@ -46,7 +47,7 @@ def joined(chunks, name):
 
 def case_chat_answers_with_both_names_of_reasoning(url, model):
     message = chat(url, model).choices[0].message
-    assert message.content == ANSWER
+    equal(message.content, ANSWER)
     assert message.reasoning == message.reasoning_content
     assert message.reasoning
 
@@ -65,26 +66,26 @@ def case_the_stream_helper_ends_with_the_message(url, model):
     with helper(model=model, messages=[{"role": "user", "content": SUM}], temperature=0, max_tokens=200) as stream:
         for _ in stream:
             pass
-        assert stream.get_final_completion().choices[0].message.content == ANSWER
+        equal(stream.get_final_completion().choices[0].message.content, ANSWER)
 
 
 def case_a_tool_is_called_and_answered(url, model):
     messages = [{"role": "user", "content": WEATHER}]
     asked = chat(url, model, messages=messages, tools=TOOLS).choices[0]
     (call,) = asked.message.tool_calls
-    assert (asked.finish_reason, json.loads(call.function.arguments)) == ("tool_calls", {"city": "Paris"})
+    equal((asked.finish_reason, json.loads(call.function.arguments)), ("tool_calls", {"city": "Paris"}))
     messages += [
         asked.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'},
     ]
-    assert chat(url, model, messages=messages, tools=TOOLS).choices[0].message.content == "It is 21 degrees in Paris."
+    equal(chat(url, model, messages=messages, tools=TOOLS).choices[0].message.content, "It is 21 degrees in Paris.")
 
 
 def case_a_streamed_call_has_the_same_arguments(url, model):
     (call,) = chat(url, model, WEATHER, tools=TOOLS).choices[0].message.tool_calls
     chunks = chat(url, model, WEATHER, tools=TOOLS, stream=True)
     pieces = [p for chunk in chunks for choice in chunk.choices for p in choice.delta.tool_calls or []]
-    assert [p.function.name for p in pieces if p.function.name] == ["get_weather"]
+    equal([p.function.name for p in pieces if p.function.name], ["get_weather"])
     assert len({p.index for p in pieces}) == 1
     assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
 
@@ -100,10 +101,10 @@ def case_required_and_named_calls_have_their_shape(url, model):
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         whole = chat(url, model, WEATHER, tools=TOOLS, tool_choice=choice).choices[0]
         (call,) = whole.message.tool_calls
-        assert json.loads(call.function.arguments) == {"city": "Paris"}
+        equal(json.loads(call.function.arguments), {"city": "Paris"})
         chunks = list(chat(url, model, WEATHER, tools=TOOLS, tool_choice=choice, stream=True))
         pieces = [p for chunk in chunks for one in chunk.choices for p in one.delta.tool_calls or []]
-        assert json.loads("".join(p.function.arguments or "" for p in pieces)) == {"city": "Paris"}
+        equal(json.loads("".join(p.function.arguments or "" for p in pieces)), {"city": "Paris"})
         assert not joined(chunks, "content").strip()
 
 
@@ -122,26 +123,26 @@ def case_structured_output_is_parsed(url, model):
 
 
 def case_plain_text_may_be_asked_for_by_name(url, model):
-    assert chat(url, model, response_format={"type": "text"}).choices[0].message.content == ANSWER
+    equal(chat(url, model, response_format={"type": "text"}).choices[0].message.content, ANSWER)
 
 
 def case_completions_answer(url, model):
     text = client(url).completions.create(model=model, prompt="hello", max_tokens=4, temperature=0).choices[0]
-    assert text.finish_reason == "length"
+    equal(text.finish_reason, "length")
 
 
 def case_responses_answer(url, model):
     answer = respond(url, model)
-    assert (answer.status, answer.output_text) == ("completed", ANSWER)
+    equal((answer.status, answer.output_text), ("completed", ANSWER))
     assert next(item for item in answer.output if item.type == "reasoning").content[0].text
 
 
 def case_responses_stream_has_the_ids_of_the_final_object(url, model):
     events = list(respond(url, model, stream=True))
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == ANSWER
-    assert events[-1].type == "response.completed"
+    equal("".join(e.delta for e in events if e.type == "response.output_text.delta"), ANSWER)
+    equal(events[-1].type, "response.completed")
     done = [e.item.id for e in events if e.type == "response.output_item.done"]
-    assert done == [item.id for item in events[-1].response.output]
+    equal(done, [item.id for item in events[-1].response.output])
     assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
@@ -152,7 +153,7 @@ def case_responses_stream_a_call(url, model):
     kinds = [e.type for e in events]
     assert "response.function_call_arguments.delta" in kinds
     done = [e.item for e in events if e.type == "response.output_item.done" and e.item.type == "function_call"]
-    assert [(item.name, item.arguments) for item in done] == [(whole.name, whole.arguments)]
+    equal([(item.name, item.arguments) for item in done], [(whole.name, whole.arguments)])
     deltas = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
     assert deltas == whole.arguments
     assert done[0].call_id == events[-1].response.output[-1].call_id
@@ -163,19 +164,19 @@ def case_responses_tool_loop(url, model):
     call = next(item for item in first.output if item.type == "function_call")
     history = [{"role": "user", "content": WEATHER}, *(item.model_dump() for item in first.output)]
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'})
-    assert respond(url, model, history, tools=FLAT).output_text == "It is 21 degrees in Paris."
+    equal(respond(url, model, history, tools=FLAT).output_text, "It is 21 degrees in Paris.")
 
 
 def case_responses_force_a_call(url, model):
     for choice in ("required", {"type": "function", "name": "get_weather"}):
         answer = respond(url, model, WEATHER, tools=FLAT, tool_choice=choice)
-        assert [item.name for item in answer.output if item.type == "function_call"] == ["get_weather"]
+        equal([item.name for item in answer.output if item.type == "function_call"], ["get_weather"])
 
 
 def case_a_cut_response_is_incomplete(url, model):
     events = list(respond(url, model, stream=True, max_output_tokens=6))
-    assert events[-1].type == "response.incomplete"
-    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
+    equal(events[-1].type, "response.incomplete")
+    equal(events[-1].response.incomplete_details.reason, "max_output_tokens")
     added = [e.item.id for e in events if e.type == "response.output_item.added"]
     assert added == [e.item.id for e in events if e.type == "response.output_item.done"]
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from runner import equal
 
 KINDS = (OpenAIChatModel, OpenAIResponsesModel)
 
@@ -41,21 +42,21 @@ def with_tool(kind, url, model, **options):
 async def case_both_models_answer(url, model):
     for kind in KINDS:
         result = await agent(kind, url, model)[0].run("What is 3 + 4?")
-        assert result.output == "3 + 4 = 7.", kind
+        equal(result.output, "3 + 4 = 7.", kind)
 
 
 async def case_both_models_stream(url, model):
     for kind in KINDS:
         async with agent(kind, url, model)[0].run_stream("What is 3 + 4?") as result:
             pieces = [piece async for piece in result.stream_text(delta=True)]
-        assert "".join(pieces) == "3 + 4 = 7.", (kind, pieces)
+        equal("".join(pieces), "3 + 4 = 7.", (kind, pieces))
 
 
 async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         made, called = with_tool(kind, url, model)
         result = await made.run("What is the weather in Paris?")
-        assert (called, result.output) == (["Paris"], "It is 21 degrees in Paris."), kind
+        equal((called, result.output), (["Paris"], "It is 21 degrees in Paris."), kind)
 
 
 async def case_both_models_use_a_tool_streamed(url, model):
@@ -63,7 +64,7 @@ async def case_both_models_use_a_tool_streamed(url, model):
         made, called = with_tool(kind, url, model)
         async with made.run_stream("What is the weather in Paris?") as result:
             output = await result.get_output()
-        assert (called, output) == (["Paris"], "It is 21 degrees in Paris."), kind
+        equal((called, output), (["Paris"], "It is 21 degrees in Paris."), kind)
 
 
 async def case_both_models_give_structured_output(url, model):

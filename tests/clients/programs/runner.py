@@ -18,6 +18,11 @@ from pathlib import Path
 LIMIT = 200  # seconds for a case
 
 
+def equal(got: object, wanted: object, of: object = "") -> None:
+    """An assertion that shows both: pytest, which would, is not here."""
+    assert got == wanted, f"{of} {got!r}, not {wanted!r}"
+
+
 def main(file: str, url: str, model: str) -> None:
     os.environ |= {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": url}
     # nothing goes to anybody but the server
@@ -25,6 +30,7 @@ def main(file: str, url: str, model: str) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pydantic looks for the names in annotations
     try:
         spec.loader.exec_module(module)
     except Exception:
