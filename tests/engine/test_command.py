@@ -338,4 +338,4 @@ def test_a_bad_conversation_in_a_prompts_file_is_named(
     file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "user"}]})
     code, _, err = generate(capsys, chat_directory, "--prompts-file", file)
     assert code == 2
-    assert f"{file} line 2: message 0 (user): content must be a text" in err
+    assert f"{file} line 2: message 0 (user)" in err
