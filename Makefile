@@ -88,7 +88,7 @@ test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python 
 .PHONY: test-clients
 test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server
 	@$(SETUP_CLIENTS)
-	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
+	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients tests/scripts/test_setup_clients.py $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: setup ## thousands of honest and hostile requests to a server here (SOAK="--stack emulated --mode full --requests 3000")

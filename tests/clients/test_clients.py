@@ -102,7 +102,7 @@ def test_openai_s_compatibility_test_finds_no_invalid_answer(server: Server, str
     provider = {"apiBaseUrl": f"{server.url}/v1", "apiKey": "none", "apiType": ["responses", "chat"]}
     provider |= {"modelName": server.name, "providerDetails": {"temperature": 0}}
     (folder / "providers.ts").write_text(f"export const PROVIDERS = {json.dumps({'here': provider})};\n")
-    command = ["npx", "tsx", "index.ts", "--provider", "here", *(["--streaming"] if streaming else [])]
+    command = ["npx", "--yes", "tsx", "index.ts", "--provider", "here", *(["--streaming"] if streaming else [])]
     done = subprocess.run(command, cwd=folder, env=TRANSPORT, capture_output=True, text=True, timeout=550, check=False)
     printed = done.stdout + done.stderr
     counted = re.findall(r"Invalid (Responses|Chat Completions) API responses: (\d+) \(out of (\d+)\)", printed)

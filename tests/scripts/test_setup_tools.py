@@ -29,7 +29,7 @@ def run(script: str, venv: Path, **variables: str) -> subprocess.CompletedProces
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("script", ["setup_docs.py", "setup_evalscope.py", "setup_emulated.py"])
+@pytest.mark.parametrize("script", ["setup_docs.py", "setup_evalscope.py", "setup_emulated.py", "setup_clients.py"])
 def test_a_folder_that_it_did_not_make_is_not_touched(script: str, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     done = run(script, tmp_path, CXX=sys.executable)
