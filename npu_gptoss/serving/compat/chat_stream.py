@@ -81,6 +81,8 @@ class Choice:
                 if event.what == "begun":
                     function = DeltaFunctionCall(name=part.name, arguments="")
                     calls.append(DeltaToolCall(id=make_tool_call_id(), type="function", index=index, function=function))
+                elif event.what == "more" and calls and calls[-1].index == index:
+                    calls[-1].function.arguments += event.text  # one entry: some clients read the first alone
                 elif event.what == "more":
                     calls.append(DeltaToolCall(index=index, function=DeltaFunctionCall(arguments=event.text)))
             elif event.what == "more" and (part.kind is Kind.ANSWER or self._with_reasoning):

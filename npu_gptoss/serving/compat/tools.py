@@ -83,11 +83,16 @@ def install_definition(harmony_utils: ModuleType) -> None:
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-def forced_schema(reading: Reading, tools: Sequence[Any]) -> dict[str, Any] | None:
+def one_call_at_most(request: Any) -> bool:
+    """Whether the client has said `parallel_tool_calls: false`; vLLM 0.11.0's default for chat, false, says nothing."""
+    return request.parallel_tool_calls is False and "parallel_tool_calls" in request.model_fields_set
+
+
+def forced_schema(reading: Reading, tools: Sequence[Any], *, one: bool = False) -> dict[str, Any] | None:
     """The JSON schema of the answer that `turn.forced_calls` reads; None when no call is forced.
 
-    `tools` are functions with `name` and `parameters`. Raises ValueError for a function that is not among them, and
-    for two different definitions under one name of `$defs`.
+    `tools` are functions with `name` and `parameters`; `one`: no more than one call. Raises ValueError for a function
+    that is not among them, and for two different definitions under one name of `$defs`.
     """
     if not reading.forced:
         return None
@@ -111,7 +116,7 @@ def forced_schema(reading: Reading, tools: Sequence[Any]) -> dict[str, Any] | No
         for name, own in parameters.items()
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
-    return schema | ({"$defs": definitions} if definitions else {})
+    return schema | ({"maxItems": 1} if one else {}) | ({"$defs": definitions} if definitions else {})
 
 
 def install_schema(protocol: ModuleType) -> None:
@@ -125,11 +130,13 @@ def install_schema(protocol: ModuleType) -> None:
     def _get_json_schema_from_tool(self) -> dict[str, Any] | None:
         if self.tool_choice == "none" or self.tools is None:
             return None
-        return forced_schema(Reading(*choice_of(self.tool_choice)), [tool.function for tool in self.tools])
+        reading, tools = Reading(*choice_of(self.tool_choice)), [tool.function for tool in self.tools]
+        return forced_schema(reading, tools, one=one_call_at_most(self))
 
     @functools.wraps(original)
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        schema = forced_schema(Reading(*choice_of(self.tool_choice)), allowed_functions(self))
+        reading, tools = Reading(*choice_of(self.tool_choice)), allowed_functions(self)
+        schema = forced_schema(reading, tools, one=one_call_at_most(self))
         wants_object = self.text is not None and self.text.format is not None and self.text.format.type == "json_object"
         request = self.model_copy(update={"text": None}) if schema is not None or wants_object else self
         parameters = original(request, *args, **kwargs)

@@ -77,7 +77,7 @@ function calledRightly(result) {
 }
 
 const SUM = ['What is 3 + 4?', '3 + 4 = 7.'];
-const WEATHER = ['What is the weather in Paris?', 'It is 21 degrees in Paris.'];
+const WEATHER = ['What is the weather in Paris?', '21']; // the words are the model's own
 
 const CASES = {
   async chat_answers_with_reasoning() {
@@ -107,7 +107,7 @@ const CASES = {
     async () => {
       const { result, called } = await run(kind, WEATHER[0], { tools: true, stream });
       check(called.join() === 'Paris', `called with ${JSON.stringify(called)}`);
-      check(result.finalOutput === WEATHER[1], result.finalOutput);
+      check(result.finalOutput.includes(WEATHER[1]), result.finalOutput);
       check(calledRightly(result), 'a call that is not of the schema');
     },
   ]))),

@@ -62,7 +62,8 @@ async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True)
         result = await Runner.run(one, "What is the weather in Paris?", max_turns=4)
-        equal((called, result.final_output), (["Paris"], "It is 21 degrees in Paris."), kind)
+        equal(called, ["Paris"], kind)
+        assert "21" in result.final_output, kind
 
 
 async def case_both_models_use_a_tool_streamed(url, model):
@@ -71,7 +72,8 @@ async def case_both_models_use_a_tool_streamed(url, model):
         result = Runner.run_streamed(one, "What is the weather in Paris?", max_turns=4)
         async for _ in result.stream_events():
             pass
-        equal((called, result.final_output), (["Paris"], "It is 21 degrees in Paris."), kind)
+        equal(called, ["Paris"], kind)
+        assert "21" in result.final_output, kind
 
 
 async def case_both_models_obey_a_forced_tool(url, model):

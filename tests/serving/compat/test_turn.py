@@ -70,6 +70,15 @@ def test_a_forced_call_has_the_shape_of_a_call_streamed_too(patched, tokens, bot
         assert found == (None, None, [["get_weather", '{"city": "Rome"}']], "tool_calls")
 
 
+def test_a_delta_has_one_entry_of_a_call(patched, tokens):
+    """instructor reads the first entry of a delta: arguments in a second one were lost."""
+    with patched(*CHAT):
+        chunks = stream_chat(FakeEngine(tokens(final('{"city": "Rome"}'))), tools=[WEATHER], tool_choice=NAMED)
+    deltas = [choice["delta"].get("tool_calls", []) for chunk in chunks for choice in chunk["choices"]]
+    (entry,) = next(entries for entries in deltas if entries)
+    assert entry["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+
+
 @pytest.mark.parametrize("written", ['[{"name": "get_wea', '["get_weather"]', "Sorry.", "{}", '[{"name": 1}]', ""])
 def test_what_is_no_call_is_told_as_written(patched, both, written):
     with patched(*CHAT):
