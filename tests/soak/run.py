@@ -112,6 +112,14 @@ async def reply_to(session: aiohttp.ClientSession, url: str, item: Hostile) -> t
         return response.status, await response.text(errors="replace")
 
 
+def due(item: Hostile, status: int) -> bool:
+    """A refusal is any 4xx. What only looks hostile is served; a structure also refused, where xgrammar is alone."""
+    refused = 400 <= status < 500
+    if item.status >= 400:
+        return refused
+    return status == item.status or (refused and item.needs == "compiler")
+
+
 class Soak:
     """Everything that one run knows. `priorities`: honest ones name a priority, as a server with that policy allows."""
 
@@ -166,9 +174,8 @@ class Soak:
         with self._flight(f"hostile {item.name}"):
             try:
                 status, said = await asyncio.wait_for(reply_to(session, self.url, item), HOSTILE_PATIENCE)
-                expected = 400 <= status < 500 if item.status >= 400 else status == item.status
-                outcome = "answered" if expected else f"status {status}"
-                words = "" if expected else f"{item.status} was due: {said[:200]}"
+                outcome = "answered" if due(item, status) else f"status {status}"
+                words = "" if outcome == "answered" else f"{item.status} was due: {said[:200]}"
             except asyncio.TimeoutError:
                 outcome, words = "no answer", f"within {HOSTILE_PATIENCE} s"
             except aiohttp.ClientError as error:
@@ -182,7 +189,7 @@ class Soak:
             try:
                 await rude(self.url, self.rng)
             except (Stuck, asyncio.TimeoutError) as error:
-                outcome, words = "stuck", str(error)
+                outcome, words = "stuck", str(error) or f"nothing came for {PATIENCE} s"
             except OSError as error:
                 outcome, words = "no connection", str(error)
         self.findings.note("rude", name(rude), outcome, time.monotonic() - begin, words)

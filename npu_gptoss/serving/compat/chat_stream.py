@@ -203,9 +203,10 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                         first = result
                         role = self.get_chat_request_role(request)
                         for i in range(len(choices)):
+                            # null, as OpenAI opens a call: to pydantic-ai 1 an empty text is the whole answer
                             opening = serving_chat.ChatCompletionResponseStreamChoice(
                                 index=i,
-                                delta=serving_chat.DeltaMessage(role=role, content=""),
+                                delta=serving_chat.DeltaMessage(role=role, content=None),
                                 logprobs=None,
                                 finish_reason=None,
                             )

@@ -79,6 +79,14 @@ def test_a_delta_has_one_entry_of_a_call(patched, tokens):
     assert entry["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
 
 
+def test_a_stream_does_not_open_with_an_answer_of_no_text(patched, tokens):
+    """pydantic-ai 1 took the empty text for the whole answer and did not run the tool."""
+    with patched(*CHAT):
+        chunks = stream_chat(FakeEngine(tokens(THOUGHT + call('{"city": "Rome"}'))), tools=[WEATHER])
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
+    assert all(choice["delta"].get("content") is None for chunk in chunks for choice in chunk["choices"])
+
+
 @pytest.mark.parametrize("written", ['[{"name": "get_wea', '["get_weather"]', "Sorry.", "{}", '[{"name": 1}]', ""])
 def test_what_is_no_call_is_told_as_written(patched, both, written):
     with patched(*CHAT):
