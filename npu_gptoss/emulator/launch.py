@@ -90,6 +90,8 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         "LD_LIBRARY_PATH": f"{library}{os.pathsep}{old_libraries}" if old_libraries else str(library),
         "ASCEND_HOME_PATH": str(cann),
         "ASCEND_OPP_PATH": str(cann / "opp"),
+        # torch is built for CUDA here: on a machine with an NVIDIA GPU the engine would look for it, and end
+        "CUDA_VISIBLE_DEVICES": "",
         # Kernels here do not pass through torch_npu's asynchronous queue, so what does would overtake them.
         "TASK_QUEUE_ENABLE": "0",
         f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),

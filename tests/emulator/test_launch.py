@@ -11,6 +11,7 @@ import pytest
 
 from npu_gptoss.emulator import command, launch
 from npu_gptoss.emulator.launch import EmulationError, Machine
+from npu_gptoss.errors import InputError
 from tests.emulator import machine
 
 
@@ -29,7 +30,7 @@ def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
 
 
 def test_variables_reach_the_machine(venv: Path) -> None:
-    wanted = Machine("8.3.rc2", 2, 0.5, False, True, Path("t.jsonl"))
+    wanted = Machine("8.3.rc2", 2, 0.5, False, True, Path("t.jsonl"), ("merged-heads",))
     found = launch.environment(
         wanted, venv, {"PATH": "/bin", "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": "/x", "KEEP": "1"}
     )
@@ -41,9 +42,11 @@ def test_variables_reach_the_machine(venv: Path) -> None:
     assert found["NPU_GPTOSS_EMULATED_STRICT"] == "0"
     assert found["NPU_GPTOSS_EMULATED_TRACE"] == str(Path.cwd() / "t.jsonl")
     assert found["NPU_GPTOSS_PLATFORM"] == "ascend"
+    assert found["CUDA_VISIBLE_DEVICES"] == "", "an NVIDIA GPU of the machine would be looked for, and the engine end"
     assert found["KEEP"] == "1"
     assert "PYTHONPATH" not in found, "packages of another environment would leak in"
     assert (found["NPU_GPTOSS_EMULATED"], found["NPU_GPTOSS_EMULATED_CANN"]) == ("1", "8.3.rc2")
+    assert found["NPU_GPTOSS_EMULATED_DEFECTS"] == "merged-heads"
     assert (found["NPU_GPTOSS_EMULATED_DEVICES"], found["NPU_GPTOSS_EMULATED_FP32"]) == ("2", "1")
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert found["ASCEND_HOME_PATH"] == str(launch.toolkit(venv, "8.3.rc2"))
@@ -67,10 +70,15 @@ def test_toolkit_folder_names_the_version(venv: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "text"),
-    [({"cann": "9.0"}, "8.3.rc1, 8.3.rc2, 8.5"), ({"devices": 0}, "1 to 16"), ({"memory": -1.0}, "more than 0")],
+    [
+        ({"cann": "9.0"}, "8.3.rc1, 8.3.rc2, 8.5"),
+        ({"devices": 0}, "1 to 16"),
+        ({"memory": -1.0}, "more than 0"),
+        ({"defects": ("merged-head",)}, "merged-heads"),
+    ],
 )
 def test_machines_that_cannot_be_emulated_are_refused(changes: dict, text: str) -> None:
-    with pytest.raises(EmulationError, match=text):
+    with pytest.raises(InputError, match=text):
         Machine(**changes)
 
 
@@ -98,12 +106,13 @@ def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(command.os, "execve", execve)
     trace = tmp_path / "folder" / "trace.jsonl"
     words = ["--cann", "8.5", "--devices", "3", "--memory", "0.5", "--trace", str(trace), "--lenient", "--fp32"]
+    words += ["--defect", "merged-heads", "--defect", "window-race"]
     with pytest.raises(Replaced) as replaced:
         command.run(parse(*words, "--", "sh", "-c", "true"))
     said, machine_ = replaced.value.args
     assert said == ["-c", "true"]
     expected = {"CANN": "8.5", "DEVICES": "3", "MEMORY": str(512 << 20), "STRICT": "0", "FP32": "1"}
-    assert machine_.items() >= {**expected, "TRACE": str(trace)}.items()
+    assert machine_.items() >= {**expected, "TRACE": str(trace), "DEFECTS": "merged-heads,window-race"}.items()
     assert trace.read_text() == ""
     with pytest.raises(Replaced) as replaced:
         command.run(parse("sh"))
