@@ -21,11 +21,11 @@ LONG = "word " * 5000
 
 
 @pytest.fixture
-def engine(harmony) -> FakeEngine:
+def fake(harmony) -> FakeEngine:
     return FakeEngine(harmony.encode("<|channel|>final<|message|>Hi.<|return|>", allowed_special="all"))
 
 
-def ask(engine: FakeEngine, api: str, text: str, most: int | None, stream: bool) -> Any:
+def ask(fake: FakeEngine, api: str, text: str, most: int | None, stream: bool) -> Any:
     """The answer's object, which the HTTP server dumps with the status `error.code`."""
     from vllm.entrypoints.openai import protocol
 
@@ -33,58 +33,58 @@ def ask(engine: FakeEngine, api: str, text: str, most: int | None, stream: bool)
         if api == "chat":
             fields = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": most}
             request = protocol.ChatCompletionRequest.model_validate({"model": "gpt-oss", "stream": stream} | fields)
-            return await fake_engine.chat_serving(engine).create_chat_completion(request)
+            return await fake_engine.chat_serving(fake).create_chat_completion(request)
         fields = {"input": text, "max_output_tokens": most}
         request = protocol.ResponsesRequest.model_validate({"model": "gpt-oss", "stream": stream} | fields)
-        return await fake_engine.responses_serving(engine).create_responses(request)
+        return await fake_engine.responses_serving(fake).create_responses(request)
 
     return asyncio.run(answered())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("api", "param"), [("chat", "messages"), ("responses", "input")])
-def test_a_long_conversation_is_refused_with_both_numbers(patched, engine, api, param, stream, caplog):
+def test_a_long_conversation_is_refused_with_both_numbers(patched, fake, api, param, stream, caplog):
     with patched():
-        assert "max_tokens must be at least 1" in ask(engine, api, LONG, None, stream).error.message
+        assert "max_tokens must be at least 1" in ask(fake, api, LONG, None, stream).error.message
     with patched(*PATCHES), caplog.at_level(logging.INFO):
         caplog.clear()
-        refused = ask(engine, api, LONG, None, stream)
+        refused = ask(fake, api, LONG, None, stream)
     assert refused.error.code == 400
     shown = refused.model_dump()["error"]
     assert shown["message"].startswith(f"This model's maximum context length is {LIMIT} tokens. However, ")
     assert "50" in shown["message"]  # 5 000 words and the frame
     assert (shown["code"], shown["param"], shown["type"]) == ("context_length_exceeded", param, "invalid_request_error")
     assert not any(record.exc_info for record in caplog.records), "a client's mistake is no traceback"
-    assert engine.prompts == []
+    assert fake.prompts == []
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_a_prompt_and_its_completion_have_to_fit_together(patched, engine, api):
+def test_a_prompt_and_its_completion_have_to_fit_together(patched, fake, api):
     with patched(*PATCHES):
-        refused = ask(engine, api, "Hello", LIMIT, False)
+        refused = ask(fake, api, "Hello", LIMIT, False)
         assert "context length" in refused.error.message
         assert str(LIMIT) in refused.error.message
-        assert engine.prompts == []
-        assert not hasattr(ask(engine, api, "Hello", 100, False), "error") or engine.prompts
+        assert fake.prompts == []
+        assert not hasattr(ask(fake, api, "Hello", 100, False), "error") or fake.prompts
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_minimal_effort_is_low_and_an_unknown_word_is_refused(patched, engine, harmony, api):
+def test_minimal_effort_is_low_and_an_unknown_word_is_refused(patched, fake, harmony, api):
     from vllm.entrypoints.openai import protocol
 
     async def answered(word: str) -> Any:
         if api == "chat":
             fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": word}
             request = protocol.ChatCompletionRequest.model_validate({"model": "gpt-oss"} | fields)
-            return await fake_engine.chat_serving(engine).create_chat_completion(request)
+            return await fake_engine.chat_serving(fake).create_chat_completion(request)
         request = protocol.ResponsesRequest.model_validate(
             {"model": "gpt-oss", "input": "Hi", "reasoning": {"effort": word}}
         )
-        return await fake_engine.responses_serving(engine).create_responses(request)
+        return await fake_engine.responses_serving(fake).create_responses(request)
 
     with patched(*PATCHES):
         asyncio.run(answered("minimal"))
-        assert "Reasoning: low\n" in harmony.decode(engine.prompts[0])
+        assert "Reasoning: low\n" in harmony.decode(fake.prompts[0])
         for word in ("none", "huge"):
             with pytest.raises(ValueError, match="medium"):  # FastAPI answers 400 with what it says
                 asyncio.run(answered(word))
@@ -125,7 +125,7 @@ def test_a_completion_is_refused_with_the_models_context_not_what_is_left_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, engine, monkeypatch, tmp_path, api):
+def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, fake, monkeypatch, tmp_path, api):
     """The event loop must turn meanwhile, as /health needs it, and with every patch in: some copy the request."""
     from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
     from npu_gptoss.model.tokenizer_files import write_tokenizer_files
@@ -152,11 +152,11 @@ def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, eng
 
         text = "a word, and more " * 20_000
         if api == "chat":
-            serving = fake_engine.chat_serving(engine)
+            serving = fake_engine.chat_serving(fake)
             fields = {"model": "gpt-oss", "messages": [{"role": "user", "content": text}]}
             asked = serving.create_chat_completion(protocol.ChatCompletionRequest.model_validate(fields))
         else:
-            serving = fake_engine.responses_serving(engine)
+            serving = fake_engine.responses_serving(fake)
             asked = serving.create_responses(
                 protocol.ResponsesRequest.model_validate({"model": "gpt-oss", "input": text})
             )
@@ -168,7 +168,7 @@ def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, eng
 
     with patched(*(patch.name for patch in HERE if patch.name != "harmony-vocabulary")):
         asyncio.run(watched())
-    assert len(engine.prompts[0]) > 80_000
+    assert len(fake.prompts[0]) > 80_000
     assert len(encoded) == 1, "the prompt was encoded again where vLLM asks for it"
     assert encoded[0] != threading.get_ident()
     assert max(gaps) < 0.5, f"the loop stood still for {max(gaps):.2f} s"
