@@ -140,7 +140,7 @@ def child(stubborn):
     if stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pulse.end_with_parent()
-    os.write(1, b"%d\n" % os.getpid())  # at once: two children write
+    os.write(1, b"%d\\n" % os.getpid())  # at once: two children write
     time.sleep(30)
 
 if __name__ == "__main__":

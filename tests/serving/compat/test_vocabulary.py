@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
+from npu_gptoss.model.tokenizer_files import packaged_vocabulary, write_tokenizer_files
 from npu_gptoss.model.vocabulary import (
     BASE_VARIABLE,
     VOCABULARY_FILE,
     VocabularyError,
-    byte_characters,
     is_published_vocabulary,
-    parse_ranks,
 )
 from npu_gptoss.serving.compat import vocabulary
 
@@ -46,11 +44,9 @@ def published() -> bytes:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, published: bytes) -> Path:
-    """A directory with the vocabulary part of gpt-oss's tokenizer.json."""
-    characters = byte_characters()
-    vocab = {"".join(characters[byte] for byte in token): rank for rank, token in enumerate(parse_ranks(published))}
+    """A directory with gpt-oss's tokenizer.json, and without the vocabulary of openai-harmony."""
     directory = tmp_path_factory.mktemp("checkpoint")
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}}))
+    write_tokenizer_files(directory)
     return directory
 
 
