@@ -203,7 +203,7 @@ class Nothing:
     def record(self, *_: Any) -> None: ...
 
 
-def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeypatch):  # noqa: F811
+def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeypatch, caplog):  # noqa: F811
     """vLLM's own logger takes whatever lies in kv_connector_stats for a connector's."""
     with patched("stat-logger"), monkeypatch.context() as context:
         context.setattr("vllm.v1.metrics.loggers.PrometheusStatLogger", Nothing)
@@ -214,8 +214,9 @@ def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeyp
     assert kinds == [metrics.StatLogger, LoggingStatLogger]
     assert [type(logger) for logger in others.per_engine_logger_dict[0]] == [LoggingStatLogger]
     ours.record(statistics(STEP), None, 0)
-    with pytest.raises(AttributeError):  # what the order protects from
-        others.record(statistics(STEP), None, 0)
+    caplog.clear()
+    others.record(statistics(STEP), None, 0)  # what the order protects from; the barrier keeps it from the requests
+    assert "AttributeError" in caplog.text
 
 
 def test_without_the_receiver_nothing_is_sent(patched, monkeypatch):  # noqa: F811

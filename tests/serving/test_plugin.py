@@ -345,7 +345,10 @@ def test_what_is_supported_is_not_refused(options: dict[str, Any], directory: Pa
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
             "--speculative-config: not supported; leave it out.",
         ),
-        ({"hf_overrides": {"sliding_window": 0}}, "sliding_window must be an integer of at least 1, got 0."),
+        (
+            {"hf_overrides": {"sliding_window": 0}},
+            "sliding_window must be an integer of at least 1 and at most 2147483647, got 0.",
+        ),
         ({"hf_overrides": {"attention_bias": False}}, "attention_bias must be True, got False."),
     ],
 )

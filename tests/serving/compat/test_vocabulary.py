@@ -47,6 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, published: bytes) -> Pa
     """A directory with gpt-oss's tokenizer.json, and without the vocabulary of openai-harmony."""
     directory = tmp_path_factory.mktemp("checkpoint")
     write_tokenizer_files(directory)
+    (directory / VOCABULARY_FILE).unlink(missing_ok=True)
     return directory
 
 
