@@ -74,7 +74,7 @@ VARIABLES: dict[str, Variable] = {
             "NPU_GPTOSS_EMULATED_DEFECTS",
             names,
             (),
-            "known defects of CANN that the emulated 910B computes, by name (`npu-gptoss emulate --defect`)",
+            "known defects of CANN that the emulated 910B computes, by name, separated by commas",
         ),
         Variable("NPU_GPTOSS_EMULATED_CANN", str, "8.3.rc1", "the emulated CANN: 8.3.rc1, 8.3.rc2 or 8.5"),
         Variable(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import AsyncIterator
 from types import ModuleType
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
 from npu_gptoss.serving.compat.reading import Kind
+from npu_gptoss.serving.compat.streaming import log_failure
 from npu_gptoss.serving.compat.turn import Event, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage, DeltaMessage
     from vllm.outputs import CompletionOutput, RequestOutput
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def with_both_names(message: ChatMessage | DeltaMessage) -> ChatMessage | DeltaMessage:
@@ -243,7 +241,7 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                         delta=False,
                     )
         except Exception as error:
-            logger.exception("a streamed chat failed")
+            log_failure("a streamed chat failed", error)
             yield f"data: {self.create_streaming_error_response(str(error))}\n\n"
         yield "data: [DONE]\n\n"
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -42,13 +41,12 @@ from openai.types.responses.response_reasoning_item import Content
 
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 from npu_gptoss.serving.compat.reading import Kind
+from npu_gptoss.serving.compat.streaming import log_failure
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
     from openai.types.responses import ResponseOutputItem
     from vllm.outputs import RequestOutput
-
-logger = logging.getLogger("vllm.npu_gptoss")
 
 PREFIX = {Kind.REASONING: "rs", Kind.ANSWER: "msg", Kind.CALL: "fc"}  # of an item's id
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
@@ -256,7 +254,7 @@ def install_items(serving_responses: ModuleType) -> None:
         except ValueError:
             raise  # vLLM answers 400
         except Exception as error:  # and 400 to these too, which are not the client's
-            logger.exception("a response failed")
+            log_failure("a response failed", error)
             return self.create_error_response(
                 str(error) or type(error).__name__,
                 err_type="server_error",
@@ -289,7 +287,7 @@ def install_items(serving_responses: ModuleType) -> None:
                 number = event.sequence_number + 1
                 yield _last_event(event) if event.type == "response.completed" else event
         except Exception as error:
-            logger.exception("a streamed response failed")
+            log_failure("a streamed response failed", error)
             if answer is not None:
                 answer.turn.end("error")
             response = failed_response(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from openai_harmony import Message
     from vllm.engine.protocol import EngineClient
     from vllm.outputs import CompletionOutput, RequestOutput
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+def log_failure(what: str, error: Exception) -> None:
+    """With its traceback, unless the engine's end explains it, which is told once and ends every request."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    ended = isinstance(error, EngineDeadError)
+    logger.error("%s: %s", what, error, exc_info=None if ended else error)
 
 
 def one_token_each(output: RequestOutput) -> Iterator[RequestOutput]:
