@@ -174,7 +174,7 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
     flags: of `vllm serve`, where a --host wins. key: VLLM_API_KEY.
     """
     told = []
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, value in zip(flags, [*flags[1:], ""][: len(flags)], strict=True):
         host = value if flag == "--host" else flag.removeprefix("--host=") if flag.startswith("--host=") else host
     if masked(flags) != list(flags):
         told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
