@@ -360,7 +360,7 @@ def known_options() -> set[str]:
     for main in mains:
         with _only_parsing() as parsers, pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["program", "--help"])
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit, Parsed):
                 main(["--help"]) if inspect.signature(main).parameters else main()
         found |= _options_of(parsers[0])
     for script in (*SHELL_SCRIPTS, "docker/run-910b.sh"):
