@@ -17,6 +17,7 @@ FOREIGN = {
     *("--constraint", "--no-deps", "--require-hashes"),
     *("--privileged", "--build"),
     *("--use-cache", "--warmup-num"),
+    *("--nginx", "--restart", "--cap-drop", "--read-only", "--tmpfs", "--network", "--dir"),
 }
 
 
