@@ -29,6 +29,8 @@ from npu_gptoss import cli, envs
 from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.registry import registry
 from tests.markdown import ROOT
+from tests.model import fuzz
+from tests.soak import __main__ as soak
 
 SHELL_SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/mmlu.sh")
 OPERATORS = {"|", "&&", "||", ";", "&"}
@@ -348,7 +350,7 @@ def vllm_says(lines: Sequence[Sequence[str]]) -> tuple[dict[str, str], dict[str,
 
 
 def known_options() -> set[str]:
-    """Every long option of the package's commands and of the scripts, those of vLLM left out."""
+    """Every long option of the package's commands and of the scripts and programs beside it, those of vLLM left out."""
     mains: list[Callable[[list[str]], object]] = [
         lambda words, name=name: cli.main([name, *words]) for name in cli.COMMANDS
     ]
@@ -356,6 +358,7 @@ def known_options() -> set[str]:
         text = path.read_text(encoding="utf-8")
         if "\ndef main" in text and ("argparse" in text or "page_tables" in text):
             mains.append(_main_of(path.relative_to(ROOT).as_posix()))
+    mains += [soak.main, fuzz.main]  # what `make soak` and `make fuzz-checkpoints` pass on
     found: set[str] = set()
     for main in mains:
         with _only_parsing() as parsers, pytest.MonkeyPatch.context() as patch:

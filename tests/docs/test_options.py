@@ -11,13 +11,13 @@ from tests.markdown import PAGES, ROOT
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 MISTAKE = ["DIR", "--max-model-length", "1"]
-# of pytest, pip, docker and evalscope
+# of pytest, pip, docker, evalscope and certbot
 FOREIGN = {
     "--pdb",
     *("--constraint", "--no-deps", "--require-hashes"),
-    *("--privileged", "--build"),
+    *("--privileged", "--build", "--restart"),
     *("--use-cache", "--warmup-num"),
-    *("--nginx", "--restart", "--cap-drop", "--read-only", "--tmpfs", "--network", "--dir"),
+    "--nginx",
 }
 
 

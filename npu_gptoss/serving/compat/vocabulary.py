@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.harmony.encoding import text_tokenizer
 from npu_gptoss.model import vocabulary
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
@@ -98,7 +97,10 @@ def provide_vocabulary(model_dir: Path | None) -> None:
 
 
 def install(serving_engine: ModuleType) -> None:
+    # not at the top: the doctor asks this module where openai-harmony is not installed
     from vllm.entrypoints import harmony_utils
+
+    from npu_gptoss.harmony.encoding import text_tokenizer
 
     serving = serving_engine.OpenAIServing
     original_init = serving.__init__
