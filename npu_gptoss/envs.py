@@ -34,6 +34,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip().lower() not in words:
+            raise ValueError("expected one of " + ", ".join(words))
+        return text.strip().lower()
+
+    return parse
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds <= 3600:
@@ -92,6 +101,12 @@ VARIABLES: dict[str, Variable] = {
             _switch,
             False,
             "on the emulated 910B: operators take float32 in the place of bfloat16, to tell rounding from mistakes",
+        ),
+        Variable(
+            "NPU_GPTOSS_EXPERT_FORMAT",
+            _one_of("auto", "nd", "nz"),
+            "auto",
+            "on Ascend: the experts' weights in ND (nd), in FRACTAL_NZ (nz), or what is faster when loaded (auto)",
         ),
         Variable(
             "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"

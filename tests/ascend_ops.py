@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.emulator.context import OpContext, use
+from npu_gptoss.emulator.context import OpContext, current, use
 from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.kernels import platform_override
 
@@ -58,6 +58,7 @@ def ascend(cann: str = "8.3.rc1", **context: Any) -> Iterator[list[tuple[str, di
         if not hasattr(module, name):
             setattr(module, name, Packet(name, calls))
         getattr(module, name).add(overload, function)
+    module.get_npu_format = lambda tensor: current().format_of(tensor)
     before = sys.modules.get("torch_npu")
     sys.modules["torch_npu"] = module
     try:

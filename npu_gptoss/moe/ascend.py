@@ -20,16 +20,13 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
 from npu_gptoss.moe.activation import ALPHA, SWIGLUOAI
+from npu_gptoss.moe.expert_format import GROUP_COUNTS, arrange, grouped_matmul
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.moe.weights import ExpertWeights
 
 ASCEND = Capability.of("ascend", features=("torch_npu",))
 # float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
 DIAGNOSTIC = Capability.of("ascend", features=("torch_npu", "emulated_fp32"))
-
-GROUP_COUNTS = 1  # group_list_type: rows of each group (0: cumulative)
-SPLIT_ROWS = 0  # group_type: groups are ranges of rows
-ONE_OUTPUT = 2  # split_item
 
 # What the activation of three launches is larger by. With a = bf16(1.702) * gate it is 1.703125 for a small gate; one
 # that is clamped to 7 rounds up, 0.13 % more. In between lies the factor that leaves the least slope at every size of
@@ -96,15 +93,16 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
     gate_up = halves(weights.gate_up_proj)
     intermediate = weights.down_proj.shape[1]
     gain = 1.0 if has_clipped_swiglu() else GAIN[gate_up.dtype]
+    gate_up_bias, down_bias = halves(weights.gate_up_proj_bias).float(), weights.down_proj_bias.float() * gain
 
     def columns(gate: float, up: float) -> torch.Tensor:
         return torch.cat([gate_up.new_full((intermediate,), gate), gate_up.new_full((intermediate,), up)])
 
     return AscendExperts(
-        gate_up_proj=gate_up,
-        gate_up_proj_bias=halves(weights.gate_up_proj_bias).float(),
-        down_proj=weights.down_proj,
-        down_proj_bias=weights.down_proj_bias.float() * gain,
+        gate_up_proj=arrange(gate_up, gate_up_bias),
+        gate_up_proj_bias=gate_up_bias,
+        down_proj=arrange(weights.down_proj, down_bias),
+        down_proj_bias=down_bias,
         lower=columns(float("-inf"), -swiglu_limit),
         upper=columns(swiglu_limit, swiglu_limit),
         scale=columns(ALPHA, 1.0),
@@ -146,21 +144,9 @@ def grouped_mlp(
 
     group_list: [local experts] int64 on the device, counts (type 1) or cumulative (type 0), as the dispatcher has it.
     """
-    import torch_npu
-
-    def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch_npu.npu_grouped_matmul(
-            x=[x],
-            weight=[weight],
-            bias=[bias],
-            split_item=ONE_OUTPUT,
-            group_type=SPLIT_ROWS,
-            group_list_type=group_list_type,
-            group_list=group_list,
-        )[0]
-
-    gate_up = grouped_matmul(rows, experts.gate_up_proj, experts.gate_up_proj_bias)
-    return grouped_matmul(clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
+    gate_up = grouped_matmul(rows, experts.gate_up_proj, experts.gate_up_proj_bias, group_list, group_list_type)
+    activated = clipped_swiglu(gate_up, experts)
+    return grouped_matmul(activated, experts.down_proj, experts.down_proj_bias, group_list, group_list_type)
 
 
 def finite_first_rows(rows: torch.Tensor) -> None:

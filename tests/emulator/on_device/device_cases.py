@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 import torch_npu
@@ -430,3 +431,26 @@ def case_a_format_cast_in_place_ends_with_its_tensor() -> None:
 def case_float32_weights_have_no_NZ_R77() -> None:
     with refused("R77"):
         torch_npu.npu_format_cast(torch.ones(4, 32, 32, device="npu"), 29)
+
+
+def case_the_card_decides_how_experts_lie() -> None:
+    """The real clock and torch-npu's own formats; what is faster is nothing that an emulated card can tell."""
+    from npu_gptoss.moe import expert_format
+
+    weight = torch.randn(4, 64, 96).to(torch.bfloat16).to("npu")
+    bias = torch.randn(4, 96).to("npu")
+    for seconds, wanted in (({2: 1.0, 29: 0.5}, 29), ({2: 1.0, 29: 1.0}, 2)):
+        expert_format._faster.clear()
+        assert (
+            expert_format._seconds(weight[:, :, 0].contiguous(), weight, bias, torch.ones(4, dtype=torch.int64).npu())
+            > 0
+        )
+        timed = expert_format._seconds
+        expert_format._seconds = lambda rows, one, *rest: seconds[int(torch_npu.get_npu_format(one))]  # noqa: B023
+        first, second = (expert_format.arrange(weight, bias) for _ in range(2))
+        expert_format._seconds = timed
+        assert [int(torch_npu.get_npu_format(one)) for one in (first, second)] == [wanted, wanted]
+        assert torch.equal(first.cpu(), weight.cpu())
+    torch.npu.config.allow_internal_format = False
+    os.environ[expert_format.VARIABLE] = "nz"
+    assert int(torch_npu.get_npu_format(expert_format.arrange(weight, bias))) == 29

@@ -71,6 +71,16 @@ def test_bfloat16_stays_within_the_rounding_of_transformers_in_bfloat16(mode, se
     assert float(ours.mean()) < 2 * float(theirs.mean())
 
 
+def test_experts_in_nz_are_served_and_captured_with_the_numbers_of_nd(serve):
+    rounds = [turn(LENGTHS, tokens=3)]
+    (nd, _), (nz, printed) = (
+        serve(rounds, options={"dtype": "bfloat16"}, variables={"NPU_GPTOSS_EXPERT_FORMAT": wanted})
+        for wanted in ("nd", "nz")
+    )
+    assert "NPU_GPTOSS_EXPERT_FORMAT" not in printed  # in a warning that they stay in ND
+    assert nd == nz
+
+
 def test_the_published_format_is_claimed_before_ascend_claims_it(serve, expected, tmp_path):
     """vllm-ascend takes any quantised checkpoint for its own; ours are the same values as the BF16 checkpoint's."""
     write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
