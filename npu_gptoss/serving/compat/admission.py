@@ -101,7 +101,8 @@ class StructureCompiler:
         try:
             answer = self.compile(json.loads(question))
         except Exception as error:
-            answer = {"error": escaped(str(error) or type(error).__name__, 300)}
+            said = str(error).replace("{err}", str(error.__cause__))  # vLLM 0.11.0 forgot an f before one sentence
+            answer = {"error": escaped(said or type(error).__name__, 300)}
         return json.dumps(answer).encode()
 
     def compile(self, fields: Mapping[str, Any]) -> dict[str, Any]:

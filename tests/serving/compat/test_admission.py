@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -249,6 +250,17 @@ STRUCTURES: list[tuple[dict[str, Any], str | None]] = [
     ({"structural_tag": "{}"}, None),
     ({"structural_tag": "no json"}, None),
 ]
+
+
+def test_a_refusal_says_why_where_vllm_forgot_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sentence about choices that xgrammar cannot take ends in the letters {err}."""
+
+    def compile_badly(self: StructureCompiler, fields: dict[str, Any]) -> None:
+        raise ValueError("Failed to transform choices into a grammar: {err}") from RuntimeError("a line break")
+
+    monkeypatch.setattr(StructureCompiler, "compile", compile_badly)
+    said = json.loads(StructureCompiler(types.SimpleNamespace()).work(b"{}"))["error"]
+    assert said.endswith("grammar: a line break")
 
 
 @pytest.mark.slow
