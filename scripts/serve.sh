@@ -28,7 +28,8 @@ Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or 
   --help                 this text
 
 Flags after -- go to vllm serve last, so they win. Ctrl-C stops the server. The server asks its clients for the key in
-the environment variable VLLM_API_KEY, when that is set.
+the environment variable VLLM_API_KEY, when that is set. On a 910B each worker is bound to the cores beside its card, and
+several cards use HCCL_OP_EXPANSION_MODE=AIV (docs/tuning.md); an --additional-config or that variable of yours wins.
 END
 }
 
@@ -106,6 +107,16 @@ fi
 
 tell_exposure "$host" "$@"
 
+# what the user says about these is left alone; nobody reads a file that --config names
+configured='' replicas=''
+for word in "$@"; do
+    case $word in
+    --config | --config=*) configured=1 replicas=perhaps ;;
+    --additional*) configured=1 ;;
+    --data[-_]p* | -dp*) replicas=yes ;;
+    esac
+done
+
 # put together from the end, so that flags of the user come last
 [ "$where" = cpu ] || set -- --gpu-memory-utilization "$memory" "$@"
 case $mode in
@@ -115,6 +126,18 @@ full) graphs=FULL_DECODE_ONLY ;;
 esac
 [ "$mode" = eager ] ||
     set -- --compilation-config "{\"cudagraph_mode\": \"$graphs\", \"cudagraph_capture_sizes\": [$sizes]}" "$@"
+# vllm-ascend learns from these three which cores are beside which card
+missing=''
+for tool in npu-smi lspci lscpu; do
+    command -v "$tool" >/dev/null || missing="$missing${missing:+, }$tool"
+done
+if [ "$where" = npu ] && [ -z "$configured" ]; then
+    if [ -z "$missing" ]; then
+        set -- --additional-config '{"enable_cpu_binding": true}' "$@"
+    else
+        say "workers are not bound to the cores beside their cards, for want of $missing."
+    fi
+fi
 set -- serve "$model" --served-model-name "$name" --host "$host" --port "$port" --tensor-parallel-size "$cards" \
     --max-model-len "$max_len" --max-num-seqs "$max_seqs" --max-num-batched-tokens "$batched" \
     --enable-log-requests --enable-auto-tool-choice --tool-call-parser openai "$@"
@@ -148,6 +171,12 @@ cpu)
 emulated) [ -n "${OMP_NUM_THREADS:-}" ] || set -- "OMP_NUM_THREADS=$threads" "$@" ;;
 npu) [ -z "$devices" ] || set -- "ASCEND_RT_VISIBLE_DEVICES=$devices" "$@" ;;
 esac
+# collectives on the vector cores: fewer streams, and a hang when one rank replays a graph beside another that does not
+if [ -z "${HCCL_OP_EXPANSION_MODE+set}" ]; then
+    [ "$cards" = 1 ] || [ -n "$replicas" ] || set -- HCCL_OP_EXPANSION_MODE=AIV "$@"
+elif [ "$HCCL_OP_EXPANSION_MODE,$replicas" = AIV,yes ]; then
+    say "HCCL_OP_EXPANSION_MODE=AIV can hang with data parallelism: unset it, or use --mode eager (docs/tuning.md)."
+fi
 [ -z "$offline" ] || [ -n "${HF_HUB_OFFLINE:-}" ] || set -- HF_HUB_OFFLINE=1 "$@"
 [ -n "${VLLM_NO_USAGE_STATS:-}" ] || set -- VLLM_NO_USAGE_STATS=1 "$@"
 set -- env "$@"

@@ -142,7 +142,7 @@ CHECKS: tuple[Check, ...] = (
         "graphs",
         "Model",
         "the streams that captured graphs take against those of the device",
-        "`cudagraph_capture_sizes` that you use; `HCCL_OP_EXPANSION_MODE=AIV`",
+        "`cudagraph_capture_sizes` that you use; `HCCL_OP_EXPANSION_MODE=AIV`, not with data parallelism",
     ),
     Check(
         "self-test-sink",

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 # evalscope's and vLLM's own variables on the machine that tests would change what is looked at
-DROPPED = ("VLLM_", "HF_", "OMP_", "NPU_GPTOSS_", "ASCEND_")
+DROPPED = ("VLLM_", "HF_", "OMP_", "NPU_GPTOSS_", "ASCEND_", "HCCL_")
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -76,6 +76,75 @@ def test_flags_of_the_user_come_last() -> None:
     assert words[-4:] == ["--max-num-seqs", "64", "--seed", "7"]
 
 
+BINDING = '{"enable_cpu_binding": true}'
+
+
+def programs(folder: Path, *names: str) -> str:
+    """A PATH on which these stand, too."""
+    for name in names:
+        (folder / name).symlink_to("/bin/true")
+    return f"{folder}:/usr/bin:/bin"
+
+
+def test_workers_are_bound_to_the_cores_beside_their_cards(tmp_path: Path) -> None:
+    path = programs(tmp_path, "npu-smi", "lspci", "lscpu")
+    _, words = serve("--model", "openai/gpt-oss-20b", PATH=path)
+    assert following(words, "--additional-config") == BINDING
+    for where in ("cpu", "emulated"):
+        _, words = serve("--model", "openai/gpt-oss-20b", "--on", where, PATH=path)
+        assert "--additional-config" not in words, "a fake npu-smi binds nobody"
+
+
+def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path: Path) -> None:
+    """vllm-ascend leaves the binding out without a word when one of the programs is missing."""
+    done = run("serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", PATH=programs(tmp_path, "lspci"))
+    assert "--additional-config" not in printed_command(done)[1]
+    assert "not bound to the cores beside their cards, for want of npu-smi." in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--additional-config={}", "--additional_config.enable_cpu_binding=0", "--config=a.yaml"])
+def test_an_additional_config_of_the_user_is_not_replaced(flag: str, tmp_path: Path) -> None:
+    """vLLM takes the last one whole, and flags before those of a file that --config names."""
+    path = programs(tmp_path, "npu-smi", "lspci", "lscpu")
+    _, words = serve("--model", "openai/gpt-oss-20b", "--", flag, PATH=path)
+    assert words[-1] == flag
+    assert BINDING not in words
+
+
+AIV = "HCCL_OP_EXPANSION_MODE"
+
+
+@pytest.mark.parametrize(
+    ("options", "set_"),
+    [
+        (("--cards", "1"), False),
+        (("--cards", "2"), True),
+        (("--on", "emulated", "--cards", "2"), True),
+        (("--cards", "2", "--", "--data-parallel-size", "2"), False),
+        (("--cards", "2", "--", "-dp=2"), False),
+        (("--cards", "2", "--", "--config", "a.yaml"), False),
+    ],
+)
+def test_collectives_run_on_vector_cores_for_several_cards_and_never_beside_data_parallelism(
+    options: tuple[str, ...], set_: bool
+) -> None:
+    variables, _ = serve("--model", "openai/gpt-oss-20b", *options)
+    assert variables.get(AIV) == ("AIV" if set_ else None)
+
+
+@pytest.mark.parametrize("value", ["", "HOST"])
+def test_a_mode_of_collectives_that_the_user_has_set_stays(value: str) -> None:
+    variables, _ = serve("--model", "openai/gpt-oss-20b", "--cards", "2", **{AIV: value})
+    assert AIV not in variables
+
+
+def test_vector_core_collectives_of_the_user_beside_data_parallelism_are_told() -> None:
+    options = ("--dry-run", "--model", "openai/gpt-oss-20b", "--cards", "2", "--")
+    assert "AIV can hang with data parallelism" in run("serve.sh", *options, "-dp", "2", **{AIV: "AIV"}).stderr
+    assert "AIV" not in run("serve.sh", *options, "-dp", "2", **{AIV: "HOST"}).stderr
+    assert "AIV" not in run("serve.sh", *options, "--config", "a.yaml", **{AIV: "AIV"}).stderr
+
+
 def test_on_a_cpu_there_are_no_graphs_and_what_the_user_set_stays(tmp_path: Path) -> None:
     options = ("--model", checkpoint(tmp_path / "model", 4), "--on", "cpu")
     variables, words = serve(*options)
@@ -185,7 +254,8 @@ def test_an_address_that_others_reach_is_told_when_no_key_is_asked_for(
     done = run("serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", *options, **variables)
     assert ("it asks for no key" in done.stderr) is told
     assert ("docs/exposing-the-server.md" in done.stderr) is told
-    assert len(done.stderr.splitlines()) == (2 if told else 0)
+    said = [line for line in done.stderr.splitlines() if "not bound to the cores" not in line]
+    assert len(said) == (2 if told else 0)
 
 
 @pytest.mark.parametrize(

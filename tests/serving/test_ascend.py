@@ -57,14 +57,17 @@ def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, o
 def configuration(additional_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
-    parts |= {"enforce_eager": False, **changes}
+    parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None, **changes}
     return SimpleNamespace(
         additional_config=additional_config,
         model_config=SimpleNamespace(enforce_eager=parts["enforce_eager"]),
         scheduler_config=SimpleNamespace(
-            max_num_seqs=parts["max_num_seqs"], cuda_graph_sizes=parts["cuda_graph_sizes"]
+            max_num_seqs=parts["max_num_seqs"],
+            cuda_graph_sizes=parts["cuda_graph_sizes"],
+            async_scheduling=parts["async_scheduling"],
         ),
         compilation_config=SimpleNamespace(
+            cudagraph_mode=parts["cudagraph_mode"],
             cudagraph_capture_sizes=parts["cudagraph_capture_sizes"],
             pass_config=SimpleNamespace(enable_sequence_parallelism=parts["sequence_parallel"]),
         ),
@@ -139,6 +142,15 @@ def test_experts_that_no_graph_takes_are_refused_with_graphs_only(right_stack, m
     assert limits.objections(configuration(enforce_eager=True)) == []
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "ascend")
     assert limits.objections(configuration()) == []
+
+
+@pytest.mark.parametrize("mode", [None, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
+def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, mode):
+    (objection,) = limits.objections(configuration(async_scheduling=True, cudagraph_mode=mode))
+    assert objection.startswith("--async-scheduling: vllm-ascend 0.11.0 starts the next graph before the last one")
+    assert limits.objections(configuration(cudagraph_mode=mode)) == []
+    assert limits.objections(configuration(async_scheduling=True, cudagraph_mode=mode, enforce_eager=True)) == []
+    assert limits.objections(configuration(async_scheduling=True, cudagraph_mode=CUDAGraphMode.NONE)) == []
 
 
 def test_float32_is_for_diagnosis_only(monkeypatch):

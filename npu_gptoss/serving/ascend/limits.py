@@ -79,15 +79,33 @@ def _environment_objections() -> list[str]:
     return [f"{name}=1: {why}; unset it" for name, why in refused.items() if os.environ.get(name) in _ON]
 
 
+def _has_graphs(config: VllmConfig) -> bool:
+    """Asked before vLLM has filled in its default, which is to capture."""
+    from vllm.config import CUDAGraphMode
+
+    return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+
+
+def _scheduling_objections(config: VllmConfig) -> list[str]:
+    """vllm-ascend 0.11.0 replays without waiting for the replay before it (mended in its #4233, #5966): wrong text or,
+    with full graphs, a hang. What waits by chance, the copy of each step's tokens, is what this option leaves out."""
+    if not config.scheduler_config.async_scheduling or not _has_graphs(config):
+        return []
+    return [
+        "--async-scheduling: vllm-ascend 0.11.0 starts the next graph before the last one has ended, for wrong text or "
+        "a hang; leave it out, or use --enforce-eager"
+    ]
+
+
 def _kernel_objections(config: VllmConfig) -> list[str]:
     """Experts by plain torch operators ask the device how many rows each expert has: right, and in no graph."""
     from npu_gptoss.kernels.registry import registry
     from npu_gptoss.kernels.selection import override_for
     from npu_gptoss.moe.operations import EXPERTS
 
-    asked, graphs = override_for(EXPERTS), not config.model_config.enforce_eager
+    asked = override_for(EXPERTS)
     slow = [kernel for kernel in registry.kernels_of(EXPERTS) if kernel.solution in ("small_ops", "reference")]
-    if not graphs or asked not in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
+    if not _has_graphs(config) or asked not in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
         return []
     variable = f"{envs.KERNEL_OVERRIDE_PREFIX}{EXPERTS.family}_{EXPERTS.mode}".upper()
     return [f"{variable}={asked}: it asks the device in every step, which no graph takes; use --enforce-eager"]
@@ -99,7 +117,7 @@ def objections(config: VllmConfig) -> list[str]:
     if config.compilation_config.pass_config.enable_sequence_parallelism:
         found.append("enable_sequence_parallelism: not supported; leave it out")
     options = _option_objections(config.additional_config or {})
-    return found + options + _environment_objections() + _kernel_objections(config)
+    return found + options + _environment_objections() + _scheduling_objections(config) + _kernel_objections(config)
 
 
 def dtypes() -> tuple[str, ...]:

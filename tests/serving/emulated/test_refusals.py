@@ -66,6 +66,15 @@ def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
     assert isinstance(results[0], list)
 
 
+def test_asynchronous_scheduling_is_refused_with_graphs_and_serves_without(serve, expected):
+    how = {"async_scheduling": True, "distributed_executor_backend": "mp"}  # vLLM has it in no process of its own
+    said = ending(serve, options=how)
+    assert "--async-scheduling: vllm-ascend 0.11.0 starts the next graph before the last one has ended" in said
+    rounds = [turn(SPOILT), turn(SPOILT, seed=2)]
+    results, _ = serve(rounds, options=how | EAGER)
+    assert right(rounds, results, expected) == [True, True]
+
+
 def test_the_slow_experts_are_refused_where_tokens_travel(serve):
     """They would add up what this rank happens to hold."""
     variables = {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
