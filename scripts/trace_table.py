@@ -89,7 +89,7 @@ class Counts:
     def add(self, event: Mapping[str, Any], previous: str) -> None:
         """`previous`: the kind of event before it. A blocking copy is one halt, with its synchronisation or without."""
         if event["event"] == "op" and event["phase"] not in ("capture", "update"):
-            self.launches += 1
+            self.launches += event["launches"]
             self.bytes += event["read"] + event["written"]
         elif event["event"] == "op" and event["phase"] == "update":
             self.updates += 1

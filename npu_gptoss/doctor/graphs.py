@@ -47,7 +47,11 @@ def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool) ->
     )
     if len(asked) <= most:
         return ok("graphs", f"{sentence}.", subject=name)
-    longer = "" if aiv or not groups else f"{AIV_VARIABLE}=AIV leaves room for more (not with data parallelism, where it can hang); or "
+    longer = (
+        ""
+        if aiv or not groups
+        else f"{AIV_VARIABLE}=AIV leaves room for more (not with data parallelism, where it can hang); or "
+    )
     return warning(
         "graphs",
         f"{sentence}, and it thins them out: steps in between are padded to the next size.",

@@ -142,8 +142,13 @@ class Operation:
         found += [kwargs[key] for key in self.writes if isinstance(key, str) and key in kwargs]
         return list(leaves(found))
 
+    def workspace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Bytes of device memory that a call takes beside its operands, as far as that is modelled."""
+        ask = getattr(self.function, "workspace", None)
+        return ask(*args, **kwargs) if ask is not None else 0
+
     def traffic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trace.Traffic | None:
-        """Bytes read and written where operands do not tell; None where they do."""
+        """What is moved, where operands do not tell; None where they do."""
         measure = getattr(self.function, "traffic", None)
         if measure is not None:
             return measure(*args, **kwargs)

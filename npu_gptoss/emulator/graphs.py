@@ -3,8 +3,8 @@
 Capture records and does not execute: outputs hold poison until a replay. What the real device refuses during capture is
 refused here with its codes. The runtime (runtime/capture.cpp) refuses what concerns streams, events, copies and
 synchronisation; this module what concerns operators: reads by the host (R82), random numbers and operators without an
-aclnn form (R83), updates that do not match (R86, R89), and version 2 of the attention operator under
-auto_dispatch_capture (R90).
+aclnn form (R83), updates that do not match (R86, R89), version 2 of the attention operator under auto_dispatch_capture
+(R90), and operators on a second stream (R91).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from npu_gptoss.emulator import binding, calls, context, memory, trace
+from npu_gptoss.emulator import binding, calls, context, memory, rules, trace
 from npu_gptoss.emulator.binding import CANNOT_UPDATE, CAPTURING, IDLE, UPDATING, library
 from npu_gptoss.emulator.calls import Aliases, Call, Operation, Scratch, leaves
 from npu_gptoss.emulator.rules import ContractError
@@ -131,6 +131,7 @@ def _on_meta(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Runs, captures, queues or updates a call, whichever the state of the device's current stream asks for."""
     stream = memory.raw_stream(device.index)
+    memory.take_workspace(operation.workspace(args, kwargs), device, stream)
     state = library.emulator_acquire(stream)
     if state == IDLE:
         try:
@@ -147,7 +148,42 @@ def launch(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], 
     if state == CAPTURING and trace.ENABLED:
         _trace_launch(call, "capture", args, kwargs, targets, stream)
     binding.check(operation.name, library.emulator_submit(stream, calls.keep(call)))
+    if state == CAPTURING and _origins.get(device.index, stream) != stream:
+        _recorded_wrongly(operation, [*filter(torch.is_tensor, targets), *operation.written(args, kwargs)])
     return output
+
+
+_origins: dict[int, int] = {}  # device -> the stream on which torch_npu began the capture that is under way
+
+
+def _recorded_wrongly(operation: Operation, results: list[torch.Tensor]) -> None:
+    """On a stream that joined the capture. Collectives have one of their own in torch_npu, and pass by here."""
+    rules.Call.of(operation.name).undefined(
+        91,
+        "one stream is expected inside a capture, and this operator is on a second one: torch_npu 2.7.1 does not flush "
+        "its queue when streams wait for each other (upstream's c86f48f9d), and the replay's numbers are wrong",
+    )
+    for tensor in results:
+        memory.poison(tensor)
+
+
+def _watch_captures() -> None:
+    """Lets R91 see where a capture began; the runtime knows only which streams it holds."""
+    graph = torch_npu.npu.graphs.NPUGraph
+    begin, end = graph.capture_begin, graph.capture_end
+
+    @functools.wraps(begin)
+    def watched_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        device = torch.npu.current_device()
+        _origins[device] = memory.raw_stream(device)
+
+    @functools.wraps(end)
+    def watched_end(self: Any) -> None:
+        _origins.pop(torch.npu.current_device(), None)
+        end(self)
+
+    graph.capture_begin, graph.capture_end = watched_begin, watched_end
 
 
 def query(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -162,7 +198,7 @@ def _trace_launch(call: Call, phase: str, args: tuple, kwargs: dict, targets: li
     fresh = [target for target in targets if target is not None]
     written = call.operation.written(args, kwargs)
     number = library.emulator_stream_id(stream)
-    trace.operator(call.operation.name, phase, number, inputs, written, fresh, moved=(0, 0))
+    trace.operator(call.operation.name, phase, number, inputs, written, fresh, moved=trace.Traffic(0, 0))
 
 
 def check_capturable(operation: Operation, stream: int, random: bool = False) -> None:
@@ -283,3 +319,4 @@ def connect() -> None:
     library.emulator_set_hooks(_execute, _forget)
     atexit.register(library.emulator_set_hooks, binding.EXECUTE(), binding.FORGET())  # graphs outlive the interpreter
     _count_auto_dispatch()
+    _watch_captures()

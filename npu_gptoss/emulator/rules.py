@@ -1,13 +1,14 @@
-"""The ninety rejections of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
+"""The ninety-one rules of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
 
-A rule is what hardware, driver or host library refuses, or leaves undefined. Up to R80 they belong to operators and are
-raised by `emulator/ops`; R81 to R90 belong to graph capture and replay. Errors read like those of the layer that
-refuses on a real machine (torch_npu's binding, aclnn's parameter check, the operator's tiling), with the rule's number
-appended.
+A rule is what hardware, driver or host library refuses, leaves undefined, or takes at a price. Up to R80 they belong to
+operators and are raised by `emulator/ops`; R81 to R91 belong to graph capture and replay. Errors read like those of the
+layer that refuses on a real machine (torch_npu's binding, aclnn's parameter check, the operator's tiling), with the
+rule's number appended.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +21,7 @@ ONLY_8_3 = ("8.3.rc1", "8.3.rc2")
 class Kind(str, Enum):
     REJECT = "reject"
     UNDEFINED = "undefined"
+    COSTLY = "costly"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,12 @@ RULES: dict[int, Rule] = {
                 "TND on CANN 8.3 takes no pse_shift, no quantisation, and rope only as a pair with D 128 + 64.",
                 ONLY_8_3,
             ),
-            (35, "The query is contiguous."),
+            (
+                35,
+                "Query, key and value are contiguous, caches too; others are taken, and copied whole in every call.",
+                ALL,
+                Kind.COSTLY,
+            ),
             (36, "BSH and BSND take a three-dimensional paged cache only."),
             (37, "The workspace query cannot serve TND: it passes sequence lengths without data.", ONLY_8_3),
             (38, "The caller's workspace is large enough; nothing checks it.", *_UB),
@@ -157,7 +164,11 @@ RULES: dict[int, Rule] = {
             (62, "finalize_routing takes bias and scales of the rows' dtype, and options that belong together."),
             (63, "compute_expert_tokens takes a one-dimensional int32 tensor."),
             (64, "The fused grouped matmuls are for int8 and int4 only, without bias, N up to 10240, NZ weights."),
-            (65, "Dispatch and combine on a 910B need 16 ranks or more, short batches, and no tensor-parallel domain."),
+            (
+                65,
+                "Dispatch and combine on a 910B take a multiple of 8 ranks up to 256 by their tiling, 16 or more by "
+                "the document; short batches, and no tensor-parallel domain.",
+            ),
         ),
         *_family(
             "vector",
@@ -196,6 +207,12 @@ RULES: dict[int, Rule] = {
             (88, "Graphs share a budget of streams."),
             (89, "A replay has the captured shapes."),
             (90, "torch_npu 2.7.1 does not update version 2 of the attention operator by itself.", ONLY_8_3),
+            (
+                91,
+                "The operators of a capture run on the stream that began it; torch_npu before 2.7.1.post4 records "
+                "the fork and join of another one wrongly.",
+                *_UB,
+            ),
         ),
     )
 }
@@ -259,4 +276,6 @@ class Call:
         self.note(rule, sentence)
 
     def note(self, rule: int, sentence: str) -> None:
+        """What nobody on a real machine says. Python shows a warning once for each sentence."""
         self.context.findings.append(Finding(rule, self.op, sentence))
+        warnings.warn(f"{self.op}: {sentence} [{RULES[rule].name}]", RuntimeWarning, stacklevel=2)

@@ -4,7 +4,7 @@ The runtime writes the lines for copies, synchronisations, collectives and graph
 module writes those of operators, through the same file descriptor and so in order. Phases: `eager` (ran at once),
 `queued` (ran later, behind a stream that was held up), `capture` (recorded, not run), `replay`, `update`.
 Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups and scatters only the
-rows touched. A kernel of the op table may say better with an attribute `traffic(arguments) -> (read, written)`.
+rows touched. A kernel of the op table may say better with an attribute `traffic`, also as how many kernels it is run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.emulator.binding import library
-
-Traffic = tuple[int, int]  # bytes read, bytes written
+from npu_gptoss.emulator.ops.table import Traffic
 
 ENABLED = bool(library.emulator_tracing())
 # operators that read of their first operand only as much as they return
@@ -63,7 +62,7 @@ def scattered(
     elements, reads = touched(*args, **kwargs)
     target, *others = operands
     written = elements * target.element_size()
-    return sum(map(bytes_of, others)) + reads * written, written
+    return Traffic(sum(map(bytes_of, others)) + reads * written, written)
 
 
 def _describe(tensors: Iterable[torch.Tensor]) -> list[list[object]]:
@@ -77,9 +76,9 @@ def traffic(
     out = sum(map(bytes_of, fresh)) + sum(map(bytes_of, written))
     base = _base(name)
     if base in GATHERS and inputs:
-        return out + sum(map(bytes_of, inputs[1:])), out
+        return Traffic(out + sum(map(bytes_of, inputs[1:])), out)
     overwritten = {id(tensor) for tensor in written} if base.endswith(("copy_", "fill_", "zero_")) else set()
-    return sum(bytes_of(tensor) for tensor in inputs if id(tensor) not in overwritten), out
+    return Traffic(sum(bytes_of(tensor) for tensor in inputs if id(tensor) not in overwritten), out)
 
 
 def operator(
@@ -94,7 +93,7 @@ def operator(
     moved: Traffic | None = None,
 ) -> None:
     """Writes the line of one operator."""
-    read, out = moved or traffic(name, inputs, written, fresh)
+    moved = moved or traffic(name, inputs, written, fresh)
     fields = {
         "event": "op",
         "name": name,
@@ -103,8 +102,9 @@ def operator(
         "graph": graph,
         "inputs": _describe(inputs),
         "outputs": _describe([*written, *fresh]),
-        "read": read,
-        "written": out,
+        "read": moved.read,
+        "written": moved.written,
+        "launches": moved.launches,
     }
     write(fields)
 

@@ -1,4 +1,4 @@
-"""ACL graphs on the emulated device: capture records, replay runs, and R81 to R90 refuse (on_device/graph_cases.py)."""
+"""ACL graphs on the emulated device: capture records, replay runs, and R81 to R91 refuse (on_device/graph_cases.py)."""
 
 from __future__ import annotations
 

@@ -102,7 +102,9 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
     assert "not bound to the cores beside their cards, for want of npu-smi." in done.stderr
 
 
-@pytest.mark.parametrize("flag", ["--additional-config={}", "--additional_config.enable_cpu_binding=0", "--config=a.yaml"])
+@pytest.mark.parametrize(
+    "flag", ["--additional-config={}", "--additional_config.enable_cpu_binding=0", "--config=a.yaml"]
+)
 def test_an_additional_config_of_the_user_is_not_replaced(flag: str, tmp_path: Path) -> None:
     """vLLM takes the last one whole, and flags before those of a file that --config names."""
     path = programs(tmp_path, "npu-smi", "lspci", "lscpu")

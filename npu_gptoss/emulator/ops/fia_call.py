@@ -63,6 +63,12 @@ class Plan:
     lse_shape: tuple[int, ...]
 
 
+def strided(fia: FiaCall) -> dict[str, torch.Tensor]:
+    """Operands that the operator's definition copies whole in every call, since they are not contiguous [R35]."""
+    operands = {name: getattr(fia, name) for name in ("query", "key", "value")}
+    return {name: tensor for name, tensor in operands.items() if not tensor.is_contiguous()}
+
+
 def host_lengths(call: Call, lengths: object, name: str) -> list[int] | None:
     """Sequence lengths as integers; a device tensor costs a synchronisation per element [R12]."""
     if lengths is None:

@@ -18,6 +18,7 @@ from npu_gptoss.emulator.ops.fia_call import (
     check_band,
     check_mask_shape,
     host_lengths,
+    strided,
 )
 from npu_gptoss.emulator.ops.fia_packed import check_packed
 from npu_gptoss.emulator.ops.fia_pages import check_pages
@@ -60,12 +61,12 @@ def _check_binding(call: Call, fia: FiaCall) -> None:
 
 
 def _check_parameters(call: Call, fia: FiaCall) -> None:
-    call.require(
-        fia.query.is_contiguous(),
-        35,
-        f"query must be contiguous, got shape {shape(fia.query)} with strides {list(fia.query.stride())}",
-        Layer.PARAMETER,
-    )
+    for name, tensor in strided(fia).items():
+        call.note(
+            35,
+            f"{name} {shape(tensor)} with strides {list(tensor.stride())} is copied whole in every call, "
+            f"{tensor.numel() * tensor.element_size()} bytes",
+        )
     if fia.sink is not None:
         call.require(
             call.context.stands_for(fia.sink.dtype, torch.bfloat16),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from npu_gptoss.emulator.ops import formats
-from npu_gptoss.emulator.ops.table import Arguments, kernel, name_of, poison_, poisoned, shape
+from npu_gptoss.emulator.ops import grouped_matmul_antiquant as antiquant
+from npu_gptoss.emulator.ops.table import Arguments, kernel, name_of, poison_, poisoned, shape, works_in
 from npu_gptoss.emulator.rules import Call, Layer, NotEmulatedError
 
 NO_GROUPS, SPLIT_M, SPLIT_K = -1, 0, 2
@@ -89,6 +90,9 @@ def grouped_matmul(a: Arguments) -> list[torch.Tensor]:
             if a.split_item not in SINGLE_OUTPUT:
                 return [out[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return [out]
+
+
+works_in("npu::npu_grouped_matmul")(antiquant.workspace)
 
 
 def _check_lists(call: Call, a: Arguments) -> None:
@@ -303,10 +307,15 @@ def _ends(call: Call, groups: torch.Tensor, kind: int, rows: int) -> list[int] |
 
 
 def _multiply(call: Call, a: Arguments, found: Shape, ends: list[int], out: torch.Tensor) -> None:
-    start = 0
+    start, on_planes = 0, antiquant.is_weight_only(a) and antiquant.runs_on_planes(a)
     for expert, end in enumerate(ends):
         if end > start:
-            product = a.x[0][start:end].float() @ _weight(call, a, found, expert)
+            rows = a.x[0][start:end]
+            if on_planes:
+                scale, offset = (t[0][expert] for t in (a.antiquant_scale, a.antiquant_offset))
+                product = antiquant.product_of_planes(rows, a.weight[0][expert], scale, offset)
+            else:
+                product = rows.float() @ _weight(call, a, found, expert)
             if a.bias:
                 product += a.bias[0][expert].float()
             out[start:end] = product.to(out.dtype)

@@ -1,4 +1,4 @@
-"""Dispatch and combine across ranks: on a 910B they need sixteen ranks or more, so here only their refusals exist."""
+"""Dispatch and combine across ranks: on a 910B the document wants sixteen or more, so here only refusals exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from npu_gptoss.emulator.ops.table import Arguments, kernel, name_of, shape
 from npu_gptoss.emulator.rules import Call, Layer, NotEmulatedError
 
+TAKEN = range(8, 257, 8)  # moe_distribute_dispatch_v2_tiling.cpp of 8.3.RC1: whole machines of eight
 FULL_MESH = range(16, 257)
 HIERARCHICAL = (16, 32, 64)
 MOST_ROWS = 256
@@ -29,11 +30,13 @@ def _check(call: Call, a: Arguments, x: torch.Tensor, scales: torch.Tensor | Non
     hierarchical = getattr(a, "comm_alg", "") == "hierarchy"
     worlds = HIERARCHICAL if hierarchical else FULL_MESH
     call.require(
-        a.ep_world_size in worlds,
-        65,
-        f"ep_world_size should be {'16, 32 or 64' if hierarchical else '16 to 256'} on Atlas A2, got {a.ep_world_size}",
-        Layer.PARAMETER,
+        a.ep_world_size in TAKEN, 65, f"epWorldSize should be a multiple of 8 up to 256, got {a.ep_world_size}"
     )
+    if a.ep_world_size not in worlds:
+        documented = "16, 32 or 64" if hierarchical else "16 to 256"
+        call.note(
+            65, f"the document has ep_world_size {documented} on Atlas A2, and the tiling takes {a.ep_world_size}"
+        )
     rows, choices = a.expert_ids.shape
     call.require(rows <= MOST_ROWS, 65, f"BS should be at most {MOST_ROWS}, got {rows} in {shape(a.expert_ids)}")
     widest = WIDEST["hierarchy" if hierarchical else "fullmesh"]

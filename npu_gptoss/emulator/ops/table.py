@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,15 @@ from npu_gptoss.emulator.context import current
 from npu_gptoss.emulator.rules import Call, ContractError, Layer
 
 Kernel = Callable[..., Any]
-Traffic = tuple[int, int]
+
+
+class Traffic(NamedTuple):
+    """Bytes that a call moves, and as how many kernels the device meets it."""
+
+    read: int
+    written: int
+    launches: int = 1
+
 
 OPS: dict[str, Kernel] = {}
 SCHEMAS: dict[str, str] = {}
@@ -131,19 +139,27 @@ def kernel(
     return register
 
 
-def measured(*names: str) -> Callable[[Callable[[Arguments], Traffic]], Callable[[Arguments], Traffic]]:
-    """Gives operators a `traffic(*args, **kwargs)`: bytes read and written, where operands do not tell.
-
-    Called with the operands of a call that has run.
-    """
-
-    def register(function: Callable[[Arguments], Traffic]) -> Callable[[Arguments], Traffic]:
+def _attribute(attribute: str, names: tuple[str, ...]) -> Callable[[Callable[[Arguments], Any]], Callable]:
+    def register(function: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
         for name in names:
             bind = _binders[name]
-            OPS[name].traffic = lambda *args, bind=bind, **kwargs: function(bind(*args, **kwargs))
+            setattr(OPS[name], attribute, lambda *args, bind=bind, **kwargs: function(bind(*args, **kwargs)))
         return function
 
     return register
+
+
+def measured(*names: str) -> Callable[[Callable[[Arguments], Traffic]], Callable[[Arguments], Traffic]]:
+    """Gives operators a `traffic(*args, **kwargs)` where operands do not tell it.
+
+    Called with the operands of a call that has run.
+    """
+    return _attribute("traffic", names)
+
+
+def works_in(*names: str) -> Callable[[Callable[[Arguments], int]], Callable[[Arguments], int]]:
+    """Gives operators a `workspace(*args, **kwargs)`: bytes of device memory that a call takes beside its operands."""
+    return _attribute("workspace", names)
 
 
 def shape(tensor: torch.Tensor | None) -> str:

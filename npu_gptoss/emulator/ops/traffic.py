@@ -1,7 +1,9 @@
-"""Bytes that operators move, where that is less than their operands hold: pages read, experts used, slots written.
+"""Bytes that operators move, where their operands do not tell: pages read, experts used, slots written, hidden copies.
 
 A paged attention reads the keys that its rows can see and not the cache; a grouped matmul reads the weights of experts
-that have rows; a cache write touches its slots. Counted once each, as a perfect cache would.
+that have rows; a cache write touches its slots. Counted once each, as a perfect cache would. What is more than the
+operands hold is counted too: strided operands that are copied first (R35), weights that are expanded into a workspace,
+and operators of torch_npu that are several kernels.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from npu_gptoss.emulator.ops import grouped_matmul_antiquant as antiquant
 from npu_gptoss.emulator.ops.fia import V1, V2, from_v1, from_v2
-from npu_gptoss.emulator.ops.fia_call import TND_LAYOUTS, FiaCall
+from npu_gptoss.emulator.ops.fia_call import TND_LAYOUTS, FiaCall, strided
 from npu_gptoss.emulator.ops.table import Arguments, Traffic, measured
 
 MASK_WINDOW = 1024  # keys around the diagonal for which a tile consults the mask
@@ -42,7 +45,9 @@ def _attention(fia: FiaCall, written: int) -> Traffic:
     head_dim = fia.query.size(-1) // (fia.heads if fia.layout == "BSH" else 1)
     per_key = (fia.kv_heads or fia.heads) * head_dim * (fia.key.element_size() + fia.value.element_size())
     tables = 0 if not fia.paged else 4 * sum(-(-n // fia.block_size) for n in kv_lens)
-    return _bytes(fia.query, fia.sink) + keys * per_key + mask + tables, written
+    copied = strided(fia)
+    read = _bytes(fia.query, fia.sink) + keys * per_key + mask + tables
+    return Traffic(read + _bytes(*copied.values()), written + _bytes(*copied.values()), 1 + len(copied))
 
 
 @measured(f"npu::{V2}", f"npu::{V2}.out")
@@ -59,16 +64,15 @@ def _attention_v1(a: Arguments) -> Traffic:
 def _paged_attention(a: Arguments) -> Traffic:
     lengths = _ints(a.context_lens)
     per_key = sum(_bytes(cache) // (cache.size(0) * cache.size(1)) for cache in (a.key_cache, a.value_cache))
-    return _bytes(a.query) + sum(lengths) * per_key + 4 * sum(-(-n // a.key_cache.size(1)) for n in lengths), _bytes(
-        a.out
-    )
+    tables = 4 * sum(-(-n // a.key_cache.size(1)) for n in lengths)
+    return Traffic(_bytes(a.query) + sum(lengths) * per_key + tables, _bytes(a.out))
 
 
 @measured("npu::npu_grouped_matmul")
 def _grouped_matmul(a: Arguments) -> Traffic:
     if a.group_list is None or len(a.x) != 1 or len(a.weight) != 1:
         written = sum(x.size(0) * w.size(-1) * x.element_size() for x, w in zip(a.x, a.weight, strict=False))
-        return _bytes(*a.x, *a.weight, *(a.bias or ())), written
+        return Traffic(_bytes(*a.x, *a.weight, *(a.bias or ())), written)
     groups = _ints(a.group_list)
     counts = groups if a.group_list_type == 1 else [b - a for a, b in pairwise([0, *groups])]
     rows, used = sum(counts), sum(n > 0 for n in counts)
@@ -76,9 +80,10 @@ def _grouped_matmul(a: Arguments) -> Traffic:
     per_expert = _bytes(*a.weight, *(a.bias or ()), *(a.antiquant_scale or ()), *(a.antiquant_offset or ())) // experts
     columns = a.weight[0].size(2) * (8 if a.weight[0].dtype == torch.int32 else 1)
     x = a.x[0]
-    return (
-        rows * x.size(1) * x.element_size() + used * per_expert + _bytes(a.group_list),
-        rows * columns * x.element_size(),
+    expanded = antiquant.expanded_bytes(a, used)
+    return Traffic(
+        rows * x.size(1) * x.element_size() + used * per_expert + _bytes(a.group_list) + expanded,
+        rows * columns * x.element_size() + expanded,
     )
 
 
@@ -86,18 +91,29 @@ def _grouped_matmul(a: Arguments) -> Traffic:
 def _reshape_and_cache(a: Arguments) -> Traffic:
     kept = int((a.slot_indices >= 0).sum())
     rows = sum(_bytes(t) // max(t.size(0), 1) for t in (a.key, a.value)) * kept
-    return rows + _bytes(a.slot_indices), rows
+    return Traffic(rows + _bytes(a.slot_indices), rows)
 
 
 @measured("npu::npu_scatter_pa_kv_cache")
 def _scatter_pa_kv_cache(a: Arguments) -> Traffic:
-    return _bytes(a.key, a.value, a.slot_mapping), _bytes(a.key, a.value)
+    return Traffic(_bytes(a.key, a.value, a.slot_mapping), _bytes(a.key, a.value))
 
 
-@measured("atb::_npu_rotary_embedding", "npu::npu_mrope")
+def _table_rows(a: Arguments) -> int:
+    return a.positions.numel() * a.cos_sin_cache.size(1) * a.cos_sin_cache.element_size()
+
+
+@measured("npu::npu_mrope")
+def _mrope(a: Arguments) -> Traffic:
+    return Traffic(_bytes(a.query, a.key, a.positions) + _table_rows(a), _bytes(a.query, a.key))
+
+
+@measured("atb::_npu_rotary_embedding")
 def _rotary(a: Arguments) -> Traffic:
-    table_rows = a.positions.numel() * a.cos_sin_cache.size(1) * a.cos_sin_cache.element_size()
-    return _bytes(a.query, a.key, a.positions) + table_rows, _bytes(a.query, a.key)
+    """Two look-ups, of cosines and of sines as wide as both halves, and ATB's kernel (op-plugin, RopeAtb.cpp)."""
+    looked_up = 2 * _table_rows(a)
+    read = _bytes(a.query, a.key) + 2 * looked_up + 2 * _bytes(a.positions)
+    return Traffic(read, _bytes(a.query, a.key) + looked_up, 3)
 
 
 @measured("npu::npu_moe_init_routing_v2")
@@ -105,4 +121,4 @@ def _init_routing_v2(a: Arguments) -> Traffic:
     start, end = a.active_expert_range
     active = int(((a.expert_idx >= start) & (a.expert_idx < end)).sum())
     width = a.x.size(1) * a.x.element_size()
-    return _bytes(a.x, a.expert_idx), active * width + _bytes(a.expert_idx) + 8 * (end - start)
+    return Traffic(_bytes(a.x, a.expert_idx), active * width + _bytes(a.expert_idx) + 8 * (end - start))

@@ -1,4 +1,4 @@
-"""ACL graphs: what capture and replay do, and the rules R81 to R90."""
+"""ACL graphs: what capture and replay do, and the rules R81 to R91."""
 
 from __future__ import annotations
 
@@ -76,20 +76,21 @@ def case_pinned_copy_is_part_of_the_graph() -> None:
     assert x.tolist() == [7, 7]
 
 
-def case_forked_and_joined_stream_is_captured() -> None:
-    x, side = tensor(1, 2), npu.Stream()
+def case_a_stream_that_is_forked_and_joined_takes_part_in_the_capture() -> None:
+    x, side, source = tensor(0, 0), npu.Stream(), torch.ones(2).pin_memory()
 
     def body() -> torch.Tensor:
         main = npu.current_stream()
         side.wait_stream(main)
         with npu.stream(side):
-            y = x * 2
+            x.copy_(source, non_blocking=True)
         main.wait_stream(side)
-        return y + 1
+        return x + 1
 
     graph, out = captured(body)
+    source.fill_(7)
     graph.replay()
-    assert out.tolist() == [3, 5]
+    assert out.tolist() == [8, 8]
 
 
 def case_two_graphs_share_a_pool() -> None:
@@ -466,10 +467,12 @@ def case_R83_operator_without_aclnn() -> None:
 def case_R84_stream_not_joined() -> None:
     x, side = tensor(1, 2), npu.Stream()
 
+    source = torch.ones(2).pin_memory()
+
     def body() -> None:
         side.wait_stream(npu.current_stream())
         with npu.stream(side):
-            x * 2
+            x.copy_(source, non_blocking=True)
 
     with refused("107025", "R84"):
         captured(body)
@@ -881,3 +884,39 @@ def case_auto_dispatch_knows_version_2_from_8_5() -> None:
 
     context.set_default(dataclasses.replace(context.current(), cann="8.5"))
     attend_under_auto_dispatch()
+
+
+# --- R91
+
+
+def forked(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """One operator on a second stream, in new memory and in `into`, joined before the last one."""
+    main, side = npu.current_stream(), npu.Stream()
+    side.wait_stream(main)
+    with npu.stream(side):
+        y = x * 2
+        torch.add(x, x, out=into)
+    main.wait_stream(side)
+    return y + 1
+
+
+def case_R91_an_operator_on_a_second_stream() -> None:
+    x, into = tensor(1, 2), tensor(0, 0)
+    assert forked(x, into).tolist() == [3, 5], "outside of a capture streams may fork"
+    with refused("R91", "a second one"):
+        captured(lambda: forked(x, into))
+
+
+def case_R91_numbers_of_a_second_stream_are_wrong_outside_of_strict_mode() -> None:
+    from npu_gptoss.emulator import context
+
+    context.set_default(dataclasses.replace(context.current(), strict=False))
+    x, into = tensor(1, 2), tensor(0, 0)
+    graph, out = captured(lambda: forked(x, into))
+    graph.replay()
+    assert out.isnan().all()
+    assert into.isnan().all()
+    assert [finding.rule for finding in context.current().findings] == [91, 91]
+    graph, out = captured(lambda: x * 2 + 1)
+    graph.replay()
+    assert out.tolist() == [3, 5], "the next capture begins anew"

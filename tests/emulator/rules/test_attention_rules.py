@@ -8,7 +8,7 @@ import torch
 from npu_gptoss.emulator.context import current, use
 from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.emulator.rules import ContractError, NotEmulatedError
-from tests.emulator.contracts import TRIANGLE, attention_case, leaves_undefined, rejects
+from tests.emulator.contracts import TRIANGLE, attention_case, leaves_undefined, notes, rejects
 
 fia = OPS["npu::npu_fused_infer_attention_score_v2"]
 fia_out = OPS["npu::npu_fused_infer_attention_score_v2.out"]
@@ -448,9 +448,17 @@ def test_R34_rope_is_64_beside_128():
         call(64, 64)
 
 
-def test_R35_query_is_contiguous():
-    with rejects(35, "strides"):
-        fia(**case(query=torch.randn(8, 5, 64).bfloat16().transpose(0, 1)))
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_R35_strided_operands_are_right_and_copied_whole_in_every_call(name):
+    legal = case()
+    tensor = legal[name]
+    strided = torch.stack([tensor, torch.full_like(tensor, float("nan"))], -1)[..., 0]
+    size = tensor.numel() * 2
+    with notes(35, f"{name} [", "strides", f"copied whole in every call, {size} bytes"):
+        out = fia(**{**legal, name: strided})[0]
+    assert torch.equal(out, fia(**legal)[0])
+    plain, copied = (fia.traffic(**{**legal, name: value}) for value in (tensor, strided))
+    assert copied == (plain.read + size, plain.written + size, plain.launches + 1)
 
 
 def test_R36_batched_layouts_take_a_three_dimensional_cache():

@@ -8,7 +8,7 @@ import torch
 from npu_gptoss.emulator.context import use
 from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.emulator.rules import ContractError, NotEmulatedError
-from tests.emulator.contracts import leaves_undefined, rejects
+from tests.emulator.contracts import leaves_undefined, notes, rejects
 
 softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
 gating = OPS["npu::npu_moe_gating_top_k"]
@@ -264,7 +264,8 @@ def test_R63_compute_expert_tokens(ids):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"ep_world_size": 8}, "16 to 256"),
+        ({"ep_world_size": 12}, "multiple of 8"),
+        ({"ep_world_size": 264}, "up to 256"),
         ({"rows": 257}, "256"),
         ({"hidden": 7200}, "7168"),
         ({"hidden": 2890}, "32"),
@@ -275,7 +276,7 @@ def test_R63_compute_expert_tokens(ids):
         ({"group_tp": "tp"}, "tensor-parallel"),
         ({"tp_world_size": 2}, "tensor-parallel"),
         ({"scales": torch.bfloat16}, "float32"),
-        ({"comm_alg": "hierarchy", "ep_world_size": 24}, "16, 32 or 64"),
+        ({"comm_alg": "hierarchy", "ep_world_size": 20}, "multiple of 8"),
     ],
     ids=lambda c: next(iter(c)) if isinstance(c, dict) else None,
 )
@@ -301,3 +302,12 @@ def test_R65_dispatch_and_combine_across_ranks(changes, word):
     x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
     with pytest.raises(NotEmulatedError):  # dispatch may go without scales
         OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", 16, 0, 128)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "documented"), [(8, {}, "16 to 256"), (24, {"comm_alg": "hierarchy"}, "16, 32 or 64")]
+)
+def test_R65_ranks_beside_the_document_are_taken_by_the_tiling(ranks, more, documented):
+    x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
+    with notes(65, documented, f"the tiling takes {ranks}"), pytest.raises(NotEmulatedError):
+        OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", ranks, 0, 128, **more)
