@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **settings))
 
 
+def count_replays() -> Callable[[], dict[str, int]]:
+    """What tells how many graphs vllm-ascend has captured so far, and how many this process has replayed."""
+    import torch
+    from vllm.compilation.counter import compilation_counter
+
+    replays, replay = [0], torch.npu.NPUGraph.replay
+
+    def counted(graph: Any) -> None:
+        replays[0] += 1
+        replay(graph)
+
+    torch.npu.NPUGraph.replay = counted
+    return lambda: {"captured": compilation_counter.num_cudagraph_captured, "replayed": replays[0]}
+
+
 def serve(job: dict[str, Any]) -> None:
     from vllm.plugins import load_general_plugins
 
@@ -86,11 +102,12 @@ def serve(job: dict[str, Any]) -> None:
 
     context.set_default(dataclasses.replace(context.current(), **job["machine"]))
     load_general_plugins()
-    results = []
+    results, graphs = [], count_replays()
     with spoilt(job["spoil"]):
         engine = start(job["checkpoint"], job["options"])
         states = {entry.patch.name: entry.state for entry in compat.status() if entry.patch.name.startswith("ascend")}
         print("PATCHES", json.dumps(states))
+        print("GRAPHS", json.dumps(graphs()))
         for turn in job["rounds"]:
             try:
                 with spoilt(turn.get("spoil")):
@@ -100,6 +117,7 @@ def serve(job: dict[str, Any]) -> None:
             except Exception as error:  # what the operators refuse; the engine is of no use afterwards
                 results.append(f"{type(error).__name__}: {error}")
                 break
+            print("GRAPHS", json.dumps(graphs()))
     Path(job["out"]).write_text(json.dumps(results))
 
 

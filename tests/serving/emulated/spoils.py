@@ -67,6 +67,14 @@ def block_table_rebound() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def choice_not_narrowed() -> Iterator[None]:
+    from vllm_ascend.sample.sampler import AscendTopKTopPSampler
+
+    with mock.patch.object(AscendTopKTopPSampler, "_apply_top_k_top_p", lambda self, logits, k, p: logits):
+        yield
+
+
+@contextlib.contextmanager
 def window_of_129() -> Iterator[None]:
     from npu_gptoss.attention import ascend
 
