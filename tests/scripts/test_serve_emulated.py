@@ -57,6 +57,17 @@ def test_the_printed_request_is_answered_rightly(served: Served) -> None:
     assert message["content"] == "3 + 4 = 7."
 
 
+def test_a_choice_of_one_token_is_greedy_beside_free_ones(served: Served) -> None:
+    """top_k and top_p through the server, in graphs' decode steps; free choices at this temperature go astray."""
+    question = {"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 60}
+    narrow = ({"top_k": 1}, {"top_p": 1e-6}, {"top_k": 1, "top_p": 0.5})
+    asked = [question | {"temperature": 2.0} | choice for choice in (*narrow, *({"seed": seed} for seed in range(5)))]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda body: post(f"{served.url}/v1/chat/completions", body)["content"], asked))
+    assert answers[:3] == ["3 + 4 = 7."] * 3
+    assert any(answer != "3 + 4 = 7." for answer in answers[3:])
+
+
 def test_it_really_is_vllm_ascend_with_graphs(served: Served) -> None:
     log = Path(re.search(r"its output goes to (\S+)", served.printed)[1]).read_text()
     assert "Platform plugin ascend is activated" in log

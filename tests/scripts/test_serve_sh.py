@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulator.machine import emulate
 from tests.scripts.shell import ROOT, following, printed_command, run
 
 GRAPH_FLAG = "--compilation-config"
@@ -96,10 +97,49 @@ def test_workers_are_bound_to_the_cores_beside_their_cards(tmp_path: Path) -> No
 
 
 def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path: Path) -> None:
-    """vllm-ascend leaves the binding out without a word when one of the programs is missing."""
+    """vllm-ascend leaves the binding out and gives no reason when one of the programs is missing."""
     done = run("serve.sh", "--dry-run", "--model", "openai/gpt-oss-20b", PATH=programs(tmp_path, "lspci"))
     assert "--additional-config" not in printed_command(done)[1]
     assert "not bound to the cores beside their cards, for want of npu-smi." in done.stderr
+
+
+TOLD = {  # by the programs of a machine with one card, beside core 0
+    "npu-smi": """case "$*" in
+"info -m") echo "NPU ID  Chip ID  Chip Logic ID  Chip Name"; echo "0 0 0 Ascend 910B3" ;;
+*) echo "PCIe Bus Info : 0000:C1:00.0" ;;
+esac""",
+    "lspci": 'echo "NUMA node: 0"',
+    "lscpu": 'echo "NUMA node0 CPU(s): 0-0"',
+}
+BIND = """
+import os, sys
+import psutil, torch_npu
+from vllm_ascend import cpu_binding
+
+folder, everywhere = sys.argv[1], psutil.Process().cpu_affinity()
+os.environ["PATH"] = folder
+for missing in (*os.listdir(folder), None):
+    psutil.Process().cpu_affinity(everywhere)
+    if missing:
+        os.rename(f"{folder}/{missing}", f"{folder}/away")
+    try:
+        cpu_binding.bind_cpus(0, ratio=1.0)
+        print("BOUND", missing, psutil.Process().cpu_affinity())
+    except OSError as error:  # the worker says "Skip binding cpu." and goes on
+        print("BOUND", missing, error.filename, psutil.Process().cpu_affinity() == everywhere)
+    if missing:
+        os.rename(f"{folder}/away", f"{folder}/{missing}")
+"""
+
+
+@pytest.mark.emulated
+def test_vllm_ascend_binds_with_the_three_programs_and_not_without_one_of_them(tmp_path: Path) -> None:
+    for name, text in TOLD.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = emulate("-c", BIND, str(tmp_path))
+    said = sorted(line.removeprefix("BOUND ") for line in done.stdout.splitlines() if line.startswith("BOUND "))
+    assert said == ["None [0]", *(f"{name} {name} True" for name in sorted(TOLD))], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,20 @@ def window_of_129() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def query_strided() -> Iterator[None]:
+    import torch
+
+    from npu_gptoss.attention import ascend
+
+    def strided(query: Any, *args: Any, **kwargs: Any) -> Any:
+        return right(torch.stack([query, query], -1)[..., 0], *args, **kwargs)
+
+    right = ascend.call_arguments
+    with mock.patch.object(ascend, "call_arguments", strided):
+        yield
+
+
+@contextlib.contextmanager
 def sinks_dropped() -> Iterator[None]:
     from npu_gptoss.attention import ascend
 

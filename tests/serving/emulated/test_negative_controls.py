@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.serving.emulated.rounds import (
@@ -97,3 +99,10 @@ def test_biases_in_bf16_are_refused(serve):
     rounds = [turn(SPOILT, spoil="biases_in_bf16")]
     results, _ = serve(rounds, options={**EAGER, "dtype": "bfloat16"})
     assert "[R47]" in results[0]
+
+
+def test_a_copy_that_no_card_tells_of_is_warned_of(serve, expected):
+    rounds = [turn(SPOILT, spoil="query_strided")]
+    results, printed = serve(rounds, options=EAGER)
+    assert right(rounds, results, expected) == [True]
+    assert re.findall(r"Warning: .*query .* is copied whole in every call.*\[R35\]", printed)
