@@ -1,10 +1,18 @@
-"""The one way in which this package writes a file: whole or not at all."""
+"""The one way in which this package writes a file, whole or not at all; and the folder for those of its own."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """$XDG_CACHE_HOME/npu_gptoss, by default ~/.cache/npu_gptoss. It need not exist."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    home = environ.get("HOME", "")
+    return (Path(base) if base else (Path(home) if home else Path.home()) / ".cache") / "npu_gptoss"
 
 
 def write_atomically(path: Path, content: bytes) -> Path:

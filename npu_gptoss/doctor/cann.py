@@ -1,12 +1,8 @@
 """What Huawei's installers leave behind: the CANN toolkit, its NNAL package, the driver and its device files.
 
-Read from their version files, without loading a library. What the files look like:
-
-* toolkit: `<toolkit>/<arch>-linux/ascend_toolkit_install.info` with `version=8.3.RC1`, or `<toolkit>/version.cfg` with
-  `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
-* NNAL: `nnal/atb/latest/version.info` with `Ascend-cann-atb : 8.3.RC1`; its `set_env.sh` sets ATB_HOME_PATH to
-  `nnal/atb/latest/atb/cxx_abi_<n>`;
-* driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`).
+Read from their version files, without loading a library (`npu_gptoss.cann`; of NNAL here):
+`nnal/atb/latest/version.info` with `Ascend-cann-atb : 8.3.RC1`; its `set_env.sh` sets ATB_HOME_PATH to
+`nnal/atb/latest/atb/cxx_abi_<n>`.
 """
 
 from __future__ import annotations
@@ -17,15 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from npu_gptoss import cann as installed
+from npu_gptoss.cann import toolkit_version
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
 from npu_gptoss.supported import CANN, DRIVER, DRIVER_OLDEST, TORCH_NPU
 
-HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 ATB_VARIABLE = "ATB_HOME_PATH"
-TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 NNAL = "/usr/local/Ascend/nnal/atb"
-DRIVER_FOLDER = "/usr/local/Ascend/driver"
+DRIVER_FOLDER = f"/{installed.DRIVER_FOLDER}"
 COMMON_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 IMAGE = "the image `cann:8.3.rc2-910b-ubuntu22.04-py3.11` has it"
 _EMULATED = "The emulated 910B has no {}."
@@ -51,39 +47,9 @@ def parse(text: str) -> Version | None:
     return Version((int(match[1]), int(match[2])), (match[3] or "").upper(), match[4] or "")
 
 
-def _read(path: Path) -> str:
-    """Empty when it is not there or cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _value(text: str, key: str, separator: str = "=") -> str:
-    match = re.search(rf"^\s*{re.escape(key)}\s*{separator}\s*(\S+)\s*$", text, re.M | re.I)
-    return match[1] if match else ""
-
-
-def toolkit_version(toolkit: Path) -> str:
-    """What the installer wrote; empty when this is no toolkit."""
-    for info in (*sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")), toolkit / "ascend_toolkit_install.info"):
-        if version := _value(_read(info), "version"):
-            return version
-    text = _read(toolkit / "version.cfg")
-    match = re.search(r"^toolkit_(?:running|installed)_version=\[[^:\]]*:([^\]\s]+)\]", text, re.M)
-    return match[1] if match else ""
-
-
 def find_toolkit(here: Machine) -> tuple[Path | None, str | None]:
-    """(the toolkit, the variable that names it): the variable is None when the toolkit only lies in the usual place."""
-    for name in HOME_VARIABLES:
-        if here.environ.get(name):
-            return Path(here.environ[name]), name
-    home = here.environ.get("HOME", "")
-    places = [here.path(place) for place in TOOLKITS]
-    if home:
-        places += [Path(home) / "Ascend/ascend-toolkit/latest", Path(home) / "Ascend/cann"]
-    return next((place for place in places if toolkit_version(place)), None), None
+    """(the toolkit, the variable that names it), as `npu_gptoss.cann.find_toolkit` has them."""
+    return installed.find_toolkit(here.environ, here.root)
 
 
 def _script(folder: Path) -> Path:
@@ -159,7 +125,7 @@ def nnal(here: Machine) -> Iterator[Finding]:
     install = f"Install Ascend-cann-nnal of CANN's own version and `source {NNAL}/set_env.sh`."
     named = here.environ.get(ATB_VARIABLE, "")
     folder = Path(named).parents[1] if named else here.path(f"{NNAL}/latest")
-    text = _value(_read(folder / "version.info"), "Ascend-cann-atb", ":")
+    text = installed.value(installed.read(folder / "version.info"), "Ascend-cann-atb", ":")
     if not text:
         yield failed(
             "nnal",
@@ -200,8 +166,7 @@ def driver(here: Machine) -> Iterator[Finding]:
         yield not_applicable("driver", _EMULATED.format("driver"))
         return
     folder = here.path(DRIVER_FOLDER)
-    info = _read(folder / "version.info")
-    text = _value(info, "package_version") or _value(info, "Version")
+    text = installed.driver_version(here.root)
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
     if not text and not (folder / "lib64").is_dir():
         yield failed(

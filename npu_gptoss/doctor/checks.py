@@ -176,6 +176,39 @@ CHECKS: tuple[Check, ...] = (
         "the same",
     ),
     Check(
+        "self-test-moe",
+        "Self-test",
+        "routing and experts at the edges of their kernels: empty groups, all rows to one expert, sizes of tiles and "
+        "of the sort, counts that change on a rank with a part of the experts, a rank without a token",
+        "`NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops`, with `--enforce-eager` on Ascend; another release of CANN",
+    ),
+    Check(
+        "self-test-dense",
+        "Self-test",
+        "projections from 1 to 257 rows, one of them with an Inf; norms, and apart from them those of tiny checkpoints",
+        "another release of CANN",
+    ),
+    Check(
+        "self-test-nz",
+        "Self-test",
+        "experts and a projection with weights in FRACTAL_NZ, in a process of its own",
+        "weights in ND, which is the default",
+    ),
+    Check(
+        "self-test-graph",
+        "Self-test",
+        "routing and experts captured once and replayed 50 times; attention captured short and updated to long "
+        "contexts and back. In a process of its own, which may hang",
+        "`--enforce-eager`; for attention nothing: servers capture PIECEWISE then",
+    ),
+    Check(
+        "self-test-record",
+        "Self-test",
+        "for which CANN, driver and torch-npu the self-tests were made on this machine: what one release computes "
+        "rightly proves nothing of the next",
+        "`npu-gptoss doctor` on the machine with the card",
+    ),
+    Check(
         "bandwidth",
         "Self-test",
         "how fast the device copies its memory, and the share of its nominal bandwidth",

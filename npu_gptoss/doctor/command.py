@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from npu_gptoss import __version__
-from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, stack, vocabulary
+from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
 from npu_gptoss.doctor.machine import Machine
 
@@ -87,6 +87,7 @@ def diagnose(
         return result.findings
 
     found += guarded("torch-works", probed)
+    found += guarded("self-test-record", record.remembered, here, found)
     found += guarded("memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory)
     order = {check.name: place for place, check in enumerate(checks.CHECKS)}
     return sorted(found, key=lambda finding: order[finding.check])

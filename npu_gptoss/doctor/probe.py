@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,18 @@ from npu_gptoss.doctor.findings import Finding, failed, from_json, guarded, not_
 from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
-LIMIT = 300  # seconds for everything; it takes ten
+LIMIT = 600  # seconds for everything; it takes a minute
+ALONE_LIMIT = 120  # seconds for a self-test in a process of its own, most of them for imports; it takes twenty
 SELF_TESTS = (
     "self-test-sink",
     "self-test-window",
     "self-test-attention",
     "self-test-bias",
     "self-test-activation",
+    "self-test-moe",
+    "self-test-dense",
+    "self-test-nz",
+    "self-test-graph",
 )
 ON_DEVICE = ("attention-operator", *SELF_TESTS, "bandwidth")
 ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
@@ -49,19 +55,30 @@ def probe(here: Machine, model: Path | None) -> Probed:
     if here.version("torch") is None:
         reason = "torch is not installed."
         return Probed([not_applicable(check, reason) for check in ALL], None)
+    order = {"model": str(model) if model else None, "platform": here.platform()[0], "emulated": here.emulated}
+    return read(*_child(order, LIMIT, here.environ))
+
+
+def alone(name: str, seen: Device) -> list[Finding]:
+    """A self-test in a process of its own; one that hangs or crashes takes nothing else along."""
+    order = {"only": name, "device": asdict(seen)}
+    return [finding for finding in read(*_child(order, ALONE_LIMIT, os.environ)).findings if finding.check == name]
+
+
+def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """Its report, how it ended (empty when well) and what it said."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report"
         report.touch()
-        order = {"model": str(model) if model else None, "platform": here.platform()[0], "report": str(report)}
-        command = [sys.executable, "-m", __name__, json.dumps({**order, "emulated": here.emulated})]
+        command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": str(report)})]
         try:
             run = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=LIMIT, env=dict(here.environ)
+                command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(environ)
             )
             how, errors = _ending(run.returncode), run.stderr
         except subprocess.TimeoutExpired:
-            how, errors = f"did not end within {LIMIT} s", ""
-        return read(report.read_text(), how, errors)
+            how, errors = f"did not end within {limit} s", ""
+        return report.read_text(), how, errors
 
 
 def _ending(code: int) -> str:
@@ -106,7 +123,6 @@ def read(text: str, how: str, errors: str = "") -> Probed:
 
 
 def main(order: dict[str, Any]) -> None:
-    model = Path(order["model"]) if order["model"] else None
     with Path(order["report"]).open("a") as report:
 
         def write(entry: dict[str, Any]) -> None:
@@ -120,6 +136,11 @@ def main(order: dict[str, Any]) -> None:
                 write({"finding": asdict(finding)})
             return found
 
+        if "only" in order:
+            seen = Device(**order["device"])
+            check(order["only"], _self_test, order["only"], seen)
+            return
+        model = Path(order["model"]) if order["model"] else None
         works = check("torch-works", torch_works)
         if works[0].state != "ok":
             for name in ("device", "kernels", "checkpoint", *ON_DEVICE):
@@ -252,12 +273,21 @@ def on_device(seen: Device) -> Iterator[tuple[Any, ...]]:
     import torch
 
     from npu_gptoss.doctor.bandwidth import bandwidth
+    from npu_gptoss.doctor.selftest import ALONE
+
+    for name in SELF_TESTS:
+        yield name, alone if name in ALONE and seen.kind != CPU else _self_test, name, seen
+    yield "bandwidth", bandwidth, torch.device(seen.kind), seen
+
+
+def _self_test(name: str, seen: Device) -> Iterator[Finding]:
+    import torch
+
     from npu_gptoss.doctor.selftest import self_test
 
-    where = torch.device(seen.kind)
-    for name in SELF_TESTS:
-        yield name, self_test, name, where, torch.bfloat16
-    yield "bandwidth", bandwidth, where, seen
+    if seen.kind != CPU:
+        torch.get_device_module(seen.kind).set_device(0)
+    yield from self_test(name, torch.device(seen.kind), torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ DEFECTS = {
     "that is wholly hidden from them",
     "window-race": "attention with a window and sinks: odd heads lose their sink in every second call "
     "(ops-transformer c36036e63, March 2026)",
+    "narrow-norm": "npu_add_rms_norm up to 2000 wide: the last row is written before it is computed "
+    "(ops-nn cf84e2226, CANN 8.3 and 8.5; gpt-oss is wider, a tiny checkpoint is not)",
+    "few-rows": "torch's matmul of fewer than 64 rows loses its last 16 columns (ops-nn e3f831f65, betas of CANN 9.1)",
     "stale-counts": "npu_moe_init_routing_v2 for a part of the experts: counts of the call before "
     "(ops-transformer 87b1db69e)",
 }

@@ -20,6 +20,7 @@ import torch
 from npu_gptoss.emulator import graphs, memory, native
 from npu_gptoss.emulator.binding import check, library
 from npu_gptoss.emulator.calls import Operation, convert, leaves
+from npu_gptoss.emulator.ops import matmul_defects
 
 NAMESPACES = ("aten", "npu", "atb", "_C_ascend")
 # torch_npu's own kernels that only make views, metadata or pinned memory stay.
@@ -39,6 +40,7 @@ _READS = """
     unique_dim_consecutive bincount equal is_nonzero argwhere
 """
 HOST_READS = frozenset(f"aten::{name}" for name in _READS.split())
+MATMULS = frozenset(f"aten::{name}" for name in ("mm", "mm.out", "addmm", "addmm.out", "linear"))
 INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
 
 
@@ -160,7 +162,7 @@ def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -
     if name in table:
         function, ours = table[name], True
     elif name.startswith("aten::"):
-        function, ours = overload, False
+        function, ours = matmul_defects.spoilt(overload) if name in MATMULS else overload, False
     else:
         return _not_emulated(name)
     schema = overload._schema

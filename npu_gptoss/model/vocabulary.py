@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from npu_gptoss.atomic import write_atomically
+from npu_gptoss.atomic import cache_directory, write_atomically
 from npu_gptoss.errors import InputError, quoted
 from npu_gptoss.model.files import is_there, read_json
 
@@ -43,12 +43,6 @@ def byte_characters() -> dict[int, str]:
         if byte not in table:
             table[byte] = chr(256 + len(table) - len(printable))
     return table
-
-
-def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/npu_gptoss, by default ~/.cache/npu_gptoss. It need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "npu_gptoss"
 
 
 def is_published_vocabulary(path: Path) -> bool:

@@ -14,6 +14,7 @@ PAIRS = (
     (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.float32),
 )
+WIDEST_MERGED = 2000  # up to this width several rows are one piece of work
 
 
 def _rstd_shape(x: torch.Tensor, gamma: torch.Tensor) -> tuple[int, ...]:
@@ -84,4 +85,6 @@ def add_rms_norm(
         value, factor = _normalised(x, gamma, epsilon)
         y.copy_(value)
         rstd.copy_(factor)
+        if "narrow-norm" in call.context.defects and x.size(-1) <= WIDEST_MERGED and x.size(0) > 1:
+            y[-1] = y[-2]
     return y, rstd, x

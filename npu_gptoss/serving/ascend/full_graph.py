@@ -280,9 +280,15 @@ def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | N
 
 
 def prepare(config: VllmConfig, device: torch.device) -> None:
-    """Before the runner reads its configuration: keeps FULL_DECODE_ONLY if it works here, else turns to PIECEWISE."""
+    """Before the runner reads its configuration: makes sure that this card computes rightly, and keeps FULL_DECODE_ONLY
+    if it works here; else turns to PIECEWISE."""
+    from npu_gptoss.serving.ascend import start_check
+
     model, compilation = config.model_config, config.compilation_config
-    if model.hf_config.model_type != ARCHITECTURE or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+    if model.hf_config.model_type != ARCHITECTURE:
+        return
+    start_check.rest(config, device)
+    if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
         return
     objection = _objection(config, device)
     if objection is None:

@@ -1,22 +1,33 @@
-"""Whether this card's attention computes what the definition says: asked once, before the first request.
+"""Whether this card computes what the definition says: asked once, before the first request.
 
-A second of calls with the rank's own heads (`npu_gptoss.selftest.attention`). A known defect that has a safe way round
-is gone round, with one line in the log. Any other wrong result ends the start: text would be wrong without a word.
+A second of calls with the rank's own sizes (`npu_gptoss.selftest`). A known defect that has a safe way round is gone
+round, with one line in the log. Any other wrong result ends the start: text would be wrong without a word.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from npu_gptoss.attention import ascend
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import select_kernel, signature
+from npu_gptoss.kernels import SelectedKernel, select_kernel, signature
+from npu_gptoss.kernels.rows import MANY
+from npu_gptoss.moe.activation import SWIGLUOAI
+from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.selftest import dense, experts
 from npu_gptoss.selftest.attention import CASES, Case, Outcome, outcomes
+from npu_gptoss.selftest.experts import Sizes
+from npu_gptoss.selftest.record import Record, stack
 from npu_gptoss.selftest.steps import BLOCK, HEAD_DIM
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -26,7 +37,8 @@ REPEATS = 3
 @functools.cache
 def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError with each wrong call and its suspect, unless there is a way round, which is then taken."""
-    if not _runs_on_cann(dtype):
+    traits = {"head_dim": HEAD_DIM, "block_size": BLOCK, "sliding_window": False}
+    if not _is_of_cann(select_kernel(PAGED, signature(query=dtype, kv=dtype, sinks=dtype), traits)):
         return
     wrong = _wrong(tuple(case for case in CASES if case.at_start), heads, kv_heads, dtype, device)
     if wrong and all(outcome.merged_heads for outcome in wrong):
@@ -38,24 +50,10 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
                 "request of two rows, which keeps heads apart: right, and slower. A newer CANN may have it mended.",
                 wrong[0].case.suspect,
             )
+            Record.of().remember(stack(), way_round="decode calls carry one more request of two rows (merged heads)")
             return
         wrong = still
-    if wrong:
-        sentence = (
-            "attention computes wrong results on this card, and text would be wrong without a word: "
-            + "; ".join(outcome.sentence() for outcome in wrong)
-            + ". Install another release of CANN, or set NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops (plain torch "
-            "operators, with --enforce-eager), and report it with `npu-gptoss doctor --json`."
-        )
-        logger.error("%s", sentence)
-        raise InputError(sentence)
-
-
-def _runs_on_cann(dtype: torch.dtype) -> bool:
-    """Whether CANN's operator is what serves; another kernel is somebody's choice, and has nothing of its defects."""
-    traits = {"head_dim": HEAD_DIM, "block_size": BLOCK, "sliding_window": False}
-    kernel = select_kernel(PAGED, signature(query=dtype, kv=dtype, sinks=dtype), traits).kernel
-    return kernel.solution in ("ascend", "ascend_fp32")
+    _refuse("attention computes", [outcome.sentence() for outcome in wrong], PAGED.name)
 
 
 def _wrong(
@@ -66,3 +64,88 @@ def _wrong(
         groups = 1 if case.one_group else kv_heads
         found += outcomes(case, device, heads=heads // kv_heads * groups, kv_heads=groups, dtype=dtype, repeats=REPEATS)
     return [outcome for outcome in found if outcome.problem]
+
+
+def rest(config: VllmConfig, device: torch.device) -> None:
+    """Everything but attention, in the sizes of this rank, before its weights take the memory. Raises InputError."""
+    model, parallel = config.model_config, config.parallel_config
+    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    with torch.inference_mode():  # as a server calls them
+        routed(_share(config), model.dtype, device)
+        around(_share(config), heads, kv_heads, model.dtype, device)
+    torch.npu.empty_cache()
+    if device.index in (None, 0):
+        tell_what_was_seen()
+
+
+def _share(config: VllmConfig) -> Sizes:
+    """This rank's part of each layer's experts, as vLLM will cut them."""
+    from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
+
+    hf = config.model_config.hf_config
+    cut = FusedMoEParallelConfig.make(
+        get_tensor_model_parallel_world_size(), get_dp_group().world_size, config.parallel_config
+    )
+    count, expert_map = determine_expert_map(cut.ep_size, cut.ep_rank, hf.num_local_experts)
+    first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
+    return Sizes(hf.hidden_size, hf.intermediate_size // cut.tp_size, hf.num_local_experts, (first, first + count))
+
+
+@functools.cache
+def routed(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError for wrong routing or experts, where CANN's operators are what serves."""
+    if _is_of_cann(select_kernel(ROUTE, signature(logits=dtype), {})):
+        shapes = [(tokens, sizes.experts) for tokens in (1, 257)]
+        wrong = [found.sentence() for found in experts.gates(shapes, device, dtype) if found.problem]
+        _refuse("routing computes", wrong, ROUTE.name)
+    traits = {"activation": SWIGLUOAI, "expert_parallel": sizes.is_part, "rows": MANY}
+    if _is_of_cann(select_kernel(EXPERTS, signature(hidden=dtype, weight=dtype), traits)):
+        cases = [case for case in experts.CASES if case.at_start and (sizes.is_part or not case.of_part)]
+        found = experts.outcomes(cases, sizes, device, dtype, REPEATS)
+        _refuse("experts compute", [outcome.sentence() for outcome in found if outcome.problem], EXPERTS.name)
+
+
+@functools.cache
+def around(sizes: Sizes, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError for wrong projections or norms; there is no other kernel for them."""
+    shapes = dense.shapes(sizes.hidden, heads, kv_heads, HEAD_DIM, sizes.experts)
+    found = [
+        *dense.projections([case for case in dense.CASES if case.at_start], shapes, device, dtype, REPEATS),
+        *dense.norms(dense.NORM_ROWS[True], sizes.hidden, device, dtype, REPEATS),
+    ]
+    _refuse("projections or norms compute", [outcome.sentence() for outcome in found if outcome.problem])
+
+
+def tell_what_was_seen() -> None:
+    """One line where the doctor never looked at this CANN, or saw it compute wrongly."""
+    here = stack()
+    seen = Record.of().read().get(here)
+    if seen is None or not seen.tests:
+        logger.warning(
+            "%s was never tested whole here, and what another release computes rightly says nothing of it: "
+            "`npu-gptoss doctor` does it in a minute. The start itself makes the short tests only.",
+            here,
+        )
+    elif seen.wrong:
+        logger.warning("%s: the doctor found wrong results on %s: %s.", here, seen.when, ", ".join(seen.wrong))
+
+
+def _is_of_cann(selected: SelectedKernel) -> bool:
+    """Whether CANN's operator is what serves; another kernel is somebody's choice, and has nothing of its defects."""
+    return selected.kernel.solution in ("ascend", "ascend_fp32")
+
+
+def _refuse(who: str, wrong: Sequence[str], operation: str = "") -> None:
+    """Raises InputError if anything is wrong. operation: whose plain torch kernel is a way out."""
+    if not wrong:
+        return
+    variable = f"NPU_GPTOSS_KERNEL_{operation.replace('.', '_').upper()}"
+    way_out = f", or set {variable}=small_ops (plain torch operators, with --enforce-eager)" if operation else ""
+    sentence = (
+        f"{who} wrong results on this card, and text would be wrong without a word: {'; '.join(wrong)}. Install "
+        f"another release of CANN{way_out}, and report it with `npu-gptoss doctor --json`."
+    )
+    logger.error("%s", sentence)
+    raise InputError(sentence)

@@ -32,7 +32,8 @@ def install_host_mask(module: ModuleType) -> None:
 
 
 def install_full_graph(module: ModuleType) -> None:
-    """Updates of captured attention calls with sinks, and a trial of them before the runner relies on it."""
+    """Updates of captured attention calls with sinks, a trial of them before the runner relies on it, and the start
+    check of everything but attention, which must come before weights take the memory."""
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(module.update_attn_params, "update_stream", "forward_context", "runtime_shape")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.atomic import cache_directory
 from npu_gptoss.model import vocabulary
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
@@ -80,12 +81,12 @@ def provide_vocabulary(model_dir: Path | None) -> None:
     reason = ""
     if directory is None and model_dir is not None:
         try:
-            directory = vocabulary.build_vocabulary(model_dir, vocabulary.cache_directory()).parent
+            directory = vocabulary.build_vocabulary(model_dir, cache_directory()).parent
             logger.info("The harmony vocabulary was built from %s into %s.", model_dir / "tokenizer.json", directory)
         except VocabularyError as error:
             reason = f" Building it failed: {error}"
     if directory is None:
-        places = [f"${BASE_VARIABLE} ({os.environ.get(BASE_VARIABLE) or 'unset'})", str(vocabulary.cache_directory())]
+        places = [f"${BASE_VARIABLE} ({os.environ.get(BASE_VARIABLE) or 'unset'})", str(cache_directory())]
         if model_dir is not None:
             places.insert(1, str(model_dir))
         raise VocabularyError(

@@ -1,0 +1,59 @@
+"""Which CANN and which driver are installed: read from the version files of Huawei's installers, without a library.
+
+* toolkit: `<toolkit>/<arch>-linux/ascend_toolkit_install.info` with `version=8.3.RC1`, or `<toolkit>/version.cfg` with
+  `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
+* driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
+DRIVER_FOLDER = "usr/local/Ascend/driver"
+
+
+def read(path: Path) -> str:
+    """Empty when it is not there or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def value(text: str, key: str, separator: str = "=") -> str:
+    """Of a line `key = value`; empty when there is none."""
+    match = re.search(rf"^\s*{re.escape(key)}\s*{separator}\s*(\S+)\s*$", text, re.M | re.I)
+    return match[1] if match else ""
+
+
+def toolkit_version(toolkit: Path) -> str:
+    """What the installer wrote; empty when this is no toolkit."""
+    for info in (*sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")), toolkit / "ascend_toolkit_install.info"):
+        if version := value(read(info), "version"):
+            return version
+    text = read(toolkit / "version.cfg")
+    match = re.search(r"^toolkit_(?:running|installed)_version=\[[^:\]]*:([^\]\s]+)\]", text, re.M)
+    return match[1] if match else ""
+
+
+def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[Path | None, str | None]:
+    """(the toolkit, the variable that names it): the variable is None when the toolkit only lies in the usual place."""
+    for name in HOME_VARIABLES:
+        if environ.get(name):
+            return Path(environ[name]), name
+    home = environ.get("HOME", "")
+    places = [root / place for place in TOOLKITS]
+    if home:
+        places += [Path(home) / "Ascend/ascend-toolkit/latest", Path(home) / "Ascend/cann"]
+    return next((place for place in places if toolkit_version(place)), None), None
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """Empty where no version file says one."""
+    info = read(root / DRIVER_FOLDER / "version.info")
+    return value(info, "package_version") or value(info, "Version")

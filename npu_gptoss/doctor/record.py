@@ -1,0 +1,62 @@
+"""For which CANN the self-tests were made on this machine; what they said now is remembered for servers to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, not_applicable, ok, warning
+from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.doctor.probe import SELF_TESTS
+from npu_gptoss.selftest.record import Record, Seen, stack, today
+
+CHECK = "self-test-record"
+
+
+def remembered(here: Machine, found: Sequence[Finding]) -> Iterator[Finding]:
+    """found: what the other checks found. Writes them down if every self-test ran to an end."""
+    if here.platform()[0] != ASCEND:
+        yield not_applicable(CHECK, "Only releases of CANN are remembered.")
+        return
+    record, name = Record.of(here.environ), stack(here.environ, here.root)
+    ran: dict[str, str] = {}
+    for finding in found:
+        if finding.check in SELF_TESTS:  # which may have several findings
+            ran[finding.check] = max(ran.get(finding.check, OK), finding.state, key=STATES.index)
+    complete = set(ran) == set(SELF_TESTS) and NOT_APPLICABLE not in ran.values()
+    objection = record.remember(name, tests=ran, when=today()) if complete else ""
+    seen = record.read()
+    known = seen.get(name, Seen())
+    details = [f"servers: {known.way_round}"] if known.way_round else []
+    details += [
+        f"seen before: {other}, on {entry.when}, {_judgement(entry)}"
+        for other, entry in seen.items()
+        if other != name and entry.tests
+    ]
+    more = {"details": tuple(details)}
+    if objection:
+        yield warning(
+            CHECK,
+            f"{name} was tested whole now, but {record.path} cannot be written: {objection}.",
+            "Name a writable folder with XDG_CACHE_HOME, or servers will say that it was never tested.",
+            **more,
+        )
+        return
+    if not known.tests:
+        yield warning(
+            CHECK,
+            f"{name} was never tested whole here.",
+            "Run `npu-gptoss doctor` where the card is, and once more after each change of CANN.",
+            **more,
+        )
+        return
+    sentence = f"{name} was tested whole on {known.when}: {_judgement(known)}; {record.path} remembers it."
+    if known.wrong:
+        yield warning(CHECK, sentence, "Do what the self-tests above say.", **more)
+    else:
+        yield ok(CHECK, sentence, **more)
+
+
+def _judgement(seen: Seen) -> str:
+    if seen.wrong:
+        return f"wrong are {', '.join(seen.wrong)}"
+    return f"all right ({sum(state == OK for state in seen.tests.values())} self-tests)"
