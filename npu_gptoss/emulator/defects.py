@@ -21,7 +21,7 @@ DEFECTS = {
     "narrow-norm": "npu_add_rms_norm up to 2000 wide: the last row is written before it is computed "
     "(ops-nn cf84e2226, CANN 8.3 and 8.5; gpt-oss is wider, a tiny checkpoint is not)",
     "few-rows": "torch's matmul of fewer than 64 rows loses its last 16 columns (ops-nn e3f831f65, betas of CANN 9.1)",
-    "stale-counts": "npu_moe_init_routing_v2 for a part of the experts: counts of the call before "
+    "stale-counts": "npu_moe_init_routing_v2 for a part of the experts: as many rows get a place as in the call before "
     "(ops-transformer 87b1db69e)",
 }
 

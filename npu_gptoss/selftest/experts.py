@@ -1,8 +1,8 @@
 """Routing and experts in the shapes at which their operators change course, each against the definition.
 
-CANN's public history knows one defect of these operators on a 910B, counts of the call before on a rank with a part of
-the experts. So most cases stand at edges: groups without rows, tiles of 128 rows, a sort that goes from one core to
-many above 6080 pairs, a rank without any token.
+CANN's public history knows one defect of these operators on a 910B, the row count of the call before on a rank with a
+part of the experts. So most cases stand at edges: groups without rows, tiles of 128 rows, a sort that goes from one
+core to many above 6080 pairs, a rank without any token.
 
 All experts share one matrix, whose columns are rolled by the expert's number: that is exact, no two experts are alike,
 and one product on the host gives them all.
@@ -94,8 +94,8 @@ GROUPS = "npu_grouped_matmul with groups that have no rows"
 TILES = "npu_grouped_matmul at the edge of its tiles of 128 rows"
 SORT = "npu_moe_init_routing_v2, whose sort takes many cores above 6080 pairs, or npu_moe_token_unpermute"
 COUNTS = (
-    "npu_moe_init_routing_v2 reads the counts of the call before (ops-transformer 87b1db69e, mended in CANN 9.0.0; on "
-    "ranks with a part of the experts only)"
+    "npu_moe_init_routing_v2 reads the row count of the call before (ops-transformer 87b1db69e, mended in CANN 9.0.0; "
+    "on ranks with a part of the experts only)"
 )
 NO_ROWS = "a rank without rows, whose results nobody wrote (op-plugin beb79eff, CANN 9.1 and torch-npu 2.7.1.post4)"
 ACTIVATION = "the activation: clamp, addcmul and npu_swiglu, or npu_clipped_swiglu from CANN 8.5 on"

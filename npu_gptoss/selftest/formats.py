@@ -34,7 +34,7 @@ def _kept_nd(weight: torch.Tensor, what: str) -> Outcome | None:
     """`npu_format_cast` leaves the format alone, with one warning, where internal formats are not allowed."""
     import torch_npu
 
-    found = torch_npu.get_npu_format(weight)
+    found = int(torch_npu.get_npu_format(weight))
     if found == FRACTAL_NZ:
         return None
     return Outcome(what, "npu_format_cast", 0.0, f"the weight has format {found} after the cast to {FRACTAL_NZ}")

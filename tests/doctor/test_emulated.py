@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from npu_gptoss.doctor.probe import SELF_TESTS
 from npu_gptoss.emulator.launch import Machine
 from npu_gptoss.model.tiny import tiny_config, write_tiny
+from npu_gptoss.selftest.record import FILE
 from tests.doctor.test_cann import install_toolkit
 from tests.emulator.machine import emulate
 from tests.markdown import ROOT
@@ -22,7 +24,11 @@ def test_the_doctor_reports_a_910b_and_all_is_well(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", config=tiny_config(layers=2, hidden=64, intermediate=64), mxfp4=True)
     arguments = ("--json", "--model", str(tmp_path / "tiny"), "--max-model-len", "4096")
     run = emulate(
-        "-m", "npu_gptoss.cli", "doctor", *arguments, machine=Machine(devices=2), timeout=600, PYTHONPATH=str(ROOT)
+        *("-m", "npu_gptoss.cli", "doctor", *arguments),
+        machine=Machine(devices=2),
+        timeout=600,
+        PYTHONPATH=str(ROOT),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     report = json.loads(run.stdout)
@@ -37,9 +43,12 @@ def test_the_doctor_reports_a_910b_and_all_is_well(tmp_path: Path) -> None:
     kernels = {f["subject"]: f["sentence"] for f in report["findings"] if f["check"] == "kernels"}
     assert kernels["attention.paged"] == "attention.paged.ascend is selected."
     assert kernels["moe.experts"] == "moe.experts.ascend is selected."
-    for test in ("sink", "window", "attention", "bias", "activation"):
-        assert found[f"self-test-{test}"]["state"] == "ok"
-        assert "from the definition" in found[f"self-test-{test}"]["sentence"] or test == "window"
+    for test in SELF_TESTS:
+        states = {finding["state"] for finding in report["findings"] if finding["check"] == test}
+        assert states == {"ok"}, test
+    assert "all right (9 self-tests)" in found["self-test-record"]["sentence"]
+    remembered = json.loads((tmp_path / "cache/npu_gptoss" / FILE).read_text())
+    assert [set(seen["tests"].values()) for seen in remembered.values()] == [{"ok"}]
     for name in ("bandwidth", "driver", "nnal", "device-files"):
         assert found[name]["state"] == "not applicable"
 

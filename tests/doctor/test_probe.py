@@ -135,3 +135,21 @@ def test_an_operator_without_sinks_is_a_failure(monkeypatch):
     )
     monkeypatch.setattr(limits, "operator_objection", lambda: None)
     only(probe.attention_operator(), "ok", "takes learnable_sink")
+
+
+@pytest.mark.parametrize(
+    ("body", "phrase"),
+    [
+        ("while True: pass", "did not end within 1 s"),
+        ("os.abort()", "was ended by SIGABRT"),
+        ("raise ValueError('x')", "This check itself broke"),
+    ],
+)
+def test_a_self_test_of_its_own_process_takes_nothing_else_along(body, phrase, tmp_path, monkeypatch):
+    """A replay that waits for ever must not end the tests after it."""
+    write(tmp_path / "torch.py", f"import os\n{body}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    monkeypatch.setattr(probe, "ALONE_LIMIT", 1 if "while" in body else 60)
+    found = probe.alone("self-test-graph", Device("npu", "Ascend910B3", 1, 64, 60))
+    only(found, "failed", phrase)
+    assert found[0].check == "self-test-graph"

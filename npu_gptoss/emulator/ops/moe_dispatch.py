@@ -12,7 +12,7 @@ COUNT, KEY_VALUE = 1, 2
 GATHER, SCATTER = 0, 1
 NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
 
-_counted: dict[tuple[int, int], torch.Tensor] = {}  # the counts of the call before, for the defect stale-counts
+_served: dict[tuple[int, int], int] = {}  # rows of the call before, for the defect stale-counts
 
 Quad = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -115,16 +115,16 @@ def moe_init_routing_v2(
     active = int(served.sum())
     expanded[:active] = x[order[:active] // choices]
     if row_idx_type == GATHER:
+        placed = active
+        if "stale-counts" in call.context.defects and end - start < expert_num:
+            placed, _served[(start, end)] = min(_served.get((start, end), active), pairs), active
         row_map.fill_(-1)
-        row_map[order[:active]] = torch.arange(active, dtype=torch.int32)
+        row_map[order[:placed]] = torch.arange(placed, dtype=torch.int32)
     else:
         row_map[:active] = order[:active].to(torch.int32)
     histogram = torch.bincount(experts[served], minlength=expert_num)
     if expert_tokens_num_type == COUNT:
-        now = histogram[start:end]
-        if "stale-counts" in call.context.defects and end - start < expert_num:
-            now, _counted[(start, end)] = _counted.get((start, end), now), now
-        counts.copy_(now)
+        counts.copy_(histogram[start:end])
     else:
         present = histogram.nonzero().flatten()
         counts.zero_()

@@ -105,6 +105,7 @@ def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Ca
             "spoil": spoil,
             "machine": emulated,
             "variables": {
+                "XDG_CACHE_HOME": str(tmp_path / "cache"),
                 "NPU_GPTOSS_EMULATED_FP32": str(int(emulated["diagnostic_fp32"])),
                 **in_process,
                 **(variables or {}),

@@ -222,7 +222,7 @@ def by_all_to_all() -> Iterator[None]:
 def not_checked_at_start() -> Iterator[None]:
     from npu_gptoss.serving.ascend import start_check
 
-    with mock.patch.object(start_check, "attention"):
+    with mock.patch.object(start_check, "attention"), mock.patch.object(start_check, "rest"):
         yield
 
 

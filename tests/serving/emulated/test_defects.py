@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from npu_gptoss.selftest.record import FILE
 from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 ABOVE_A_TILE = (700, 520)
 WAY_ROUND = "keeps heads apart"
+EXPERTS_IN_PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
 @pytest.mark.parametrize("options", [{}, FULL], ids=["piecewise", "full decode graphs"])
-def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected):
+def test_heads_that_are_merged_wrongly_are_kept_apart(options, serve, expected, tmp_path):
     rounds = [turn(ABOVE_A_TILE, seed=3)]
     results, printed = serve(rounds, options=options, machine={"defects": ["merged-heads"]})
     assert printed.count(WAY_ROUND) == 1
+    assert "two rows" in (tmp_path / "cache/npu_gptoss" / FILE).read_text(), "the doctor tells it later"
+    assert "CANN 8.3.RC1" in printed
+    assert "never tested whole" in printed
     assert right(rounds, results, expected) == [True]
     assert ("FULL_DECODE_ONLY does not work here" in printed) is bool(options), "a graph's single call has no way round"
 
@@ -34,6 +39,33 @@ def test_merged_heads_give_wrong_text_where_nobody_looks(serve, expected):
 def test_a_card_that_computes_wrongly_is_refused_before_the_first_request(defect, serve):
     with pytest.raises(AssertionError, match="attention computes wrong results on this card"):
         serve([turn(THREE_IN_A_BUCKET_OF_FOUR)], machine={"defects": [defect]})
+
+
+@pytest.mark.parametrize(
+    ("defect", "options", "sentence"),
+    [
+        ("stale-counts", EXPERTS_IN_PARALLEL, "experts compute wrong results on this card"),
+        ("narrow-norm", {}, "projections or norms compute wrong results on this card"),
+        ("few-rows", {}, "projections or norms compute wrong results on this card"),
+    ],
+)
+def test_wrong_experts_projections_and_norms_end_the_start_too(defect, options, sentence, serve):
+    with pytest.raises(AssertionError, match=sentence):
+        serve([turn(THREE_IN_A_BUCKET_OF_FOUR)], options=options, machine={"defects": [defect]})
+
+
+def test_a_defect_of_ranks_with_a_part_of_the_experts_stops_nobody_else(serve, expected):
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
+    results, _ = serve(rounds, machine={"defects": ["stale-counts"]})
+    assert right(rounds, results, expected) == [True]
+
+
+@pytest.mark.parametrize("defect", ["narrow-norm", "few-rows"])
+def test_these_defects_give_wrong_text_where_nobody_looks(defect, serve, expected):
+    """Counts of the call before end the emulated engine instead: unwritten memory is NaN here, and reaches a router."""
+    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
+    results, _ = serve(rounds, machine={"defects": [defect]}, spoil="not_checked_at_start")
+    assert right(rounds, results, expected) == [False]
 
 
 def test_full_decode_graphs_bring_their_own_workspace_where_cann_refuses_to_tell(serve, expected):

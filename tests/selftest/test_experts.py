@@ -1,0 +1,267 @@
+"""Right kernels pass, and what goes wrong at an edge is seen by the case that stands there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from npu_gptoss.emulator.ops import OPS
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.moe import ascend as ascend_experts
+from npu_gptoss.moe import expert_mlp, prepare_experts
+from npu_gptoss.selftest.experts import CASES, GATES, Layer, Sizes, gates, group_lists, outcomes
+from npu_gptoss.selftest.outcome import LIMIT
+from npu_gptoss.serving.ascend import start_check
+from tests import ascend_ops
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+WHOLE = Sizes(hidden=96, inner=64, experts=8, held=(0, 8))
+PART = replace(WHOLE, held=(2, 4))
+ROUTING, MATMUL, UNPERMUTE, SWIGLU = (
+    f"npu::npu_{name}" for name in ("moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute", "swiglu")
+)
+
+
+def seen(cases=CASES, repeats=1, dtype=BF16):
+    """(case, tokens) of each wrong result, on a rank with all experts and on one with two of them."""
+    found = [
+        *outcomes([case for case in cases if not case.of_part], WHOLE, CPU, dtype, repeats),
+        *outcomes([case for case in cases if case.of_part], PART, CPU, dtype, repeats),
+    ]
+    return {outcome.what.removeprefix("experts, ") for outcome in found if outcome.problem}
+
+
+def named(*names):
+    return [case for case in CASES if case.name in names]
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Replaces an operator by one that gets its right results, and the call's arguments, to change."""
+
+    def change(name, wrong):
+        right = OPS[name]
+        monkeypatch.setitem(OPS, name, lambda *args, **kwargs: wrong(right(*args, **kwargs), args, kwargs))
+
+    return change
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+def test_right_operators_pass_with_room_to_spare(cann):
+    with ascend_ops.ascend(cann):
+        quick = [case for case in CASES if case.at_start]
+        for sizes, part in ((WHOLE, False), (PART, True)):
+            found = [*outcomes([case for case in quick if case.of_part is part], sizes, CPU, BF16, 2)]
+            assert max(outcome.deviation for outcome in found) < LIMIT / 2
+        assert seen(quick, repeats=2) == set()
+        assert [found for found in (*gates(GATES, CPU, BF16), *group_lists(WHOLE, CPU, BF16)) if found.problem] == []
+
+
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+def test_right_operators_pass_the_long_cases(cann):
+    with ascend_ops.ascend(cann):
+        assert seen() == set()
+
+
+def test_right_kernels_of_a_cpu_pass_in_both_dtypes():
+    with platform_override("cpu", frozenset()):
+        for dtype in (BF16, torch.float32):
+            assert seen([case for case in CASES if case.at_start], dtype=dtype) == set()
+            assert [found for found in gates(GATES, CPU, dtype) if found.problem] == []
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, PART])
+def test_what_is_wanted_is_the_definition(sizes):
+    """Rolled columns and one product must be the same function as `reference` with this rank's weights."""
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer.random(sizes, 1.0, torch.float32)
+    hidden = torch.randn(9, sizes.hidden, generator=generator)
+    ids = torch.rand(9, sizes.experts, generator=generator).topk(4).indices
+    weights = torch.rand(9, 4, generator=generator).softmax(-1)
+    with platform_override("cpu"):
+        definition = expert_mlp(hidden, prepare_experts(layer.weights(CPU), kernel="reference"), weights, ids)
+    assert torch.allclose(layer.want(hidden, weights, ids), definition, atol=1e-5)
+
+
+def test_counts_of_the_call_before_are_seen_by_a_rank_with_a_part_only():
+    with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
+        assert seen(named("few tokens")) == set()
+        assert seen(named("a part of the experts")) == {"a part of the experts, 17 tokens"}
+
+
+def test_results_that_nobody_wrote_are_seen(monkeypatch):
+    monkeypatch.setattr(ascend_experts, "finite_first_rows", lambda rows: None)
+    with ascend_ops.ascend():
+        assert seen(named("tokens of other ranks only")) == {
+            "tokens of other ranks only, 1 tokens",
+            "tokens of other ranks only, 64 tokens",
+        }
+
+
+def test_an_empty_group_that_takes_the_next_one_s_weight_is_seen(spoil):
+    right = OPS[MATMUL]
+
+    def skips_empty_groups(results, args, kwargs):
+        counts = kwargs["group_list"]
+        if bool((counts > 0).all()):
+            return results
+        full = torch.cat([counts[counts > 0], counts[counts == 0]])
+        return right(**{**kwargs, "group_list": full})
+
+    spoil(MATMUL, skips_empty_groups)
+    with ascend_ops.ascend():
+        assert seen(named("every second expert", "all to the last expert", "all to the first expert")) == {
+            "every second expert, 17 tokens",
+            "all to the last expert, 17 tokens",
+        }
+
+
+def test_a_group_that_is_cut_at_a_tile_is_seen(spoil):
+    def loses_row_128(results, args, kwargs):
+        if int(kwargs["group_list"].max()) > 128:
+            results[0][128] = 0
+        return results
+
+    spoil(MATMUL, loses_row_128)
+    with ascend_ops.ascend():
+        assert seen(named("edges of a tile")) == {"edges of a tile, 129 tokens"}
+
+
+def test_a_sort_that_breaks_above_one_core_is_seen(spoil):
+    def swaps_the_last(results, args, kwargs):
+        rows, places, *rest = results
+        if len(places) > 6080:
+            places[-1], places[-2] = places[-2].clone(), places[-1].clone()
+        return rows, places, *rest
+
+    spoil(ROUTING, swaps_the_last)
+    with ascend_ops.ascend():
+        assert seen(named("sort on one core and on many")) == {
+            f"sort on one core and on many, {tokens} tokens" for tokens in (2049, 4096)
+        }
+
+
+def test_a_sum_that_loses_its_last_token_is_seen(spoil):
+    def loses_the_last(out, args, kwargs):
+        if len(out) >= 4096:
+            out[-1] = 0
+        return out
+
+    spoil(UNPERMUTE, loses_the_last)
+    with ascend_ops.ascend():
+        assert seen(named("sort on one core and on many", "few tokens")) == {
+            "sort on one core and on many, 4096 tokens"
+        }
+        assert seen(named("sort backwards")) == {"sort backwards, 16384 tokens"}
+
+
+def test_the_last_columns_of_an_activation_are_seen_at_the_width_at_which_they_are_lost(spoil):
+    def loses_columns(out, args, kwargs):
+        if out.shape[1] == 1440:
+            out[:, -8:] = 0
+        return out
+
+    spoil(SWIGLU, loses_columns)
+    with ascend_ops.ascend():
+        assert {what.partition(",")[0] for what in seen([case for case in CASES if case.hidden == 64])} == {
+            "activation 1440 wide"
+        }
+
+
+def test_results_that_change_from_call_to_call_are_seen(spoil):
+    calls = [0]
+
+    def another_bit(out, args, kwargs):
+        calls[0] += 1
+        return out if calls[0] % 2 else out * 1.005
+
+    spoil(UNPERMUTE, another_bit)
+    with ascend_ops.ascend():
+        assert seen(named("every second expert"), repeats=1) == set()
+        assert seen(named("every second expert"), repeats=2) == {"every second expert, 17 tokens"}
+
+
+def test_an_operator_that_refuses_is_an_outcome_in_its_words(spoil):
+    def refuses(out, args, kwargs):
+        raise RuntimeError("call aclnnGroupedMatmulV5 failed,\n error code is 561002")
+
+    spoil(MATMUL, refuses)
+    with ascend_ops.ascend():
+        (outcome,) = outcomes(named("every second expert"), WHOLE, CPU, BF16, 1)
+    assert "failed, error code is 561002" in outcome.sentence()
+
+
+def test_ends_that_are_taken_for_counts_are_seen(spoil):
+    right = OPS[MATMUL]
+
+    def ignores_the_kind(results, args, kwargs):
+        if kwargs["group_list_type"] == 1:
+            return results
+        counts = kwargs["group_list"].diff(prepend=torch.zeros(1, dtype=torch.int64))
+        return right(**{**kwargs, "group_list_type": 1, "group_list": counts.flip(0)})
+
+    spoil(MATMUL, ignores_the_kind)
+    with ascend_ops.ascend():
+        assert [found.problem for found in group_lists(WHOLE, CPU, BF16)] == ["ends gave other bits than counts"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "phrase"),
+    [
+        (lambda weights, ids: (weights, ids.flip(1)), "not those of the largest logits"),
+        (lambda weights, ids: (weights, ids[:, :1].expand_as(ids)), "not those of the largest logits"),
+        (lambda weights, ids: (weights, ids - 1), "not those of the largest logits"),
+        (lambda weights, ids: (weights * 0.99, ids), "from the softmax"),
+        (lambda weights, ids: (weights.fill_(float("nan")), ids), "from the softmax"),
+    ],
+)
+def test_a_wrong_choice_and_wrong_weights_are_seen(wrong, phrase, monkeypatch):
+    from npu_gptoss.selftest import experts
+
+    right = experts.route
+    monkeypatch.setattr(experts, "route", lambda logits, k: wrong(*right(logits, k)))
+    with platform_override("cpu", frozenset()):
+        found = [outcome.problem for outcome in gates(GATES, CPU, BF16)]
+    assert all(phrase in problem for problem in found), found
+
+
+# --- at a server's start
+
+
+@pytest.fixture
+def start():
+    start_check.routed.cache_clear()
+    yield lambda sizes: start_check.routed(sizes, BF16, CPU)
+    start_check.routed.cache_clear()
+
+
+def test_a_right_card_starts_without_a_word(start, caplog):
+    with ascend_ops.ascend():
+        start(WHOLE)
+        start(PART)
+    assert caplog.records == []
+
+
+def test_counts_of_the_call_before_end_the_start_of_a_rank_with_a_part_and_of_no_other(start):
+    with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
+        start(WHOLE)
+        with pytest.raises(InputError, match=r"87b1db69e.*NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"):
+            start(PART)
+
+
+def test_the_way_out_starts(start, monkeypatch):
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
+    with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
+        start(PART)
+
+
+def test_wrong_routing_ends_the_start_and_names_its_own_way_out(start, spoil):
+    spoil("npu::npu_moe_gating_top_k_softmax", lambda out, args, kwargs: (out[0], out[1].flip(-1), out[2]))
+    with (
+        ascend_ops.ascend(),
+        pytest.raises(InputError, match=r"routing computes wrong.*NPU_GPTOSS_KERNEL_MOE_ROUTE=small_ops"),
+    ):
+        start(WHOLE)

@@ -1,0 +1,108 @@
+"""Results are remembered for one CANN, one driver, one torch-npu; and what nobody looked at is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from npu_gptoss.doctor.findings import failed, not_applicable, ok, warning
+from npu_gptoss.doctor.probe import SELF_TESTS
+from npu_gptoss.doctor.record import remembered
+from npu_gptoss.selftest.record import FILE, Record, stack
+from npu_gptoss.serving.ascend import start_check
+from tests.doctor.machines import ascend, machine, only, write
+from tests.doctor.test_cann import install_toolkit
+
+ALL_RIGHT = [ok(name, "x") for name in SELF_TESTS]
+
+
+def installed(root, cann, driver="25.3.rc1"):
+    """An Ascend machine whose home is the same for every CANN."""
+    home = install_toolkit(root / cann, cann, "aarch64")
+    write(root / "usr/local/Ascend/driver/version.info", f"package_version={driver}\n")
+    return ascend(root, ASCEND_HOME_PATH=str(home))
+
+
+def test_a_tested_cann_says_nothing_of_the_next(tmp_path):
+    only(remembered(installed(tmp_path, "8.3.RC1"), []), "warning", "CANN 8.3.RC1", "never tested whole")
+    only(remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT), "ok", "all right (9 self-tests)")
+    only(remembered(installed(tmp_path, "8.3.RC1"), []), "ok", "tested whole on 20")
+    finding = only(remembered(installed(tmp_path, "8.5.0"), []), "warning", "CANN 8.5.0", "never tested whole")
+    assert any("seen before: CANN 8.3.RC1" in detail and "all right" in detail for detail in finding.details)
+
+
+@pytest.mark.parametrize("other", ["driver", "emulated"])
+def test_another_driver_and_the_emulator_count_as_another_machine(other, tmp_path):
+    list(remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT))
+    here = installed(tmp_path, "8.3.RC1", driver="25.5.0")
+    if other == "emulated":
+        here = ascend(tmp_path, NPU_GPTOSS_EMULATED="1", **here.environ | {"HOME": str(tmp_path / "home")})
+    only(remembered(here, []), "warning", "never tested whole")
+
+
+def test_wrong_results_are_remembered_by_name(tmp_path):
+    here = installed(tmp_path, "8.3.RC1")
+    found = [*ALL_RIGHT, failed("self-test-moe", "x", "y"), warning("self-test-graph", "x", "y")]
+    only(remembered(here, found), "warning", "wrong are self-test-moe;")
+    only(remembered(here, []), "warning", "wrong are self-test-moe;")
+
+
+def test_tests_that_did_not_all_run_are_not_remembered_as_whole(tmp_path):
+    here = installed(tmp_path, "8.3.RC1")
+    only(remembered(here, ALL_RIGHT[1:]), "warning", "never tested whole")
+    only(remembered(here, [*ALL_RIGHT[1:], not_applicable(SELF_TESTS[0], "x")]), "warning", "never tested whole")
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    here = installed(tmp_path, "8.3.RC1")
+    write(tmp_path / "home/.cache", "a file in the folder's place")
+    only(remembered(here, ALL_RIGHT), "warning", "cannot be written", "XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"x": {"strange": 1}}', "\x00"])
+def test_a_file_that_is_none_of_ours_says_nothing_and_is_replaced(text, tmp_path):
+    here = installed(tmp_path, "8.3.RC1")
+    write(tmp_path / f"home/.cache/npu_gptoss/{FILE}", text)
+    only(remembered(here, ALL_RIGHT), "ok", "all right")
+    assert list(json.loads((tmp_path / f"home/.cache/npu_gptoss/{FILE}").read_text())) == [
+        stack(here.environ, here.root)
+    ]
+
+
+def test_a_machine_without_a_card_remembers_nothing(tmp_path):
+    only(remembered(machine(tmp_path), ALL_RIGHT), "not applicable")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch, caplog):
+    """What a server on this machine says at its start."""
+    here = installed(tmp_path, "8.3.RC1")
+    for name in ("HOME", "ASCEND_HOME_PATH"):
+        monkeypatch.setenv(name, here.environ[name])
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def start(**tests):
+        if tests:
+            Record.of().remember(stack(), tests=tests, when="2026-11-22")
+        caplog.clear()
+        start_check.tell_what_was_seen()
+        return caplog.text
+
+    return start
+
+
+def test_a_server_says_that_nobody_looked_at_this_cann_and_is_quiet_when_all_was_right(server):
+    assert "CANN 8.3.RC1" in server()
+    assert "was never tested whole here" in server()
+    assert server(sink="ok") == ""
+    assert "found wrong results on 2026-11-22: sink" in server(sink="failed")
+
+
+def test_the_way_round_stays_beside_the_doctor_s_results(server, tmp_path):
+    Record.of().remember(stack(), way_round="two rows more")
+    assert "never tested whole" in server(), "a way round is no test"
+    server(sink="ok")
+    (seen,) = Record.of().read().values()
+    assert (seen.way_round, seen.tests) == ("two rows more", {"sink": "ok"})
