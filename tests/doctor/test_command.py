@@ -156,7 +156,8 @@ def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
     for name in ("davinci0", *COMMON_DEVICE_FILES):
         write(tmp_path / "dev" / name)
     card = Device("npu", "Ascend910B3", 1, 64 * GIB, 63 * GIB)
-    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("device", "skipped")], card))
+    passed = probe.Probed([ok(name, "skipped") for name in probe.ALL], card)
+    monkeypatch.setattr(probe, "probe", lambda here, model: passed)
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
     found = diagnose(here, tiny)
     assert [finding for finding in found if finding.state != "ok"] == []
