@@ -192,7 +192,7 @@ CHECKS: tuple[Check, ...] = (
         "self-test-nz",
         "Self-test",
         "experts and a projection with weights in FRACTAL_NZ, in a process of its own",
-        "weights in ND, which is the default",
+        "`NPU_GPTOSS_EXPERT_FORMAT=nd`",
     ),
     Check(
         "self-test-graph",

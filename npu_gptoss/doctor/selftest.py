@@ -286,9 +286,9 @@ def nz(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
         return
     sizes = SMALL if _is_slow(device) else PUBLISHED
     found = [*formats.experts(sizes, device, dtype), *formats.linear(sizes, device, dtype)]
-    remedy = "Keep weights in ND, as they are by default. Please report it with `npu-gptoss doctor --json`."
+    remedy = "Keep the experts in ND: NPU_GPTOSS_EXPERT_FORMAT=nd. Please report it with `npu-gptoss doctor --json`."
     finding = _all_right("self-test-nz", found, 1, remedy)
-    # nothing of a server's stands in this format by itself
+    # a server looks before it takes this format, and nothing obliges it to
     yield finding if finding.state == "ok" else replace(finding, state="warning")
 
 
