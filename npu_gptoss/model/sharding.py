@@ -37,6 +37,24 @@ _INTERMEDIATE = {
 }
 
 
+def intermediate_part(name: str, tensor: torch.Tensor, first: int, last: int, of: int) -> torch.Tensor:
+    """Columns `first` to `last` of an intermediate size of `of`, in an experts' tensor of either layout: a view.
+
+    Gate and up count as one column, so they stay pairs. Of a packed down_proj the ends must lie between groups of 32.
+    The bias of down_proj has no such column and comes back whole.
+    """
+    axis = _INTERMEDIATE.get(_suffix(name))
+    if axis is None:
+        return tensor
+    size = tensor.shape[axis]
+    return tensor.narrow(axis, first * size // of, (last - first) * size // of)
+
+
+def _suffix(name: str) -> str:
+    """What is left of an official name without its layer."""
+    return name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+
+
 @dataclass(frozen=True)
 class Shard:
     """Rank `rank` of `size`; experts: TENSOR or EXPERT."""
@@ -95,7 +113,7 @@ class Shard:
 
     def axis(self, name: str) -> int | None:
         """The axis of a tensor that is cut; None: every rank has it whole."""
-        suffix = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        suffix = _suffix(name)
         if suffix in _HEADS:
             return _HEADS[suffix]
         if suffix.startswith("mlp.experts."):

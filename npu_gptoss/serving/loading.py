@@ -7,7 +7,7 @@ that names it. Silent garbage from a swallowed tensor is this model's typical fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,10 @@ from torch import nn
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint, expand_stream
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.layout import check_layout, check_names, check_tensor, expected_tensors
+from npu_gptoss.model.layout import PACKED, check_layout, check_names, check_tensor, expected_tensors
+from npu_gptoss.model.sharding import intermediate_part
 from npu_gptoss.model.values import checked_values
+from npu_gptoss.moe.mxfp4 import GROUP
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -28,12 +30,21 @@ if TYPE_CHECKING:
     from npu_gptoss.serving.model import Attention, GptOssForCausalLM
 
 
+def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Where one checkpoint tensor goes: the names of the parameters it fills (its part of), and how."""
+    """Where one checkpoint tensor goes: the parameter that it fills (its part of), and how.
+
+    cut: what this rank needs of the tensor, or of a half of it that is still MXFP4, by its name. place: fills the
+    parameter with what was cut, in the BF16 layout.
+    """
 
     parameter: str
     place: Callable[[torch.Tensor], None]
+    cut: Callable[[str, torch.Tensor], torch.Tensor] = _whole
 
 
 def load_weights(
@@ -56,10 +67,10 @@ def load_weights(
             "a second time: restart the server."
         )
     filled: set[str] = set()
-    for name, tensor in expand_stream(checked_values(_accounted(weights, config, where), dtype, where), dtype):
-        if name in placements:  # else it lives on another pipeline stage
-            placements[name].place(tensor)
-            filled.add(name)
+    tensors = checked_values(_accounted(weights, config, where), dtype, where)
+    for name, tensor in expand_stream(_cut(tensors, placements), dtype):
+        placements[name].place(tensor)
+        filled.add(name)
     unfilled = sorted(placements[name].parameter for name in placements.keys() - filled)
     if unfilled:  # the checkpoint was complete, so a name of ours is not an official one
         raise RuntimeError(f"no tensor of gpt-oss fills {', '.join(unfilled)}")
@@ -97,28 +108,40 @@ def _readable(
         raise CheckpointError(f"{where}: a file cannot be read ({error}). Download it again.") from error
 
 
+def _cut(
+    tensors: Iterable[tuple[str, torch.Tensor]], placements: Mapping[str, Placement]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of each tensor this rank's part, before it is expanded: a quarter of the work and of the memory on four ranks.
+
+    What lives on another pipeline stage ends here.
+    """
+    for name, tensor in tensors:
+        packed = PACKED.fullmatch(name)
+        placement = placements.get(packed["name"] if packed else name)
+        if placement is not None:
+            yield name, placement.cut(name, tensor)
+        del tensor  # or it would stay in memory while the next one is read
+
+
 def _placements(model: GptOssForCausalLM) -> dict[str, Placement]:
     """One entry for each official tensor that has a parameter on this rank."""
     parameters = dict(model.named_parameters())
     found: dict[str, Placement] = {}
-
-    def add(name: str, parameter: str, place: Callable[[torch.Tensor], None]) -> None:
-        found[name] = Placement(parameter, place)
 
     for name, parameter in parameters.items():
         module = model.get_submodule(name.rpartition(".")[0])
         if ".qkv_proj." in name:
             for shard in "qkv":
                 official = name.replace(".qkv_proj.", f".{shard}_proj.")
-                add(official, name, _sharded(parameter, shard))
+                found[official] = Placement(name, _sharded(parameter, shard))
         elif name.endswith(".sinks"):
-            add(name, name, _heads(parameter, module))
+            found[name] = Placement(name, _heads(parameter, module))
         elif ".experts." in name:
-            add(name, name, _experts(name.rpartition(".")[2], parameter, module))
+            found[name] = _experts(name, parameter, module)
         elif hasattr(parameter, "weight_loader"):
-            add(name, name, _sharded(parameter))
+            found[name] = Placement(name, _sharded(parameter))
         else:
-            add(name, name, parameter.data.copy_)
+            found[name] = Placement(name, parameter.data.copy_)
     return found
 
 
@@ -140,23 +163,25 @@ def _heads(parameter: nn.Parameter, attention: Attention) -> Callable[[torch.Ten
     return place
 
 
-def _experts(kind: str, parameter: nn.Parameter, experts: FusedMoE) -> Callable[[torch.Tensor], None]:
+def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement:
     """This rank's experts, and of each its share of the intermediate size (gate and up columns stay pairs)."""
+    width, size = experts.intermediate_size_per_partition, experts.intermediate_size_per_partition * experts.tp_size
+    first = begin = experts.tp_rank * width
+    end = first + width
+    if name.endswith(".down_proj"):  # packed along this axis: the whole groups around the share (720 columns: 22.5)
+        begin, end = first // GROUP * GROUP, min(size, -(-end // GROUP) * GROUP)
 
-    def place(tensor: torch.Tensor) -> None:
-        width = experts.intermediate_size_per_partition
-        first = experts.tp_rank * width
-        if kind == "down_proj":
-            tensor = tensor[:, first : first + width]
-        elif kind != "down_proj_bias":
-            tensor = tensor[..., 2 * first : 2 * (first + width)]
-        elif experts.tp_rank:  # the partial sums of all ranks are added up: one of them brings the bias
-            tensor = torch.zeros_like(tensor)
+    def cut(official: str, tensor: torch.Tensor) -> torch.Tensor:
         if experts.expert_map is not None:
             tensor = tensor[_local_experts(experts.expert_map).to(tensor.device)]
-        parameter.data.copy_(tensor)
+        return intermediate_part(official, tensor, begin, end, size)
 
-    return place
+    def place(tensor: torch.Tensor) -> None:
+        if name.endswith(".down_proj_bias") and experts.tp_rank:
+            tensor = torch.zeros_like(tensor)  # the partial sums of all ranks are added up: one of them brings the bias
+        parameter.data.copy_(intermediate_part(name, tensor, first - begin, first - begin + width, end - begin))
+
+    return Placement(name, place, cut)
 
 
 def _local_experts(expert_map: torch.Tensor) -> torch.Tensor:

@@ -30,15 +30,17 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.utils import get_distributed_init_method, get_open_port
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import CheckpointError
+from npu_gptoss.model import checkpoint
+from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import apply_rotary, rotation_cache, score_scale
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.moe.mxfp4 import expand_transposed
 from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
 from npu_gptoss.serving.model import GptOssForCausalLM
 from npu_gptoss.serving.moe import GptOssExpertsMethod
-from tests.checkpoints import random_tensors, write_random_checkpoint
+from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 from tests.serving.asking import TOLERANCE, VOCABULARY, next_logits, worst
 from tests.tolerances import assert_close
@@ -361,29 +363,40 @@ def test_another_activation_is_refused_when_it_is_prepared(
 # Ranks (one process stands for each rank in turn; several processes are another test's business)
 
 
+EXPERTS = "model.layers.0.mlp.experts."
+
+
 def shard(tensors: dict[str, torch.Tensor], experts: SimpleNamespace) -> ExpertWeights:
-    """Layer 0's experts as the loader cuts them for one rank."""
-    parts = {}
-    local = experts.num_experts
-    width = experts.intermediate_size_per_partition
+    """Layer 0's experts as the loader cuts, expands and places them for one rank."""
+    local, width = experts.num_experts, experts.intermediate_size_per_partition
     shapes = {
         "gate_up_proj": (local, 96, 2 * width),
         "gate_up_proj_bias": (local, 2 * width),
         "down_proj": (local, width, 96),
         "down_proj_bias": (local, 96),
     }
-    for name, shape in shapes.items():
-        parameter = torch.nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
-        loading._experts(name, parameter, experts)(tensors[f"model.layers.0.mlp.experts.{name}"].float())
-        parts[name] = parameter.data
+    parameters = {
+        EXPERTS + name: torch.nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
+        for name, shape in shapes.items()
+    }
+    placements = {name: loading._experts(name, parameter, experts) for name, parameter in parameters.items()}
+    of_layer = ((name, tensor) for name, tensor in tensors.items() if name.startswith(EXPERTS))
+    for name, tensor in expand_stream(loading._cut(of_layer, placements), torch.float32):
+        placements[name].place(tensor.float())
+    parts = {name.removeprefix(EXPERTS): parameter.data for name, parameter in parameters.items()}
     return ExpertWeights(**parts, expert_map=experts.expert_map)
 
 
-def rank(tp_rank: int = 0, tp_size: int = 1, expert_map: torch.Tensor | None = None) -> SimpleNamespace:
+def rank(
+    tp_rank: int = 0, tp_size: int = 1, expert_map: torch.Tensor | None = None, intermediate: int = 64
+) -> SimpleNamespace:
     """What the loader asks of vLLM's layer."""
-    local = 8 if expert_map is None else int((expert_map >= 0).sum())
     return SimpleNamespace(
-        tp_rank=tp_rank, intermediate_size_per_partition=64 // tp_size, expert_map=expert_map, num_experts=local
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        intermediate_size_per_partition=intermediate // tp_size,
+        expert_map=expert_map,
+        num_experts=8 if expert_map is None else int((expert_map >= 0).sum()),
     )
 
 
@@ -416,6 +429,80 @@ def test_the_ranks_shares_of_the_experts_add_up_to_the_whole(layout: str, tensor
     whole = expert_mlp(hidden, prepare_experts(shard(tensors, rank())), weights, ids)
     parts = [expert_mlp(hidden, prepare_experts(shard(tensors, each)), weights, ids) for each in RANKS[layout]]
     assert_close(torch.stack(parts).sum(0), whole, scale=4)  # another order of the sums
+
+
+# Of 192 columns: shares that begin and end on the border of a group of 32, and within one, as 2880 / 4 and / 8 do
+SHARES = [rank(i, size, intermediate=192) for size in (1, 2, 4, 8) for i in range(size)]
+SHARES += [rank(expert_map=owned(5, 0, 3), intermediate=192), rank(expert_map=owned(1, 2, 3, 4), intermediate=192)]
+
+
+@pytest.fixture(scope="module")
+def packed() -> dict[str, torch.Tensor]:
+    return random_tensors(random_config(layers=1, intermediate=192, mxfp4=True))
+
+
+def first_different(packed: dict[str, torch.Tensor]) -> str | None:
+    """The first parameter of a rank that is not, to the bit, the rank's share of the whole tensor."""
+    whole = {name: tensor.float() for name, tensor in expand_stream(packed.items(), torch.float32)}
+    for experts in SHARES:
+        width = experts.intermediate_size_per_partition
+        columns = slice(experts.tp_rank * width, (experts.tp_rank + 1) * width)
+        pairs = slice(2 * columns.start, 2 * columns.stop)
+        owned = slice(None) if experts.expert_map is None else loading._local_experts(experts.expert_map)
+        wanted = ExpertWeights(
+            gate_up_proj=whole[EXPERTS + "gate_up_proj"][owned][..., pairs],
+            gate_up_proj_bias=whole[EXPERTS + "gate_up_proj_bias"][owned][..., pairs],
+            down_proj=whole[EXPERTS + "down_proj"][owned][:, columns],
+            down_proj_bias=whole[EXPERTS + "down_proj_bias"][owned] * (experts.tp_rank == 0),
+        )
+        got = shard(packed, experts)
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            if not torch.equal(getattr(got, name), getattr(wanted, name)):
+                return f"{name} of rank {experts.tp_rank} of {experts.tp_size}"
+    return None
+
+
+def test_what_a_rank_cuts_before_it_expands_is_to_the_bit_what_it_would_cut_afterwards(packed) -> None:
+    assert first_different(packed) is None
+
+
+@pytest.mark.parametrize("moved", [-32, -1, 1, 32])
+def test_a_cut_at_another_place_would_be_seen(moved: int, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(name: str, tensor: torch.Tensor, first: int, last: int, of: int) -> torch.Tensor:
+        shift = moved if first + moved >= 0 and last + moved <= of else 0
+        return right(name, tensor, first + shift, last + shift, of)
+
+    right = loading.intermediate_part
+    monkeypatch.setattr(loading, "intermediate_part", elsewhere)
+    assert first_different(packed) is not None
+
+
+def test_a_cut_through_a_group_would_be_seen(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "GROUP", 16)
+    with pytest.raises(RuntimeError):  # half a group has no columns, so the share is too narrow
+        first_different(packed)
+
+
+def expanded_bytes(packed: dict[str, torch.Tensor], experts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the float32 tensors that a rank makes of MXFP4."""
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint, "expand_transposed", lambda *halves: made.append(expand_transposed(*halves)) or made[-1]
+        )
+        shard(packed, experts)
+    return sum(tensor.nbytes for tensor in made)
+
+
+def test_a_rank_expands_its_own_share_and_not_the_whole(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks would otherwise expand the 229 GB of 120b four times over."""
+    whole = expanded_bytes(packed, rank(intermediate=192), monkeypatch)
+    for experts in SHARES:
+        share = 1 / experts.tp_size if experts.expert_map is None else experts.num_experts / 8
+        around = (
+            62 / (3 * 192) if experts.tp_size > 2 else 0
+        )  # a third of the bytes is down_proj, cut around its groups
+        assert expanded_bytes(packed, experts, monkeypatch) <= (share + around) * whole
 
 
 def test_each_rank_gets_the_sinks_of_its_heads() -> None:
