@@ -1,4 +1,7 @@
-"""Nominal memory bandwidths: the one table, for the doctor's share and the roofline's floors. Standard library only."""
+"""What devices have by others' word: bandwidth for the doctor's share and the roofline's floors, memory for what fits.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ BANDWIDTH = {
     "NVIDIA A100-SXM4-80GB": 2039,
     "NVIDIA A100-SXM4-40GB": 1555,
 }
+
+# Bytes that a "64 GB" card has for processes: 62 420 MiB, "total memory" in the logs of vllm-ascend's servers (its
+# issues 4037, of a 910B1, 4404, 6250).
+MEMORY = {"910B3": 65_452_113_920}
 
 
 def memory_bandwidth(name: str) -> int | None:

@@ -136,7 +136,7 @@ CHECKS: tuple[Check, ...] = (
         "Model",
         "with `--model`: weights in BF16 (MXFP4 is expanded at load, except by the offline engine on CUDA) and "
         "`--max-model-len` tokens of KV cache against the device; always: the published models in words",
-        "more cards, a shorter context, `--gpu-memory-utilization 0.95`",
+        "more cards, a shorter context, the `--gpu-memory-utilization` that it names",
     ),
     Check(
         "graphs",

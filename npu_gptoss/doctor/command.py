@@ -13,13 +13,30 @@ from pathlib import Path
 from npu_gptoss import __version__
 from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
-from npu_gptoss.doctor.machine import Machine
+from npu_gptoss.doctor.machine import GIB, Machine
+from npu_gptoss.nominal import MEMORY
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _card(text: str) -> int:
+    """Bytes of a card's memory, by the card's name or in GiB."""
+    if text in MEMORY:
+        return MEMORY[text]
+    try:
+        return _positive(text) * GIB
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(MEMORY)} or GiB, got {text!r}") from None
+
+
+def _buffsize(here: Machine) -> int:
+    """HCCL_BUFFSIZE in MB; what HCCL would not take counts as its default."""
+    text = here.environ.get("HCCL_BUFFSIZE", "")
+    return int(text) if text.isdecimal() and int(text) else memory.BUFFSIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--card-memory",
-        type=_positive,
-        metavar="GIB",
-        help="reckon memory for cards of so many GiB (a 910B: 64) that are not here",
+        type=_card,
+        metavar="CARD",
+        help=f"reckon memory for cards that are not here: {', '.join(MEMORY)} (64 GB as sold), or GiB",
     )
 
 
@@ -88,7 +105,9 @@ def diagnose(
 
     found += guarded("torch-works", probed)
     found += guarded("self-test-record", record.remembered, here, found)
-    found += guarded("memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory)
+    found += guarded(
+        "memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory, _buffsize(here)
+    )
     order = {check.name: place for place, check in enumerate(checks.CHECKS)}
     return sorted(found, key=lambda finding: order[finding.check])
 

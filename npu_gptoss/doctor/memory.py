@@ -4,8 +4,11 @@
               engine has kernels for MXFP4 (on CUDA), a checkpoint's MXFP4 experts stay at 4.25 bits
     KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
 
-vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights and activations leave of it is KV cache. All
-layers keep all keys (docs/decisions.md, one KV cache group).
+    HCCL    = 2 * its buffer for each communicator, to send and to receive
+
+vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights, activations and HCCL leave of it is KV cache. All
+layers keep all keys (docs/decisions.md, one KV cache group). How vllm-ascend reckons on a card of this size is run, by
+its own code, in tests/serving/emulated/test_memory.py.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warn
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling
+from npu_gptoss.nominal import MEMORY
 
 UTILISATION = 0.9  # vLLM's default
-MOST = 0.95  # what the Ascend article serves with
-RESERVE = 2 * GIB  # activations of a prefill step, workspaces, graphs: a rule of thumb, not a measurement
+UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: what the Ascend article serves with; the rest is for captured graphs
+RESERVE = 2 * GIB  # activations of a prefill step, workspaces, the driver's context: a rule of thumb
 BF16, MXFP4 = 2, 17 / 32  # bytes; four bits, and a byte of scale for 32
-CARD = 64 * GIB  # of a 910B1 to B3
+CARD = MEMORY["910B3"]
+BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
 
 PUBLISHED_20B = GptOssConfig(
     hidden_size=2880,
@@ -72,29 +77,45 @@ def kv_bytes_per_token(config: GptOssConfig, ranks: int = 1) -> int:
     return config.num_hidden_layers * 2 * heads * config.head_dim * BF16
 
 
+def hccl_bytes(ranks: int, buffsize: int = BUFFSIZE) -> int:
+    """Bytes that HCCL takes of a card under vllm-ascend 0.11.0 with tensor parallelism. buffsize: HCCL_BUFFSIZE, MB.
+
+    The variable sizes one communicator: the MC2 operators', which every mixture of experts gets, on one card too. That
+    of tensor parallelism is made with 200 MB, and what a communicator is made with goes before the variable.
+    """
+    return 2 * (buffsize + (BUFFSIZE if ranks > 1 else 0)) << 20
+
+
 @dataclass(frozen=True)
 class Fit:
-    """One rank's memory, in bytes. `tokens`: what fits beside weights and reserve at the usual utilisation."""
+    """One rank's memory, in bytes. `tokens`: what fits beside weights and reserve at the utilisation asked for."""
 
     weights: int
     kv: int
     total: int
+    reserve: int
     tokens: int
 
     @property
     def needed(self) -> int:
         return self.weights + self.kv
 
-    def fits(self, utilisation: float, reserve: int = RESERVE) -> bool:
+    def fits(self, utilisation: float, reserve: int) -> bool:
         return self.needed + reserve <= self.total * utilisation
 
 
 def fit(
-    config: GptOssConfig, ranks: int, length: int, total: int, utilisation: float = UTILISATION, packed: bool = False
+    config: GptOssConfig,
+    ranks: int,
+    length: int,
+    total: int,
+    utilisation: float = UTILISATION,
+    packed: bool = False,
+    hccl: int = 0,
 ) -> Fit:
     weights, token = weight_bytes(config, ranks, packed), kv_bytes_per_token(config, ranks)
-    room = int(total * utilisation) - weights - RESERVE
-    return Fit(weights, length * token, total, max(0, room // token))
+    room = int(total * utilisation) - weights - RESERVE - hccl
+    return Fit(weights, length * token, total, RESERVE + hccl, max(0, room // token))
 
 
 def gib(size: float) -> str:
@@ -105,18 +126,32 @@ def thousands(tokens: int) -> str:
     return f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens // 1000} thousand"
 
 
+def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFSIZE) -> str:
+    """For a card that is nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
+
+    def tokens(utilisation: float, buffsize: int) -> int:
+        return fit(config, ranks, 0, total, utilisation, hccl=hccl_bytes(ranks, buffsize)).tokens
+
+    left = {each: tokens(each, buffsize) for each in UTILISATIONS}
+    fitting = [f"{each} for {thousands(left[each])}" for each in UTILISATIONS if left[each]]
+    if not fitting:
+        return ""
+    most, half = max(UTILISATIONS), BUFFSIZE // 2
+    none = "".join(f"{each} leaves no room, " for each in UTILISATIONS if not left[each])
+    words = f"--gpu-memory-utilization {none}{', '.join(fitting)} tokens of context, all requests together"
+    more = tokens(most, half) - left[most]
+    return f"{words}; HCCL_BUFFSIZE={half} adds {thousands(more)}" if more > 0 else words
+
+
 def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
     """The published models in words, on cards of this size."""
     lines = []
     for name, config, ranks in PRESETS:
-        found = fit(config, ranks, length, card)
+        found = fit(config, ranks, length, card, hccl=hccl_bytes(ranks))
         each = " each" if ranks > 1 else ""
-        tokens = found.tokens or fit(config, ranks, length, card, MOST).tokens
-        if not tokens:
-            verdict = "does not fit"
-        else:
-            verdict = f"leaves room for about {thousands(tokens)} tokens of context, all requests together"
-            verdict += "" if found.tokens else f" (with --gpu-memory-utilization {MOST})"
+        verdict = settings(config, ranks, card) or "does not fit"
+        if found.tokens:
+            verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
         lines.append(
             f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
             f"{kv_bytes_per_token(config, ranks) / 1024:.0f} KiB of KV cache a token{each}; {verdict}"
@@ -125,13 +160,18 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
 
 
 def memory(
-    model: Path | None, length: int, ranks: int, device: Device | None, card_memory: int | None = None
+    model: Path | None,
+    length: int,
+    ranks: int,
+    device: Device | None,
+    card_memory: int | None = None,
+    buffsize: int = BUFFSIZE,
 ) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing.
-    card_memory: --card-memory, GiB of each of `ranks` cards to reckon with in its place, wherever they are."""
+    card_memory: --card-memory, bytes of each of `ranks` cards to reckon with in its place, wherever they are.
+    buffsize: HCCL_BUFFSIZE, in MB."""
     if card_memory:
-        size = card_memory * GIB
-        device = Device("npu", "a card (--card-memory)", ranks, size, size)
+        device = Device("npu", "a card (--card-memory)", ranks, card_memory, card_memory)
     on_cpu = device is None or device.kind == "cpu"
     # the presets are of servers on a 910B
     presets = preset_lines(
@@ -164,11 +204,11 @@ def memory(
             details=presets,
         )
         return
-    yield from _compared(config, ranks, length, device, presets)
+    yield from _compared(config, ranks, length, device, presets, buffsize)
 
 
 def _compared(
-    config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...]
+    config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...], buffsize: int
 ) -> Iterator[Finding]:
     on_cpu = device.kind == "cpu"
     if ranks > device.count and not on_cpu:
@@ -181,23 +221,25 @@ def _compared(
     total = device.free // ranks if on_cpu else device.total
     packed = device.mxfp4 and config.quantization is not None
     what = "weights, experts in MXFP4," if packed else "BF16 weights"
-    found = fit(config, ranks, length, total, packed=packed)
+    on_npu = device.kind == "npu"
+    hccl = hccl_bytes(ranks, buffsize) if on_npu else 0
+    found = fit(config, ranks, length, total, packed=packed, hccl=hccl)
     where = f"of {device.name}"
     if on_cpu:
         where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"
     sentence = (
         f"{gib(found.weights)} of {what} and {gib(found.kv)} of KV cache for {length} tokens on {gib(total)} {where}"
     )
-    reserve = 0 if on_cpu else RESERVE
-    usual, most = (1.0, 1.0) if on_cpu else (UTILISATION, MOST)
+    usual, most, reserve = (1.0, 1.0, 0) if on_cpu else (UTILISATION, max(UTILISATIONS), found.reserve)
     smaller = "Use more cards (--tensor-parallel-size), or a shorter --max-model-len."
     if on_cpu:
         smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len."
-    if not found.fits(most, 0):
-        yield failed("memory", f"{sentence}: that does not fit.", smaller, details=presets)
+    if not found.fits(most, hccl):  # what is certain; the rest of the reserve is a rule of thumb
+        yield failed("memory", f"{sentence}: that does not fit{_beside(hccl)}.", smaller, details=presets)
     elif not found.fits(usual, reserve):
-        remedy = f"Serve with --gpu-memory-utilization {MOST}; if start-up runs out of memory: {smaller.lower()}"
-        yield warning("memory", f"{sentence}: that is tight.", smaller if on_cpu else remedy, details=presets)
+        ways = settings(config, ranks, total, buffsize) if on_npu else f"Serve with --gpu-memory-utilization {most}"
+        remedy = f"{ways}. If start-up runs out of memory: {smaller.lower()}" if ways and not on_cpu else smaller
+        yield warning("memory", f"{sentence}: that is tight{_beside(hccl)}.", remedy, details=presets)
     else:
         context = "" if on_cpu else f"; about {thousands(found.tokens)} tokens of context fit, all requests together"
         yield ok("memory", f"{sentence}{context}.", details=presets)
@@ -207,3 +249,7 @@ def _compared(
             f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}.",
             "End it, or choose another card with ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.",
         )
+
+
+def _beside(hccl: int) -> str:
+    return f" beside {gib(hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver" if hccl else ""

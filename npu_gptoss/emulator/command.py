@@ -15,14 +15,21 @@ import shutil
 from pathlib import Path
 
 from npu_gptoss.emulator.defects import DEFECTS
-from npu_gptoss.emulator.launch import CANN_VERSIONS, EmulationError, Machine, environment, find_venv
+from npu_gptoss.emulator.launch import CANN_VERSIONS, GIB, EmulationError, Machine, environment, find_venv
+from npu_gptoss.nominal import MEMORY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--cann", default="8.3.rc1", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default 8.3.rc1)")
     parser.add_argument("--devices", type=int, default=1, help="how many devices the machine has (default 1)")
-    parser.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
+    memory.add_argument(
+        "--card",
+        choices=sorted(MEMORY),
+        help="as much memory as this card reports, for arithmetic: what is allocated of it is taken of this machine",
+    )
     parser.add_argument(
         "--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines"
     )
@@ -44,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise EmulationError("there is nothing to run. For example: npu-gptoss emulate -- python -c 'import torch_npu'")
-    machine = Machine(args.cann, args.devices, args.memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
+    memory = MEMORY[args.card] / GIB if args.card else args.memory
+    machine = Machine(args.cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
     variables = environment(machine, find_venv())
     program = shutil.which(command[0], path=variables["PATH"])
     if program is None:

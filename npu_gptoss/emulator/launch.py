@@ -31,7 +31,7 @@ class EmulationError(InputError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What is emulated. `memory`: GiB per device (a real 910B3 has 64; poison makes every byte real here)."""
+    """What is emulated. `memory`: GiB per device. What is allocated of it is poisoned, so it is real memory."""
 
     cann: str = "8.3.rc1"
     devices: int = 1

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from npu_gptoss.doctor import memory
+from npu_gptoss.doctor import command, memory
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B, kv_bytes_per_token, weight_bytes
 from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import BYTES
 from tests.checkpoints import random_config
-from tests.doctor.machines import only, write
+from tests.doctor.machines import machine, only, write
 from tests.model.published import published_config
 
-CARD = Device("npu", "Ascend910B3", 8, 64 * GIB, 63 * GIB)
+CARD = Device("npu", "Ascend910B3", 8, memory.CARD, memory.CARD - GIB)
 
 
 def elements(config: GptOssConfig) -> int:
@@ -63,12 +64,29 @@ def test_more_ranks_than_key_heads_hold_a_head_each():
 
 def test_the_published_models_in_words():
     one, four, eight = memory.preset_lines(16384)
-    assert one.startswith("gpt-oss-20b on one card of 64.0 GiB: 39.0 GiB of BF16 weights, 48 KiB of KV cache a token;")
-    assert "363 thousand tokens" in one
-    assert four.startswith("gpt-oss-120b on four cards of 64.0 GiB: 54.4 GiB of BF16 weights each, 18 KiB")
-    assert "67 thousand tokens" in four
-    assert "3.3 million tokens" in eight
+    assert one.startswith("gpt-oss-20b on one card of 61.0 GiB: 39.0 GiB of BF16 weights, 48 KiB of KV cache a token;")
+    assert "295 thousand tokens" in one
+    assert four.startswith("gpt-oss-120b on four cards of 61.0 GiB: 54.4 GiB of BF16 weights each, 18 KiB")
+    assert four.endswith(
+        "--gpu-memory-utilization 0.9 leaves no room, 0.95 for 40 thousand, 0.97 for 111 thousand tokens of context, "
+        "all requests together; HCCL_BUFFSIZE=100 adds 11 thousand"
+    )
+    assert "2.9 million tokens" in eight
     assert [line.rpartition("; ")[2] for line in memory.preset_lines(16384, 32 * GIB)][:2] == ["does not fit"] * 2
+
+
+def test_a_card_of_64_gb_is_not_reckoned_as_64_gib():
+    """3 GiB are not for processes: with them 120b would start on four cards at vLLM's default."""
+    assert memory.CARD == 62_420 << 20
+    real, wished = memory.preset_lines(16384)[1], memory.preset_lines(16384, 64 * GIB)[1]
+    assert "0.9 leaves no room" in real
+    assert "leaves room for about" in wished
+
+
+def test_hccl_takes_two_buffers_of_each_communicator_and_the_variable_sizes_one():
+    assert memory.hccl_bytes(1) == 400 << 20
+    assert memory.hccl_bytes(4) == memory.hccl_bytes(8) == 800 << 20
+    assert memory.hccl_bytes(4) - memory.hccl_bytes(4, 100) == 200 << 20
 
 
 @pytest.fixture
@@ -80,7 +98,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_fits_says_how_much_context_does(model):
-    only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "363 thousand tokens")
+    only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "295 thousand tokens")
 
 
 def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(tmp_path):
@@ -105,7 +123,38 @@ def test_what_does_not_fit_is_a_failure(model):
 
 def test_what_fits_only_just_is_a_warning(model):
     card = replace(CARD, total=44 * GIB, free=44 * GIB)
-    only(memory.memory(model, 16384, 1, card), "warning", "tight", "--gpu-memory-utilization 0.95")
+    only(memory.memory(model, 16384, 1, card), "warning", "tight beside 400 MiB of HCCL's", "0.95 for 9 thousand, 0.97")
+    gpu = replace(card, kind="cuda")
+    only(memory.memory(model, 16384, 1, gpu), "warning", "that is tight.", "--gpu-memory-utilization 0.97")
+
+
+def test_120b_on_four_cards_says_which_settings_fit_and_what_they_leave(tmp_path):
+    import json
+
+    write(tmp_path / "config.json", json.dumps(published_config(36, 128)))
+    told = only(
+        memory.memory(tmp_path, 16384, 4, CARD), "warning", "0.95 for 40 thousand, 0.97 for 111 thousand tokens"
+    )
+    assert "HCCL_BUFFSIZE=100 adds 11 thousand" in told.remedy
+    small = only(memory.memory(tmp_path, 16384, 4, CARD, buffsize=100), "warning", "0.95 for 51 thousand, 0.97 for 122")
+    assert "HCCL_BUFFSIZE" not in small.remedy  # it is set already
+    only(memory.memory(tmp_path, 16384, 2, CARD), "failed", "does not fit beside 800 MiB of HCCL's buffers")
+
+
+@pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 200), ("0", 200), ("many", 200)])
+def test_the_buffers_size_is_the_shells(tmp_path, text, size):
+    assert command._buffsize(machine(tmp_path, HCCL_BUFFSIZE=text)) == size
+
+
+@pytest.mark.parametrize(("text", "size"), [("910B3", memory.CARD), ("64", 64 * GIB)])
+def test_a_card_is_named_or_given_in_gib(text, size):
+    assert command._card(text) == size
+
+
+@pytest.mark.parametrize("text", ["910B9", "0", "-1", "1.5"])
+def test_what_is_no_card_is_refused_in_words(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or GiB, got"):
+        command._card(text)
 
 
 def test_a_context_beyond_the_models_positions_is_a_failure(model):
@@ -127,7 +176,7 @@ def test_cards_that_do_not_divide_the_heads_or_are_not_there_are_failures(model)
 def test_a_card_that_something_else_uses_is_a_warning(model):
     first, second = memory.memory(model, 16384, 1, replace(CARD, free=20 * GIB))
     assert first.state == "ok"
-    only([second], "warning", "Only 20.0 GiB of 64.0 GiB are free", "something else uses")
+    only([second], "warning", "Only 20.0 GiB of 61.0 GiB are free", "something else uses")
 
 
 def test_on_a_cpu_the_available_memory_counts(model):
@@ -151,13 +200,18 @@ def test_processes_on_a_cpu_share_its_memory(model):
 def test_cards_that_are_not_here_can_be_reckoned_with(model, here):
     """The line for 0.9 of the tutorial's table, on a laptop too; and as many cards as are asked for."""
     told = only(
-        memory.memory(model, 131072, 1, here, 64), "ok", "6.0 GiB of KV cache for 131072 tokens on 64.0 GiB of a card"
+        memory.memory(model, 131072, 1, here, memory.CARD),
+        "ok",
+        "6.0 GiB of KV cache for 131072 tokens on 61.0 GiB of a card",
     )
-    assert "about 363 thousand tokens of context fit" in told.sentence
+    assert "about 295 thousand tokens of context fit" in told.sentence
+    small = 32 * GIB
     only(
-        memory.memory(model, 131072, 1, here, 32), "failed", "on 32.0 GiB of a card (--card-memory): that does not fit"
+        memory.memory(model, 131072, 1, here, small),
+        "failed",
+        "on 32.0 GiB of a card (--card-memory): that does not fit",
     )
-    only(memory.memory(model, 131072, 8, here, 32), "ok", "of BF16 weights")
+    only(memory.memory(model, 131072, 8, here, small), "ok", "of BF16 weights")
 
 
 def test_without_model_config_or_device_the_presets_are_told(model, tmp_path):

@@ -37,6 +37,20 @@ def test_the_machine_reaches_torch_npu_and_the_contracts(wanted: Machine, variab
     assert machine.emulate("-c", code, machine=wanted, **variables).stdout.strip() == found
 
 
+def test_a_card_larger_than_this_machine_reports_its_size_and_allocates_what_is_here() -> None:
+    """Poison makes each byte real: without a refusal in words the kernel of the host would end the process."""
+    code = (
+        "import torch; print(torch.ones(2).npu().tolist(), torch.npu.mem_get_info()[1] >> 40)\n"
+        "from npu_gptoss.emulator.binding import library\n"
+        "try: torch.empty(3 << 40, dtype=torch.uint8, device='npu')\n"
+        "except RuntimeError as error: print(type(error).__name__, library.aclGetRecentErrMsg().decode())"
+    )
+    run = machine.emulate("-c", code, machine=Machine(memory=4 << 10))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("[1.0, 1.0] 4\nRuntimeError ")
+    assert "take less than the card has (`--num-gpu-blocks-override` for a KV cache)" in run.stdout
+
+
 def test_number_of_devices() -> None:
     code = (
         "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)\n"

@@ -115,6 +115,11 @@ def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatc
     assert machine_.items() >= {**expected, "TRACE": str(trace), "DEFECTS": "merged-heads,window-race"}.items()
     assert trace.read_text() == ""
     with pytest.raises(Replaced) as replaced:
+        command.run(parse("--card", "910B3", "--", "sh"))
+    assert replaced.value.args[1]["MEMORY"] == "65452113920"  # what servers on real cards log, to the byte
+    with pytest.raises(SystemExit):
+        parse("--card", "910B3", "--memory", "8", "--", "sh")
+    with pytest.raises(Replaced) as replaced:
         command.run(parse("sh"))
     default = {"CANN": "8.3.rc1", "DEVICES": "1", "MEMORY": str(4 << 30), "STRICT": "1", "FP32": "0", "TRACE": ""}
     assert replaced.value.args[1].items() >= default.items()

@@ -2,6 +2,7 @@
 // captured. All ranks must be processes of this machine. Long operands go through the slots piece by piece.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <unistd.h>
 
@@ -82,6 +83,24 @@ int all_to_all(Communicator *c, const char *source, const std::vector<uint64_t> 
   return wrong.empty() ? 0 : fail(HCCL_E_PARA, wrong);
 }
 
+// What a communicator takes of its device: a buffer to send and one to receive, each of the size that it was made with,
+// which counts before HCCL_BUFFSIZE (CANN's page on that variable). Here it is counted only: slots are shared memory.
+HcclResult make(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, uint32_t megabytes, HcclComm *result) {
+  auto communicator = new Communicator;
+  communicator->name = info->internal, communicator->ranks = ranks, communicator->rank = rank;
+  communicator->reserved = 2l * megabytes << 20;
+  if (reserve(communicator->reserved)) return HCCL_E_MEMORY;
+  trace("\"event\": \"communicator\", \"ranks\": " + std::to_string(ranks) + ", \"bytes\": " + std::to_string(communicator->reserved));
+  if (!communicator->open()) return HCCL_E_SYSCALL;
+  *result = communicator;
+  return HCCL_SUCCESS;
+}
+
+uint32_t buffer_size() {
+  const char *asked = getenv("HCCL_BUFFSIZE");
+  return asked && atoi(asked) > 0 ? atoi(asked) : HCCL_COMM_DEFAULT_BUFFSIZE;
+}
+
 std::vector<uint64_t> numbers(const void *list, uint32_t count) { return {(const uint64_t *)list, (const uint64_t *)list + count}; }
 }  // namespace
 
@@ -92,14 +111,8 @@ HcclResult HcclGetRootInfo(HcclRootInfo *info) {
   snprintf(info->internal, 128, "/npu_gptoss_%d_%d_%llu", getpid(), count++, (unsigned long long)now());
   return HCCL_SUCCESS;
 }
-HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, HcclComm *result) {
-  auto communicator = new Communicator;
-  communicator->name = info->internal, communicator->ranks = ranks, communicator->rank = rank;
-  if (!communicator->open()) return HCCL_E_SYSCALL;
-  *result = communicator;
-  return HCCL_SUCCESS;
-}
-HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, const HcclCommConfig *, HcclComm *result) { return HcclCommInitRootInfo(ranks, info, rank, result); }
+HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, HcclComm *result) { return make(ranks, info, rank, buffer_size(), result); }
+HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, const HcclCommConfig *config, HcclComm *result) { return make(ranks, info, rank, config->hcclBufferSize, result); }
 uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_RESERVED; }
 HcclResult HcclGetCommName(HcclComm comm, char *name) {
   snprintf(name, COMM_NAME_MAX_LENGTH, "%s", ((Communicator *)comm)->name.c_str() + 1);
@@ -109,7 +122,12 @@ HcclResult HcclGetCommAsyncError(HcclComm, HcclResult *error) { return *error = 
 const char *HcclGetErrorString(HcclResult) { return aclGetRecentErrMsg(); }
 HcclResult HcclGetRankSize(HcclComm comm, uint32_t *size) { *size = ((Communicator *)comm)->ranks; return HCCL_SUCCESS; }
 HcclResult HcclGetRankId(HcclComm comm, uint32_t *rank) { *rank = ((Communicator *)comm)->rank; return HCCL_SUCCESS; }
-HcclResult HcclCommDestroy(HcclComm) { return HCCL_SUCCESS; }
+HcclResult HcclCommDestroy(HcclComm comm) {
+  auto communicator = (Communicator *)comm;
+  if (current_device() >= 0) reserve(-communicator->reserved);
+  communicator->reserved = 0;
+  return HCCL_SUCCESS;
+}
 HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
 
 HcclResult HcclAllReduce(void *source, void *target, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {

@@ -13,6 +13,7 @@ struct Communicator {
 
   std::string name;
   uint32_t ranks = 0, rank = 0;
+  long reserved = 0;                     // bytes of its device
 
   bool open();                           // attaches and waits for everybody; false: see the recent error
   int barrier();

@@ -131,6 +131,7 @@ const char *setting(const char *name, const char *otherwise);  // NPU_GPTOSS_EMU
 
 bool is_device(const void *pointer, size_t bytes);
 bool is_pinned(const void *pointer);
+int reserve(long bytes);                             // counts as used on the current device, and takes nothing; negative: given back
 }  // namespace emulator
 int emulator_take_stream(int device);  // no_stream when the budget of the device is spent; needs the mutex
 namespace emulator {

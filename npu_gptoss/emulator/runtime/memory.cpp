@@ -2,6 +2,8 @@
 // with 0xFF bytes: NaN in every floating-point type. The real device leaves whatever was there.
 #include "machine.h"
 
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -23,6 +25,21 @@ uint64_t generation = 1;
 size_t total() {
   static const size_t bytes = strtoull(setting("MEMORY", "4294967296"), nullptr, 0);
   return bytes;
+}
+
+// Bytes that this machine can still give; a page that is written beyond them ends the process without a word.
+size_t available() {
+  size_t kilobytes = 0;
+  FILE *file = fopen("/proc/meminfo", "r");
+  if (!file) return SIZE_MAX;
+  char line[128];
+  while (fgets(line, sizeof line, file) && sscanf(line, "MemAvailable: %zu", &kilobytes) != 1) {}
+  fclose(file);
+  return kilobytes ? kilobytes << 10 : SIZE_MAX;
+}
+
+int full(size_t bytes, int device) {
+  return fail(out_of_memory, "device memory is full: " + std::to_string(bytes) + " bytes asked for, " + std::to_string(total() - used[device]) + " of " + std::to_string(total()) + " free (`--memory` sets the total)");
 }
 
 template <class Map, class Size> bool inside(Map &map, const void *pointer, size_t bytes, Size size) {
@@ -71,6 +88,14 @@ bool is_pinned(const void *pointer) {
   std::lock_guard<std::mutex> guard(blocks_mutex);
   return inside(pinned, pointer, 1, [](size_t bytes) { return bytes; });
 }
+int reserve(long bytes) {
+  int device = current_device();
+  if (device < 0) return fail(no_context, "memory is reserved before a device is set");
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  if (bytes > 0 && used[device] + bytes > total()) return full(bytes, device);
+  used[device] += bytes;
+  return ok;
+}
 }  // namespace emulator
 
 extern "C" {
@@ -84,8 +109,9 @@ aclError aclrtMalloc(void **pointer, size_t bytes, aclrtMemMallocPolicy) {
     captured = !machine().captures.empty();
   }
   std::lock_guard<std::mutex> guard(blocks_mutex);
-  if (used[device] + bytes > total())
-    return fail(out_of_memory, "device memory is full: " + std::to_string(bytes) + " bytes asked for, " + std::to_string(total() - used[device]) + " of " + std::to_string(total()) + " free (`--memory` sets the total)");
+  if (used[device] + bytes > total()) return full(bytes, device);
+  if (bytes > 256u << 20 && bytes > available())
+    return fail(out_of_memory, "the host's memory is full: " + std::to_string(bytes) + " bytes of the emulated device are asked for, " + std::to_string(available()) + " are free; take less than the card has (`--num-gpu-blocks-override` for a KV cache)");
   if (posix_memalign(pointer, alignment, (bytes + alignment - 1) / alignment * alignment)) return fail(out_of_memory, "the host's memory is full");
   memset(*pointer, poison, bytes);
   blocks[(uintptr_t)*pointer] = Block{bytes, device, captured};

@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -127,6 +128,8 @@ def child(job: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(job["variables"])
+    for handler in logging.getLogger("vllm").handlers:  # made when vLLM was imported
+        handler.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     code = 1
     try:
         serve(job)
