@@ -55,6 +55,20 @@ TORCH_ON_ASCEND = Window("torch", ("2.7.1",), "2.7.1")
 # 8.3.RC1 is the first whose attention operator has sinks; its alpha builds have not
 CANN = Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2")
 
+# What gpt-oss gets of vllm-ascend alone, without a word: (first, last) of its minor releases, and the mistake. Read in
+# each tag's source; 0.11.0 is mended here, and of the others this package serves none.
+SILENT_DEFECTS = (
+    ((0, 0), (0, 14), "leaves out the attention sinks and the experts' biases"),
+    ((0, 16), (0, 18), "computes another activation in the experts (vllm-ascend issue 8463)"),
+    ((0, 19), (0, 30), "lets window layers see 129 keys in the place of 128"),
+)
+
+
+def silent_defect(minor: tuple[int, ...]) -> str | None:
+    """What vllm-ascend of this release, such as (0, 18), gets wrong without saying so; None: nothing known."""
+    return next((what for first, last, what in SILENT_DEFECTS if first <= minor[:2] <= last), None)
+
+
 # Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
 SERVED_DEVICES = ("cpu", "npu")
 

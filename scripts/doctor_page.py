@@ -40,6 +40,16 @@ def window() -> str:
     return "\n".join(["| | Ascend 910B | CPU |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def silent() -> str:
+    rows = [
+        (".".join(map(str, first)), ".".join(map(str, last)), what) for first, last, what in supported.SILENT_DEFECTS
+    ]
+    lines = ["| vllm-ascend | gpt-oss there |", "|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {'to' if first == '0.0' else f'{first} to'} {last} | {what} |" for first, last, what in rows)]
+    )
+
+
 def presets() -> str:
     return "\n".join(f"* {line}." for line in preset_lines(16384))
 
@@ -47,7 +57,7 @@ def presets() -> str:
 TABLES = Tables(
     script="scripts/doctor_page.py",
     page="docs/doctor.md",
-    tables={"checks": checks, "window": window, "presets": presets},
+    tables={"checks": checks, "window": window, "silent": silent, "presets": presets},
 )
 
 

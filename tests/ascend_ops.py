@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from npu_gptoss.emulator.context import OpContext, current, use
@@ -47,17 +47,24 @@ class Packet:
 
 
 @contextmanager
-def ascend(cann: str = "8.3.rc1", **context: Any) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Selects and runs kernels as on a 910B with this CANN; yields the list of operator calls (name, keywords)."""
+def ascend(
+    cann: str = "8.3.rc1", *, later_wheel: bool = False, cann_says: str | None = None, **context: Any
+) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Selects and runs kernels as on a 910B with this CANN; yields the list of operator calls (name, keywords).
+
+    later_wheel: torch-npu 2.7.1.post2 or later, whatever CANN is. cann_says: CANN's own word for its version.
+    """
     calls: list[tuple[str, dict[str, Any]]] = []
     module = ModuleType("torch_npu")
     for full_name, function in OPS.items():
         name, _, overload = full_name.partition("::")[2].partition(".")
-        if name in SINCE_8_5 and cann.startswith("8.3"):
+        if name in SINCE_8_5 and cann.startswith("8.3") and not later_wheel:
             continue
         if not hasattr(module, name):
             setattr(module, name, Packet(name, calls))
         getattr(module, name).add(overload, function)
+    version = {"8.5": "8.5.0"}.get(cann, cann.upper()) if cann_says is None else cann_says
+    module.npu = SimpleNamespace(utils=SimpleNamespace(get_cann_version=lambda: version))
     module.get_npu_format = lambda tensor: current().format_of(tensor)
     before = sys.modules.get("torch_npu")
     sys.modules["torch_npu"] = module

@@ -52,6 +52,13 @@ def find_toolkit(here: Machine) -> tuple[Path | None, str | None]:
     return installed.find_toolkit(here.environ, here.root)
 
 
+def series(here: Machine) -> tuple[int, int] | None:
+    """(8, 3) of CANN 8.3.RC2; None where none is found or its version cannot be read."""
+    place, _ = find_toolkit(here)
+    version = parse(toolkit_version(place)) if place else None
+    return version.series if version else None
+
+
 def _script(folder: Path) -> Path:
     """The set_env.sh to source for what lies in this folder."""
     return next((f / "set_env.sh" for f in (folder, folder.parent) if (f / "set_env.sh").is_file()), folder)
@@ -76,7 +83,7 @@ def toolkit(here: Machine) -> Iterator[Finding]:
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell that starts the server.",
         )
         return
-    yield _verdict(text, place, install)
+    yield _verdict(text, place, install, here.emulated)
     if variable is None:
         yield failed(
             "cann",
@@ -86,7 +93,7 @@ def toolkit(here: Machine) -> Iterator[Finding]:
         )
 
 
-def _verdict(text: str, place: Path, install: str) -> Finding:
+def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
     version = parse(text)
     named = f"CANN {text} ({place})"
     lowest = parse(CANN.releases[0])
@@ -105,8 +112,16 @@ def _verdict(text: str, place: Path, install: str) -> Finding:
             "was seen to; the release of the same name works.",
             install,
         )
-    if f"{version.series[0]}.{version.series[1]}.{version.release}" in CANN.releases and not version.prerelease:
-        return ok("cann", f"{named}.")
+    release = f"{version.series[0]}.{version.series[1]}.{version.release}"
+    if release in CANN.releases and not version.prerelease:
+        if release == CANN.recommended or emulated:
+            return ok("cann", f"{named}.")
+        return warning(
+            "cann",
+            f"{named} may serve; {CANN.recommended} came later, and what was mended in the operators since can only be "
+            "there.",
+            f"Where you are free to choose, take {CANN.recommended}: {IMAGE}.",
+        )
     return warning(
         "cann",
         f"{named} is not one of {', '.join(CANN.releases)}, for which torch-npu {TORCH_NPU.recommended} and this "

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from npu_gptoss import plugin
+from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
@@ -17,6 +18,7 @@ from npu_gptoss.supported import (
     TORCH_ON_ASCEND,
     VLLM,
     VLLM_ASCEND,
+    silent_defect,
 )
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
@@ -109,6 +111,13 @@ def torch_npu(here: Machine) -> Iterator[Finding]:
         yield failed("torch-npu", "torch-npu is not installed, so torch knows no NPU.", remedy)
     elif TORCH_NPU.has(release):
         yield ok("torch-npu", f"torch-npu {release}.")
+    elif (post := re.match(r"\d+\.\d+\.\d+\.post(\d+)", release)) and int(post[1]) > 1 and cann.series(here) == (8, 3):
+        yield failed(
+            "torch-npu",
+            f"torch-npu {release} on CANN 8.3: it is made for CANN 8.5 or later, and names operators that have no "
+            "kernel there (npu_clipped_swiglu is one).",
+            remedy,
+        )
     elif numbers(release)[:3] == numbers(TORCH_NPU.recommended):
         yield warning(
             "torch-npu",
@@ -160,6 +169,8 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
     if release is None:
         yield failed("vllm-ascend", "vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
     elif objection := limits.version_objection(release):
-        yield failed("vllm-ascend", f"{objection}.", remedy)
+        defect = silent_defect(numbers(release))
+        alone = f" Without this package's model gpt-oss is answered wrongly there, without a word: it {defect}."
+        yield failed("vllm-ascend", f"{objection}.{alone if defect else ''}", remedy)
     else:
         yield ok("vllm-ascend", f"vllm-ascend {release}.")

@@ -13,6 +13,7 @@ What the operators want (CANN 8.3, from their tiling code; no hardware has confi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -115,9 +116,12 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
 
 
 def has_clipped_swiglu() -> bool:
+    """From CANN 8.5 on. Wheels from torch-npu 2.7.1.post2 on have the name on 8.3 as well, with no kernel behind it."""
     import torch_npu
 
-    return hasattr(torch_npu, "npu_clipped_swiglu")
+    series = re.match(r"(\d+)\.(\d+)", torch_npu.npu.utils.get_cann_version())
+    known = series is not None and (int(series[1]), int(series[2])) >= (8, 5)
+    return known and hasattr(torch_npu, "npu_clipped_swiglu")
 
 
 def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:

@@ -67,7 +67,7 @@ def test_what_is_no_version_is_none():
 @pytest.mark.parametrize(
     ("version", "state", "phrase"),
     [
-        ("8.3.RC1", "ok", "CANN 8.3.RC1"),
+        ("8.3.RC1", "warning", "take 8.3.RC2"),
         ("8.3.RC2", "ok", "CANN 8.3.RC2"),
         ("8.3.RC1.alpha003", "failed", "an alpha build: its attention operator fails on sinks"),
         ("8.3.RC2.alpha001", "failed", "alpha build"),
@@ -84,6 +84,11 @@ def test_cann(tmp_path, version, state, phrase):
     only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home))), state, phrase)
 
 
+def test_the_emulated_rc1_is_what_was_asked_for(tmp_path):
+    home = install_toolkit(tmp_path / "cann", "8.3.RC1")
+    only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home), NPU_GPTOSS_EMULATED="1")), "ok")
+
+
 def test_a_toolkit_is_told_by_its_version_cfg_too(tmp_path):
     write(
         tmp_path / "cann/version.cfg",
@@ -95,7 +100,7 @@ def test_a_toolkit_is_told_by_its_version_cfg_too(tmp_path):
 
 
 def test_a_toolkit_that_the_shell_does_not_know_is_a_failure(tmp_path):
-    latest = install_toolkit(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", "8.3.RC1")
+    latest = install_toolkit(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", "8.3.RC2")
     script = write(latest.parent / "set_env.sh")
     first, second = cann.toolkit(ascend(tmp_path))
     assert first.state == "ok"

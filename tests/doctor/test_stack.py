@@ -7,6 +7,7 @@ import pytest
 from npu_gptoss.doctor import stack
 from npu_gptoss.supported import PYTHON, TORCH_NPU, TORCH_OLDEST, TORCH_ON_ASCEND, VLLM, VLLM_ASCEND
 from tests.doctor.machines import ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
+from tests.doctor.test_cann import install_toolkit
 from tests.markdown import ROOT
 
 
@@ -84,6 +85,24 @@ def test_torch_npu(tmp_path, release, state, phrase):
 
 
 @pytest.mark.parametrize(
+    ("release", "version", "state"),
+    [
+        ("2.7.1", "8.3.RC2", "ok"),
+        ("2.7.1.post1", "8.3.RC1", "ok"),
+        ("2.7.1.post2", "8.3.RC2", "failed"),
+        ("2.7.1.post11", "8.3.RC1", "failed"),
+        ("2.7.1.post2", "8.5.0", "warning"),
+        ("2.7.1.post2", "", "warning"),
+    ],
+)
+def test_a_torch_npu_made_for_a_later_cann_is_a_failure_on_8_3(tmp_path, release, version, state):
+    packages = without(ASCEND_PACKAGES, "torch-npu") | {"torch-npu": release}
+    home = install_toolkit(tmp_path / "cann", version) if version else tmp_path
+    phrase = "no kernel" if state == "failed" else ""
+    only(stack.torch_npu(ascend(tmp_path, packages, ASCEND_HOME_PATH=str(home))), state, phrase)
+
+
+@pytest.mark.parametrize(
     ("on", "release", "state", "phrase"),
     [
         (machine, "0.11.0+empty", "ok", ""),
@@ -114,6 +133,31 @@ def test_vllm(tmp_path, on, release, state, phrase):
 def test_vllm_ascend(tmp_path, release, state, phrase):
     packages = without(ASCEND_PACKAGES, "vllm-ascend") | ({"vllm-ascend": release} if release else {})
     only(stack.vllm_ascend(ascend(tmp_path, packages)), state, phrase)
+
+
+@pytest.mark.parametrize(
+    ("release", "mistake"),
+    [
+        ("0.10.0rc1", "leaves out the attention sinks"),
+        ("0.13.0", "leaves out the attention sinks and the experts' biases"),
+        ("0.14.0rc1", "leaves out the attention sinks"),
+        ("0.15.0rc1", None),  # nearly right
+        ("0.16.0rc1", "another activation"),
+        ("0.18.0", "another activation"),
+        ("0.19.1rc1", "129 keys"),
+        ("0.23.0.post1", "129 keys"),
+        ("0.30.0rc2", "129 keys"),
+        ("0.31.0", None),  # not read
+    ],
+)
+def test_whoever_has_a_release_that_is_wrong_without_a_word_is_told_what_is_wrong(tmp_path, release, mistake):
+    packages = without(ASCEND_PACKAGES, "vllm-ascend") | {"vllm-ascend": release}
+    found = only(stack.vllm_ascend(ascend(tmp_path, packages)), "failed", "gpt-oss is served on")
+    assert (mistake in found.sentence) if mistake else ("without a word" not in found.sentence)
+
+
+def test_the_releases_that_this_package_mends_are_not_spoken_ill_of(tmp_path):
+    assert "without a word" not in only(stack.vllm_ascend(ascend(tmp_path)), "ok").sentence
 
 
 def test_what_is_for_ascend_does_not_apply_elsewhere(tmp_path):

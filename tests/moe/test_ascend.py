@@ -60,6 +60,20 @@ def test_the_activation_is_one_operator_where_the_wheel_has_it():
     assert "npu_swiglu" not in [name for name, _ in calls]
 
 
+@pytest.mark.parametrize("says", ["8.3.RC2", "8.3", "", "not known"])
+def test_a_name_without_a_kernel_behind_it_is_not_called(says):
+    """A later torch-npu on CANN 8.3; where CANN does not say what it is, three launches are right everywhere."""
+    with ascend_ops.ascend("8.3.rc2", later_wheel=True, cann_says=says) as calls:
+        make_layer(5, BF16).run()
+    assert "npu_swiglu" in [name for name, _ in calls]
+    assert "npu_clipped_swiglu" not in [name for name, _ in calls]
+
+
+def test_asking_for_the_name_alone_would_fail_at_the_first_call():
+    with ascend_ops.ascend("8.3.rc2", later_wheel=True, cann_says="8.5.0"), pytest.raises(RuntimeError, match="R66"):
+        make_layer(5, BF16).run()
+
+
 @pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
 def test_both_forms_of_the_activation_clamp_as_the_definition_does(cann):
     gate_up = (torch.randn(40, 2 * INTERMEDIATE) * 8).to(BF16)
