@@ -115,7 +115,7 @@ setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 	@$(SETUP_EMULATED) --tools
 
 .PHONY: setup-evalscope
-setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/mmlu.sh and their tests
+setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh and their tests
 	@$(SETUP_EVALSCOPE)
 
 .PHONY: check-docker

@@ -1,4 +1,4 @@
-# What serve.sh, perf.sh and mmlu.sh share. POSIX sh, sourced; `program` is set by the script that sources it.
+# What serve.sh, perf.sh and eval.sh share. POSIX sh, sourced; `program` is set by the script that sources it.
 # shellcheck shell=sh
 : "${program:?}"
 
@@ -112,11 +112,15 @@ make setup-evalscope"
     fi
 }
 
-# ask_server FOLDER-OF-SCRIPTS URL MODEL: sets `model` and `folder` to the served model's name and checkpoint
+# ask_server FOLDER-OF-SCRIPTS URL MODEL: sets `model`, `folder` and `longest` to the served model's name, checkpoint
+# and longest context in tokens
 ask_server() {
     answer=$("$python" "$1/served_model.py" "$2" "$3") || exit 2
     # shellcheck disable=SC2034  # for the script that sources this
     model=${answer%%"$(printf '\t')"*}
+    # shellcheck disable=SC2034
+    longest=${answer##*"$(printf '\t')"}
+    answer=${answer%"$(printf '\t')"*}
     # shellcheck disable=SC2034
     folder=${answer#*"$(printf '\t')"}
 }

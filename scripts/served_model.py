@@ -1,8 +1,8 @@
-"""Prints the name and the checkpoint of the model that an OpenAI-compatible server serves, separated by a tab.
+"""Prints name, checkpoint and longest context of the model that an OpenAI-compatible server serves, separated by tabs.
 
     served_model.py URL [NAME]
 
-perf.sh and mmlu.sh ask it before they start a long run: without an answer it says in words what is wrong. Standard
+perf.sh and eval.sh ask it before they start a long run: without an answer it says in words what is wrong. Standard
 library only.
 """
 
@@ -23,13 +23,16 @@ class ServerError(Exception):
     """What was asked, what came back, what to do."""
 
 
-def served_models(url: str) -> dict[str, str]:
-    """name -> checkpoint of every model at `url` (`http://host:port`, with or without `/v1`)."""
+def served_models(url: str) -> dict[str, tuple[str, str]]:
+    """name -> checkpoint and longest context in tokens, "" where they are not told.
+
+    url: `http://host:port`, with or without `/v1`.
+    """
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT) as response:
             models = json.load(response)["data"]
-            return {model["id"]: model.get("root") or "" for model in models}
+            return {model["id"]: (model.get("root") or "", str(model.get("max_model_len") or "")) for model in models}
     except urllib.error.HTTPError as error:
         remedy = "start it without --api-key for this" if error.code == 401 else "is it an OpenAI-compatible server?"
         raise ServerError(f"{address} answers {error.code} {error.reason}; {remedy}{proxy_of(address)}") from None
@@ -52,14 +55,14 @@ def proxy_of(address: str) -> str:
     return f"; the proxy {proxy} was asked; for a server that it cannot reach, set no_proxy={parts.hostname}"
 
 
-def choose(models: dict[str, str], wanted: str) -> tuple[str, str]:
+def choose(models: dict[str, tuple[str, str]], wanted: str) -> tuple[str, str, str]:
     """The model called `wanted`, or the only one."""
     if wanted and wanted not in models:
         raise ServerError(f"the server has no model {wanted!r}; it serves {', '.join(models) or 'none'}")
     if not wanted and len(models) != 1:
         raise ServerError(f"the server serves {', '.join(models) or 'no model'}; name one with --model")
     name = wanted or next(iter(models))
-    return name, models[name]
+    return name, *models[name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Set up `.venv-evalscope`, where scripts/perf.sh and scripts/mmlu.sh find evalscope. Run by `make setup-evalscope`.
+"""Set up `.venv-evalscope`, where scripts/perf.sh and scripts/eval.sh find evalscope. Run by `make setup-evalscope`.
 
 evalscope's pins fight with vLLM's, so it gets an environment of its own; it talks to the server over HTTP only. The
 steps resume and stamp themselves like those of setup_venv.py, whose machinery this uses. Standard library only.
@@ -24,7 +24,14 @@ from setup_venv import (
 VENV = ROOT / ".venv-evalscope"
 LOCK = ROOT / "requirements/evalscope.txt"
 LOOSE = ("evalscope[perf]>=1.14.1,<1.15", "matplotlib")  # where a version of the lock cannot be had
-MODULES = ("evalscope.run", "evalscope.benchmarks", "evalscope.perf.main", "evalscope.report", "matplotlib.figure")
+MODULES = (
+    "evalscope.run",
+    "evalscope.benchmarks",
+    "evalscope.perf.main",
+    "evalscope.report",
+    "math_verify",
+    "matplotlib.figure",
+)
 
 
 def install_packages(env: Environment, run: Runner) -> str:

@@ -34,7 +34,7 @@ def number(cell: str) -> float:
 
 
 def test_sigma_is_the_reports() -> None:
-    from mmlu_statistics import sigma
+    from eval_statistics import sigma
 
     for cells in rows("sigma"):
         n, at_84, at_88, seen = map(number, cells)
@@ -45,7 +45,7 @@ def test_sigma_is_the_reports() -> None:
 
 
 def test_splits_are_the_least_uneven_that_mcnemar_calls_a_difference() -> None:
-    from mmlu_statistics import Paired
+    from eval_statistics import Paired
 
     for cells in rows("mcnemar"):
         n, differ = (int(number(cell)) for cell in cells[:2])
@@ -59,13 +59,36 @@ def test_splits_are_the_least_uneven_that_mcnemar_calls_a_difference() -> None:
         assert number(cells[3]) == pytest.approx(100 * paired(more).difference, abs=0.0051 if n > 1000 else 1e-9)
 
 
-def test_the_distances_to_the_published_figures_are_in_sigma() -> None:
-    from mmlu_report import PUBLISHED, QUESTIONS
-    from mmlu_statistics import sigma
+def test_figures_of_vllms_recipe_are_those_that_the_report_uses() -> None:
+    from eval_report import PUBLISHED
 
+    for effort, *cells in rows("published"):
+        figures = [PUBLISHED[name, effort][size] for name in ("gpqa_diamond", "aime25") for size in ("20b", "120b")]
+        assert [float(cell) for cell in cells] == [figure for ((_, figure),) in figures]
+
+
+def test_sizes_and_their_sigma_are_those_of_the_benchmarks() -> None:
+    from eval_answers import BENCHMARKS
+    from eval_statistics import sigma
+
+    table = PAGE.partition("| `eval.sh` | questions |")[2].partition("\n\n")[0].splitlines()[2:]
+    for benchmark, line in zip(BENCHMARKS[1:], table, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        n = benchmark.questions
+        assert number(cells[1]) == n
+        shown = [float(word) for word in cells[-1].removesuffix(" points").split(", ")]
+        assert shown == [round(100 * sigma(share * n, 10 * n) * 10**0.5, 2) for share in (5, 9)]
+
+
+def test_the_distances_to_the_published_figures_are_in_sigma() -> None:
+    from eval_answers import BENCHMARKS
+    from eval_report import PUBLISHED
+    from eval_statistics import sigma
+
+    questions = BENCHMARKS[0].questions
     for size, distance, sigmas in (("20b", 0.59, 1.9), ("120b", 0.45, 1.6)):
-        (_, openai), (_, article) = PUBLISHED[size]
+        (_, openai), (_, article) = PUBLISHED["mmlu", "medium"][size]
         assert round(openai - article, 2) == distance
-        error = 100 * sigma(round(article / 100 * QUESTIONS), QUESTIONS)
+        error = 100 * sigma(round(article / 100 * questions), questions)
         assert round(distance / error, 1) == sigmas
         assert f"{distance} points, is {sigmas} σ" in PAGE or f"{distance}, {sigmas} σ" in PAGE

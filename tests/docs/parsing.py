@@ -32,7 +32,7 @@ from tests.markdown import ROOT
 from tests.model import fuzz
 from tests.soak import __main__ as soak
 
-SHELL_SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/mmlu.sh")
+SHELL_SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/eval.sh", "scripts/mmlu.sh")
 OPERATORS = {"|", "&&", "||", ";", "&"}
 VLLM_PARSER = """
 import contextlib, io, json, sys

@@ -96,16 +96,16 @@ RULES = (
     Rule(r"vllm serve DIR .*", tested("tests/serving/test_openai_api.py")),
     Rule(r"scripts/perf\.sh.*", PERF),
     Rule(r"scripts/mmlu\.sh (?:--url \S+ )?--data /tmp/tiny-mmlu .*", MMLU),
-    Rule(r"scripts/mmlu\.sh.*", needs("a 910B", "the network")),
+    Rule(r"scripts/(?:mmlu|eval)\.sh.*", needs("a 910B", "the network")),
     Rule(
-        r"\S*python3? scripts/mmlu_report\.py \S+ --against \S+",
-        tested("tests/scripts/test_mmlu_report.py::test_two_runs_are_compared_question_by_question"),
+        r"\S*python3? scripts/eval_report\.py \S+ --against \S+",
+        tested("tests/scripts/test_eval_report.py::test_two_runs_are_compared_question_by_question"),
     ),
     Rule(
-        r"\S*python3? scripts/mmlu_report\.py \S+ --plot \S+",
+        r"\S*python3? scripts/eval_report\.py \S+ --plot \S+",
         tested("tests/scripts/test_evalscope.py::test_the_plot_is_drawn"),
     ),
-    Rule(r"\S*python3? scripts/mmlu_report\.py \S+", tested("tests/scripts/test_mmlu_report.py")),
+    Rule(r"\S*python3? scripts/eval_report\.py \S+", tested("tests/scripts/test_eval_report.py")),
     Rule(rf"{BIN}python scripts/tiny_mmlu\.py .*", Here()),
     # a 910B's host
     Rule(r"npu-smi info|for card in .* hccn_tool .*|export HCCL_\w+=\S+|source /usr/local/Ascend/\S+", ON_A_910B),

@@ -12,7 +12,8 @@ dataset_args:
     few_shot_num: 5
 evalscope_version: 1.14.1
 generation_config:
-  reasoning_effort: medium
+  max_tokens: {max_tokens}
+  reasoning_effort: {effort}
   temperature: 0.0
 limit: null
 """
@@ -37,16 +38,23 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_run(folder: Path, outcomes: Mapping[str, Sequence[bool]], model: str = "gpt-oss-20b") -> Path:
+def write_run(
+    folder: Path,
+    outcomes: Mapping[str, Sequence[bool]],
+    model: str = "gpt-oss-20b",
+    benchmark: str = "mmlu",
+    effort: str = "medium",
+    max_tokens: int | None = None,
+) -> Path:
     """A finished run: subject -> for each question, whether it was answered rightly."""
     for subject, rights in outcomes.items():
         reviews = [review(subject, index, right, "A" if right else "B") for index, right in enumerate(rights)]
-        write_lines(folder / "reviews" / model / f"mmlu_{subject}.jsonl", reviews)
+        write_lines(folder / "reviews" / model / f"{benchmark}_{subject}.jsonl", reviews)
         ends = [{"index": i, "model_output": {"choices": [{"stop_reason": "stop"}]}} for i in range(len(rights))]
-        write_lines(folder / "predictions" / model / f"mmlu_{subject}.jsonl", ends)
+        write_lines(folder / "predictions" / model / f"{benchmark}_{subject}.jsonl", ends)
     everything = [right for rights in outcomes.values() for right in rights]
     report = {"metrics": [{"num": len(everything), "score": round(sum(everything) / len(everything), 4)}]}
-    write_lines(folder / "reports" / model / "mmlu.json", [report])
+    write_lines(folder / "reports" / model / f"{benchmark}.json", [report])
     (folder / "configs").mkdir()
-    (folder / "configs" / "task_config.yaml").write_text(CONFIG)
+    (folder / "configs" / "task_config.yaml").write_text(CONFIG.format(effort=effort, max_tokens=max_tokens or "null"))
     return folder

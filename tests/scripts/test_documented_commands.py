@@ -13,7 +13,7 @@ from tests.markdown import PAGES, ROOT, code_blocks
 from tests.scripts.shell import beside_a_fake_evalscope, run
 from tests.scripts.test_serve_sh import checkpoint
 
-SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/mmlu.sh")
+SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/eval.sh", "scripts/mmlu.sh")
 LAYERS = {"20b": 24, "120b": 36, "tiny": 4}
 
 

@@ -1,4 +1,4 @@
-"""The real evalscope against a real server: serve.sh, perf.sh and mmlu.sh as users run them, on the trained tiny model.
+"""The real evalscope against a real server: serve.sh, perf.sh and eval.sh as users run them, on the trained tiny model.
 
 The score is that of a model that computes right, and falls to nothing when the sinks are lost: what MMLU is for here.
 """
@@ -6,6 +6,7 @@ The score is that of a model that computes right, and falls to nothing when the 
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import re
 import subprocess
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import serve_cpu
+from scripts import serve_cpu, tiny_mmlu
 from tests.scripts.shell import ROOT, SCRIPTS, environment, run
-from tests.scripts.test_mmlu_sh import SIZES
+from tests.scripts.test_eval_sh import SIZES
 from tests.serving.server import START_LIMIT, Server, free_port
 
 PYTHON = ROOT / ".venv-evalscope/bin/python"
@@ -78,6 +79,25 @@ def score(printed: str) -> tuple[float, int]:
     return float(found[1]), int(found[2])
 
 
+def test_gpqa_is_asked_with_shuffled_choices_and_answered(server: Server, folder: Path) -> None:
+    """The tiny model's own questions in the layout of GPQA's file, where the right answer has a column of its own."""
+    names = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    (folder / "gpqa").mkdir()
+    with (folder / "gpqa/gpqa_diamond.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ("Question", "Correct Answer", *names))
+        table.writeheader()
+        for row in tiny_mmlu.draw("gpqa", QUESTIONS // 4):
+            right = row["choices"].pop(row["answer"])
+            wrong = dict(zip(names, row["choices"], strict=True))
+            table.writerow({"Question": row["question"], "Correct Answer": right, **wrong})
+    where = ("--url", server.url, "--data", folder / "gpqa", "--out", folder / "gpqa-run")
+    done = run("eval.sh", "gpqa", *where, "--max-tokens", "80", timeout=LIMIT, HF_HOME=str(folder / "cache"))
+    assert done.returncode == 0
+    assert "# GPQA Diamond of gpt-oss-tiny" in done.stdout
+    assert f"{QUESTIONS} questions: a part of GPQA Diamond's 198 questions" in done.stdout
+    assert score(done.stdout)[0] > 80, "chance is 25"
+
+
 @pytest.fixture(scope="module")
 def finished(server: Server, folder: Path) -> str:
     """The report of a whole run, in folder/"right"."""
@@ -120,7 +140,7 @@ def test_other_settings_do_not_mix_into_a_run(server: Server, folder: Path, fini
 
 def test_the_plot_is_drawn(folder: Path, finished: str) -> None:
     target = folder / "plot.svg"
-    command = [str(PYTHON), str(SCRIPTS / "mmlu_report.py"), str(folder / "right"), "--plot", str(target)]
+    command = [str(PYTHON), str(SCRIPTS / "eval_report.py"), str(folder / "right"), "--plot", str(target)]
     subprocess.run(command, env=environment(), check=True, capture_output=True)
     drawn = target.read_text()
     assert "<svg" in drawn
@@ -146,7 +166,7 @@ def test_perf_measures_every_request_and_the_server_saw_them(server: Server, fol
 
 
 def test_evalscope_itself_draws_a_thousand_questions_for_the_gate() -> None:
-    part = re.search(r"^PART=(\S+)$", (SCRIPTS / "mmlu.sh").read_text(), re.M)[1]
+    part = re.search(r"^PART=(\S+)$", (SCRIPTS / "eval.sh").read_text(), re.M)[1]
     code = (
         "from evalscope.api.dataset.dataset import resolve_dataset_limit as limit; "
         f"print(sum(limit({part}, size) for size in {SIZES}))"
@@ -172,7 +192,7 @@ def test_the_score_falls_to_nothing_without_the_sinks(folder: Path, finished: st
         done = mmlu(server, folder, "wrong", "--limit", "5")
     assert done.returncode == 0
     assert score(done.stdout)[0] < 30, "chance is 25"
-    command = [str(PYTHON), str(SCRIPTS / "mmlu_report.py"), str(folder / "right"), "--against", str(folder / "wrong")]
+    command = [str(PYTHON), str(SCRIPTS / "eval_report.py"), str(folder / "right"), "--against", str(folder / "wrong")]
     compared = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
     assert "The first run is better" in compared
     assert float(re.search(r"p = (\S+)", compared)[1]) < 1e-3

@@ -19,7 +19,7 @@ import served_model
 def test_the_only_model_is_found_with_its_checkpoint(suffix: str, capsys: pytest.CaptureFixture) -> None:
     with fake_server({"gpt-oss-20b": "/models/20b"}) as url:
         assert served_model.main([url + suffix]) == 0
-    assert capsys.readouterr().out == "gpt-oss-20b\t/models/20b\n"
+    assert capsys.readouterr().out == "gpt-oss-20b\t/models/20b\t16384\n"
 
 
 def test_of_several_models_one_has_to_be_named(capsys: pytest.CaptureFixture) -> None:
@@ -27,7 +27,7 @@ def test_of_several_models_one_has_to_be_named(capsys: pytest.CaptureFixture) ->
         assert served_model.main([url]) == 2
         assert "serves a, b; name one with --model" in capsys.readouterr().err
         assert served_model.main([url, "b"]) == 0
-        assert capsys.readouterr().out == "b\t/b\n"
+        assert capsys.readouterr().out == "b\t/b\t16384\n"
         assert served_model.main([url, "c"]) == 2
         assert "no model 'c'; it serves a, b" in capsys.readouterr().err
 
@@ -61,7 +61,7 @@ def test_a_proxy_that_was_asked_instead_is_named(
             assert (served_model.main([url]) == 2) == asked
         printed = capsys.readouterr()
     assert f"the proxy {proxy} was asked; for a server that it cannot reach, set no_proxy=127.0.0.1" in printed.err
-    assert printed.out == "a\t/a\n"
+    assert printed.out == "a\t/a\t16384\n"
 
 
 def test_no_server_is_told_with_what_to_do(capsys: pytest.CaptureFixture) -> None:

@@ -1,8 +1,8 @@
-"""The report of an MMLU run of scripts/mmlu.sh: score with its noise, by subject, beside published ones, against a run.
+"""The report of a run of scripts/eval.sh: score with its noise, what was cut, beside published ones, against a run.
 
-    mmlu_report.py RUN [--against RUN] [--size 20b|120b] [--plot FILE.svg]
+    eval_report.py RUN [--against RUN] [--size 20b|120b] [--plot FILE.svg]
 
-RUN is a work directory of evalscope (mmlu.sh's --out). docs/accuracy.md explains the figures. Standard library only;
+RUN is a work directory of evalscope (eval.sh's --out). docs/accuracy.md explains the figures. Standard library only;
 --plot needs matplotlib, which evalscope's environment has (.venv-evalscope/bin/python).
 """
 
@@ -14,14 +14,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmlu_answers import Answer, MmluRun, ReportError, read_run
-from mmlu_statistics import Paired, pair, sigma
+from eval_answers import Answer, EvalRun, ReportError, read_run
+from eval_statistics import Paired, pair, sigma
 
-SUBJECTS, QUESTIONS = 57, 14_042  # of MMLU's test split
-# The Ascend article's figures (evalscope, medium effort, temperature 0, all subjects), and those it quotes from OpenAI.
+OPENAI, ASCEND = "OpenAI's figure, as the Ascend article quotes it", "the Ascend article, on 910B3"
+VLLM = "vLLM's recipe, gpt_oss.evals at temperature 1"
+# Benchmark and effort -> size -> who has it and what. The Ascend article's (evalscope, temperature 0, all subjects) and
+# those it quotes from OpenAI; those of vLLM's recipe for gpt-oss (OpenAI/GPT-OSS.md of vllm-project/recipes): on NVIDIA
+# GPUs, no tools, OpenAI's own programs, whose default is the mean of 8 runs.
 PUBLISHED = {
-    "20b": (("OpenAI's figure, as the Ascend article quotes it", 84.0), ("the Ascend article, on 910B3", 83.41)),
-    "120b": (("OpenAI's figure, as the Ascend article quotes it", 88.0), ("the Ascend article, on 910B3", 87.55)),
+    ("mmlu", "medium"): {"20b": ((OPENAI, 84.0), (ASCEND, 83.41)), "120b": ((OPENAI, 88.0), (ASCEND, 87.55))},
+    ("gpqa_diamond", "low"): {"20b": ((VLLM, 56.8),), "120b": ((VLLM, 65.3),)},
+    ("gpqa_diamond", "medium"): {"20b": ((VLLM, 67.5),), "120b": ((VLLM, 72.4),)},
+    ("gpqa_diamond", "high"): {"20b": ((VLLM, 70.9),), "120b": ((VLLM, 79.4),)},
+    ("aime25", "low"): {"20b": ((VLLM, 38.8),), "120b": ((VLLM, 51.2),)},
+    ("aime25", "medium"): {"20b": ((VLLM, 75.0),), "120b": ((VLLM, 79.6),)},
+    ("aime25", "high"): {"20b": ((VLLM, 85.8),), "120b": ((VLLM, 93.0),)},
 }
 
 
@@ -38,49 +46,81 @@ def count_right(answers: Sequence[Answer]) -> int:
     return sum(answer.right for answer in answers)
 
 
-def head(run: MmluRun) -> list[str]:
-    """What was asked, how, and the two means."""
-    total, right, subjects = len(run.answers), count_right(run.answers), run.subjects
-    shares = [count_right(run.of(subject)) / len(run.of(subject)) for subject in subjects]
-    # the subjects are given, the questions in them are the sample
-    variance = sum(sigma(count_right(run.of(s)), len(run.of(s))) ** 2 for s in subjects) / len(subjects) ** 2
+def head(run: EvalRun) -> list[str]:
+    """What was asked, how, the mean, in MMLU also that over its subjects, and what has no answer."""
+    total, right, asked = len(run.answers), count_right(run.answers), run.benchmark
     shown = {name: value for name, value in run.settings.items() if value != "null"}
-    complete = total == QUESTIONS and len(subjects) == SUBJECTS
-    scope = "all of MMLU" if complete else f"a part of MMLU's {QUESTIONS} questions and {SUBJECTS} subjects"
+    several = asked.subjects > 1
+    whole = f"{asked.questions} questions" + (f" and {asked.subjects} subjects" if several else "")
+    complete = total == asked.questions and len(run.subjects) == asked.subjects
     return [
-        f"# MMLU of {run.model}",
+        f"# {asked.title} of {run.model}",
         "",
-        f"{total} questions of {len(subjects)} subjects: {scope}.  ",
+        f"{total} questions"
+        + (f" of {len(run.subjects)} subjects: " if several else ": ")
+        # two blanks: a break in Markdown
+        + (f"all of {asked.title}.  " if complete else f"a part of {asked.title}'s {whole}.  "),
         "Settings: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + ".",
         "",
         f"* **mean over questions: {percent(right, total)} %** ({right} right)",
-        f"* mean over subjects: {100 * sum(shares) / len(shares):.2f} ± {100 * variance**0.5:.2f} %",
-        f"* no letter found in {sum(not a.letter for a in run.answers)} replies; "
-        f"{sum(a.ended == 'max_tokens' for a in run.answers)} were cut off at the token limit, "
-        f"{sum(a.ended == 'model_length' for a in run.answers)} refused as too long: all of these count as wrong",
+        *over_subjects(run),
+        cut_off(run),
+        f"* no answer found in {sum(not a.found for a in run.answers)} replies; "
+        f"{sum(a.ended == 'model_length' for a in run.answers)} refused as too long, "
+        f"{sum(not a.scored for a in run.answers)} that evalscope could not compare: all of these count as wrong",
         "",
         "± is one binomial σ.",
     ]
 
 
-def published(run: MmluRun, size: str) -> list[str]:
-    """Side by side with the published figures of that size."""
+def over_subjects(run: EvalRun) -> list[str]:
+    """The mean in which each of MMLU's subjects weighs the same."""
+    subjects = run.subjects
+    if run.benchmark.subjects == 1:
+        return []
+    shares = [count_right(run.of(subject)) / len(run.of(subject)) for subject in subjects]
+    # the subjects are given, the questions in them are the sample
+    variance = sum(sigma(count_right(run.of(s)), len(run.of(s))) ** 2 for s in subjects) / len(subjects) ** 2
+    return [f"* mean over subjects: {100 * sum(shares) / len(shares):.2f} ± {100 * variance**0.5:.2f} %"]
+
+
+def cut_off(run: EvalRun) -> str:
+    """How many replies a token limit ended, and between what the score lies without it."""
+    total, right = len(run.answers), count_right(run.answers)
+    cut = [answer for answer in run.answers if answer.cut]
+    if not cut:
+        return "* no reply was cut off at a token limit"
+    limit = run.settings.get("max_tokens", "null")
+    remedy = "the server's: raise its --max-model-len" if limit == "null" else f"{limit}: leave --max-tokens out"
+    lost = len(cut) - count_right(cut)
+    least, most = (f"{100 * count / total:.2f}" for count in (right, right + lost))
+    return (
+        f"* **{len(cut)} of {total} replies were cut off at the token limit** ({remedy}). {lost} of them count as "
+        f"wrong, so without the limit the score is between {least} and {most} %"
+    )
+
+
+def published(run: EvalRun, figures: Sequence[tuple[str, float]]) -> list[str]:
+    """Side by side with the published figures of that benchmark, effort and size."""
     total, right = len(run.answers), count_right(run.answers)
     titles = "| | % | this run less that, points | in σ of this run |"
     lines = ["", "## Beside published figures", "", titles, "|---|---|---|---|"]
-    for name, figure in PUBLISHED[size]:
+    for name, figure in figures:
         difference, noise = 100 * right / total - figure, 100 * sigma(right, total)
         lines.append(f"| {name} | {figure:g} | {difference:+.2f} | {f'{difference / noise:+.1f}' if noise else '–'} |")
     lines.append(f"| **this run** | **{percent(right, total)}** | | |")
-    if total != QUESTIONS:
+    if total != run.benchmark.questions:
         lines += [
             "",
-            f"The figures are of all {QUESTIONS} questions; this run asked {total} of them, and σ is for so many.",
+            f"The figures are of all {run.benchmark.questions} questions; this run asked {total} of them, and σ is for "
+            "so many.",
         ]
     return lines
 
 
-def by_subject(run: MmluRun) -> list[str]:
+def by_subject(run: EvalRun) -> list[str]:
+    if run.benchmark.subjects == 1:
+        return []
     lines = ["", "## By subject", "", "| subject | questions | right | % |", "|---|---|---|---|"]
     for subject in run.subjects:
         answers = run.of(subject)
@@ -102,7 +142,7 @@ def verdict(paired: Paired) -> str:
     )
 
 
-def against(run: MmluRun, other: MmluRun) -> list[str]:
+def against(run: EvalRun, other: EvalRun) -> list[str]:
     """Both runs on the same questions, by McNemar's exact test."""
     try:
         paired = pair(run.answers, other.answers)
@@ -130,7 +170,7 @@ def against(run: MmluRun, other: MmluRun) -> list[str]:
     ]
 
 
-def plot(run: MmluRun, path: Path) -> None:
+def plot(run: EvalRun, path: Path) -> None:
     """One bar for each subject with its σ, the mean as a line. PNG, SVG, … by the name's ending; appears whole."""
     try:
         from matplotlib.figure import Figure
@@ -146,8 +186,9 @@ def plot(run: MmluRun, path: Path) -> None:
     names = [subject.replace("_", " ") for _, subject in scores]
     axes.barh(names, [100 * share for share, _ in scores], xerr=noise, color="#4c78a8", ecolor="#555555", capsize=2)
     axes.axvline(mean, color="#e45756", label=f"mean over questions: {mean:.2f} %")
-    axes.axvline(25, color="#999999", linestyle=":", label="chance")
-    axes.set(xlim=(0, 100), xlabel="% right, with one binomial σ", title=f"MMLU of {run.model}", ylim=(-1, len(scores)))
+    axes.axvline(run.benchmark.chance, color="#999999", linestyle=":", label="chance")
+    title = f"{run.benchmark.title} of {run.model}"
+    axes.set(xlim=(0, 100), xlabel="% right, with one binomial σ", title=title, ylim=(-1, len(scores)))
     figure.legend(loc="outside lower center", ncols=2)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
@@ -158,20 +199,19 @@ def plot(run: MmluRun, path: Path) -> None:
         raise ReportError(f"the plot cannot be written to {path}: {error}") from None
 
 
-def report(run: MmluRun, other: MmluRun | None, size: str) -> str:
+def report(run: EvalRun, other: EvalRun | None, size: str) -> str:
     lines = head(run)
-    lines += published(run, size) if size else []
+    figures = PUBLISHED.get((run.benchmark.name, run.settings.get("reasoning_effort", "")), {}).get(size)
+    lines += published(run, figures) if figures else []
     lines += against(run, other) if other else []
     return "\n".join([*lines, *by_subject(run)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="work directory of a finished run (mmlu.sh's --out)")
+    parser.add_argument("run", type=Path, help="work directory of a finished run (eval.sh's --out)")
     parser.add_argument("--against", type=Path, help="another run on the same questions, compared in pairs")
-    parser.add_argument(
-        "--size", choices=sorted(PUBLISHED), help="whose published figures; default by the model's name"
-    )
+    parser.add_argument("--size", choices=("120b", "20b"), help="whose published figures; default by the model's name")
     parser.add_argument("--plot", type=Path, help="also draw the subjects: a file ending in .svg, .png or .pdf")
     options = parser.parse_args(arguments)
     try:
@@ -181,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot:
             plot(run, options.plot)
     except ReportError as error:
-        print(f"mmlu_report.py: {error}.", file=sys.stderr)
+        print(f"eval_report.py: {error}.", file=sys.stderr)
         return 2
     print(text)
     return 0

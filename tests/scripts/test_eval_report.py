@@ -1,4 +1,4 @@
-"""The MMLU report reads what evalscope wrote, counts it rightly, and refuses what would mislead."""
+"""The report of eval.sh reads what evalscope wrote, counts it rightly, and refuses what would mislead."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from tests.scripts.evalscope_files import review, write_lines, write_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import mmlu_report
-from mmlu_answers import ReportError, read_run
+import eval_report
+from eval_answers import ReportError, read_run
 
 LAW = [True] * 6 + [False] * 2
 ART = [True, False]
 
 
 def test_the_means_and_their_errors_are_those_worked_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert mmlu_report.main([str(write_run(tmp_path / "run", {"law": LAW, "art": ART}))]) == 0
+    assert eval_report.main([str(write_run(tmp_path / "run", {"law": LAW, "art": ART}))]) == 0
     printed = capsys.readouterr().out
     # 7 of 10; sqrt(0.7 · 0.3 / 10) = 0.14491
     assert "mean over questions: 70.00 ± 14.49 %** (7 right)" in printed
@@ -37,7 +37,7 @@ def test_the_published_figures_are_those_of_the_models_size(
     model: str, figures: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     rights = [True] * 860 + [False] * 140
-    assert mmlu_report.main([str(write_run(tmp_path / "run", {"law": rights}, model))]) == 0
+    assert eval_report.main([str(write_run(tmp_path / "run", {"law": rights}, model))]) == 0
     printed = capsys.readouterr().out
     for figure in figures:
         # one σ of 86 % of 1000 is 1.097 points
@@ -49,22 +49,22 @@ def test_a_model_of_another_size_is_compared_with_nothing_published(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     run = str(write_run(tmp_path / "run", {"law": LAW}, "gpt-oss-tiny"))
-    mmlu_report.main([run])
+    eval_report.main([run])
     assert "published" not in capsys.readouterr().out
-    mmlu_report.main([run, "--size", "120b"])
+    eval_report.main([run, "--size", "120b"])
     assert "87.55" in capsys.readouterr().out
 
 
 def test_two_runs_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first = write_run(tmp_path / "first", {"law": [True] * 12 + [False] * 3})
     second = write_run(tmp_path / "second", {"law": [True] * 2 + [False] * 10 + [True] * 2 + [False]})
-    assert mmlu_report.main([str(first), "--against", str(second)]) == 0
+    assert eval_report.main([str(first), "--against", str(second)]) == 0
     printed = capsys.readouterr().out
     assert "| **first right** | 2 | 10 |" in printed
     assert "| **first wrong** | 2 | 1 |" in printed
     assert "p = 0.03857" in printed
     assert "The first run is better" in printed
-    assert mmlu_report.main([str(second), "--against", str(second)]) == 0
+    assert eval_report.main([str(second), "--against", str(second)]) == 0
     assert "cannot be told apart" in capsys.readouterr().out
 
 
@@ -72,7 +72,7 @@ def test_runs_with_other_prompts_are_not_compared(tmp_path: Path, capsys: pytest
     first, second = write_run(tmp_path / "first", {"law": LAW}), write_run(tmp_path / "second", {"law": LAW})
     rows = [review("law", index, right, prompt=f"with examples: {index}") for index, right in enumerate(LAW)]
     write_lines(second / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
-    assert mmlu_report.main([str(first), "--against", str(second)]) == 2
+    assert eval_report.main([str(first), "--against", str(second)]) == 2
     assert "were not asked the same" in capsys.readouterr().err
 
 
@@ -136,16 +136,72 @@ def test_what_only_unicode_calls_the_end_of_a_line_is_text(tmp_path: Path) -> No
     assert [answer.right for answer in read_run(run).answers] == [True, False]
 
 
-def test_replies_without_a_letter_and_cut_replies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_replies_without_an_answer_and_cut_replies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = write_run(tmp_path / "run", {"law": [True, False, False]})
     rows = [review("law", 0, True), review("law", 1, False, ""), review("law", 2, False, "")]
     write_lines(run / "reviews/gpt-oss-20b/mmlu_law.jsonl", rows)
     ends = ["stop", "max_tokens", "model_length"]
     ended = [{"index": i, "model_output": {"choices": [{"stop_reason": end}]}} for i, end in enumerate(ends)]
     write_lines(run / "predictions/gpt-oss-20b/mmlu_law.jsonl", ended)
-    mmlu_report.main([str(run)])
+    eval_report.main([str(run)])
     printed = capsys.readouterr().out
-    assert "no letter found in 2 replies; 1 were cut off at the token limit, 1 refused as too long" in printed
+    assert "no answer found in 2 replies; 1 refused as too long, 0 that evalscope could not compare" in printed
+    # the question that was cut may be right or wrong: 1 or 2 of 3
+    assert "1 of 3 replies were cut off at the token limit** (the server's: raise its --max-model-len)" in printed
+    assert "between 33.33 and 66.67 %" in printed
+
+
+def test_the_bounds_of_a_cut_run_count_no_reply_twice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A reply may have told its answer before it was cut: that one is right already."""
+    run = write_run(tmp_path / "run", {"main": [True, False, False]}, benchmark="gsm8k", max_tokens=512)
+    ended = [{"index": i, "model_output": {"choices": [{"stop_reason": "max_tokens"}]}} for i in (0, 1)]
+    write_lines(run / "predictions/gpt-oss-20b/gsm8k_main.jsonl", ended)
+    assert eval_report.main([str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 3 replies were cut off at the token limit** (512: leave --max-tokens out). 1 of them" in printed
+    assert "between 33.33 and 66.67 %" in printed
+
+
+def test_a_benchmark_of_one_part_has_one_mean_and_its_own_size(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = write_run(tmp_path / "run", {"default": [True] * 24 + [False] * 6}, "gpt-oss-20b", "aime25", "high")
+    eval_report.main([str(run)])
+    printed = capsys.readouterr().out
+    assert printed.startswith("# AIME 2025 of gpt-oss-20b\n\n30 questions: all of AIME 2025.")
+    # sqrt(0.8 · 0.2 / 30) = 0.07303; 80 - 85.8 = -5.8 points
+    assert "mean over questions: 80.00 ± 7.30 %** (24 right)" in printed
+    assert "| 85.8 | -5.80 | -0.8 |" in printed
+    assert "subject" not in printed
+    assert "no reply was cut off" in printed
+
+
+def test_figures_of_another_effort_are_not_set_beside_a_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for benchmark, effort, figure in (("mmlu", "low", "83.41"), ("gpqa_diamond", "low", "67.5")):
+        run = write_run(tmp_path / f"{benchmark}-{effort}", {"law": LAW}, benchmark=benchmark, effort=effort)
+        eval_report.main([str(run)])
+        assert figure not in capsys.readouterr().out
+
+
+def test_a_reply_that_evalscope_could_not_compare_is_wrong_and_no_reason_to_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It leaves such a question out of its own mean; AIME's comparison has no name of its score."""
+    run = write_run(tmp_path / "run", {"default": [True, False, True]}, benchmark="aime25")
+    rows = [review("default", index, right) for index, right in enumerate((True, False, True))]
+    for row, value in zip(rows, ({"acc": 1.0}, {"acc": 0.0}, {}), strict=True):
+        row["sample_score"]["score"] |= {"value": value, "main_score_name": None}
+    write_lines(run / "reviews/gpt-oss-20b/aime25_default.jsonl", rows)
+    write_lines(run / "reports/gpt-oss-20b/aime25.json", [{"metrics": [{"num": 2, "score": 0.5}]}])
+    assert eval_report.main([str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "mean over questions: 33.33" in printed
+    assert "1 that evalscope could not compare" in printed
+
+
+def test_a_folder_with_two_benchmarks_is_ambiguous(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"law": LAW})
+    write_lines(run / "reviews/gpt-oss-20b/gsm8k_main.jsonl", [review("main", 0, True)])
+    with pytest.raises(ReportError, match=r"several benchmarks \(GSM8K, MMLU\)"):
+        read_run(run)
 
 
 def test_a_folder_with_two_models_is_ambiguous(tmp_path: Path) -> None:
@@ -156,8 +212,8 @@ def test_a_folder_with_two_models_is_ambiguous(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_answers_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert mmlu_report.main([str(tmp_path)]) == 2
-    assert "holds no answers to MMLU" in capsys.readouterr().err
+    assert eval_report.main([str(tmp_path)]) == 2
+    assert "holds no answers: expected predictions/MODEL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

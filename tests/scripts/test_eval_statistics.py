@@ -1,4 +1,4 @@
-"""The figures of the MMLU report against known answers: σ, McNemar's exact p, pairing by prompt."""
+"""The figures of eval.sh's report against known answers: σ, McNemar's exact p, pairing by prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from mmlu_answers import Answer
-from mmlu_statistics import Paired, mcnemar, pair, sigma
+from eval_answers import Answer
+from eval_statistics import Paired, mcnemar, pair, sigma
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The statistics of the MMLU report: the binomial σ of a score, and McNemar's exact test of two runs. Exact integers.
+"""The statistics of eval.sh's report: the binomial σ of a score, and McNemar's exact test of two runs. Exact integers.
 
 A score p of n questions has the standard error sqrt(p (1 - p) / n): what the score would vary by if as many other
 questions of the same kind were asked. It is the noise in a comparison of two means, and it is large. Two runs on the
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mmlu_answers import Answer
+from eval_answers import Answer
 
 
 def sigma(right: int, total: int) -> float:

@@ -1,4 +1,4 @@
-"""mmlu.sh asks what the Ascend article asked, resumes where it stopped, and refuses in words."""
+"""eval.sh asks what is published, MMLU as the Ascend article, resumes where it stopped, and refuses in words."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ SIZES = (
 )
 
 
+BENCHMARKS = tuple((name,) for name in ("mmlu", "gsm8k", "gpqa", "aime25"))
+
+
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     return beside_a_fake_evalscope(tmp_path / "repository", status=1)
 
 
 def dry(scripts: Path, *options: str | Path) -> tuple[dict[str, str], list[str]]:
-    arguments = ("--model", "gpt-oss-20b", "--dry-run", *options)
-    return printed_command(run("mmlu.sh", *arguments, scripts=scripts))
+    arguments = ("--model", "gpt-oss-20b", "--dry-run", *(() if options[:1] in BENCHMARKS else ("mmlu",)), *options)
+    return printed_command(run("eval.sh", *arguments, scripts=scripts))
 
 
 def test_the_defaults_are_the_articles_and_the_decoding_is_pinned(scripts: Path) -> None:
@@ -42,6 +45,52 @@ def test_the_defaults_are_the_articles_and_the_decoding_is_pinned(scripts: Path)
     assert following(words, "--work-dir") == "outputs/mmlu-gpt-oss-20b-medium"
     assert "--limit" not in words
     assert "--use-cache" not in words
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "dataset", "shots"), [("gsm8k", "gsm8k", 4), ("gpqa", "gpqa_diamond", 0), ("aime25", "aime25", 0)]
+)
+def test_no_benchmark_is_asked_with_a_token_limit_or_free_decoding(
+    benchmark: str, dataset: str, shots: int, scripts: Path
+) -> None:
+    """A limit of 512 tokens cuts thoughts off: GSM8K then loses points that the model has."""
+    _, words = dry(scripts, benchmark)
+    assert following(words, "--datasets") == dataset
+    assert json.loads(following(words, "--dataset-args")) == {dataset: {"few_shot_num": shots}}
+    generation = json.loads(following(words, "--generation-config"))
+    assert generation == {"temperature": 0, "reasoning_effort": "medium", "timeout": 3600}
+    assert following(words, "--seed") == "42"
+    assert following(words, "--work-dir") == f"outputs/{benchmark}-gpt-oss-20b-medium"
+
+
+def test_mmlu_sh_is_the_short_form_of_eval_sh(scripts: Path) -> None:
+    options = ("--model", "m", "--dry-run", "--gate", "--effort", "low", "--", "--debug")
+    long, short = (run(*words, *options, scripts=scripts) for words in (("eval.sh", "mmlu"), ("mmlu.sh",)))
+    assert printed_command(long) == printed_command(short)
+    assert run("mmlu.sh", "--help", scripts=scripts).stdout == run("eval.sh", "--help", scripts=scripts).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (("--effort", "high"), "16384"),
+        (("--effort", "high", "--max-tokens", "900"), "900"),
+        (("--effort", "high", "--max-tokens", "70000"), None),
+        ((), None),
+    ],
+)
+def test_a_server_too_short_for_long_thoughts_is_told_beforehand(
+    options: tuple[str, ...], tokens: str | None, scripts: Path
+) -> None:
+    """The fake server allows 16 384 tokens."""
+    with fake_server({"served": ""}) as url:
+        done = run("eval.sh", "aime25", "--dry-run", "--url", url, *options, scripts=scripts)
+    assert done.returncode == 0
+    if tokens is None:
+        assert done.stderr == ""
+    else:
+        assert f"an answer ends after {tokens} tokens" in done.stderr
+        assert "--max-model-len 65536" in done.stderr
 
 
 def test_the_gate_has_exactly_a_thousand_questions_of_all_subjects(scripts: Path) -> None:
@@ -89,24 +138,31 @@ def test_runs_that_ask_other_things_get_other_folders(scripts: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--effort", "extreme"), "low, medium or high, got 'extreme'"),
-        (("--few-shot", "6"), "--few-shot wants 0 to 5, got '6'"),
-        (("--gate", "--limit", "3"), "exclude each other"),
-        (("--limit", "0.5"), "--limit wants a whole number above 0, got '0.5'"),
-        (("--data", "/no/such/folder"), "--data /no/such/folder is not a folder"),
-        (("--data", str(SCRIPTS)), "has no README.md: expected the folder of cais/mmlu"),
+        ((), "name what to ask: mmlu, gsm8k, gpqa or aime25"),
+        (("mmlu", "gsm8k"), "one benchmark at a time"),
+        (("mmlu", "--effort", "extreme"), "low, medium or high, got 'extreme'"),
+        (("mmlu", "--few-shot", "6"), "--few-shot wants 0 to 5, got '6'"),
+        (("gpqa", "--few-shot", "3"), "--few-shot wants 0 or 5, got '3'"),
+        (("aime25", "--few-shot", "1"), "--few-shot wants 0, got '1'"),
+        (("mmlu", "--gate", "--limit", "3"), "exclude each other"),
+        (("gsm8k", "--gate"), "gsm8k takes --limit N"),
+        (("mmlu", "--limit", "0.5"), "--limit wants a whole number above 0, got '0.5'"),
+        (("mmlu", "--data", "/no/such/folder"), "--data /no/such/folder is not a folder"),
+        (("mmlu", "--data", str(SCRIPTS)), "has no README.md: expected the folder of the hub"),
+        (("gsm8k", "--data", str(SCRIPTS)), "has no README.md: expected the folder of the hub"),
+        (("gpqa", "--data", str(SCRIPTS)), "has no gpqa_diamond.csv: expected the folder of the hub"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(options: tuple[str, ...], words: str, scripts: Path) -> None:
-    done = run("mmlu.sh", "--model", "m", "--dry-run", *options, scripts=scripts)
+    done = run("eval.sh", "--model", "m", "--dry-run", *options, scripts=scripts)
     assert done.returncode == 2
     assert words in done.stderr
 
 
 def test_a_run_that_breaks_off_says_how_to_go_on(scripts: Path, tmp_path: Path) -> None:
     with fake_server({"served": ""}) as url:
-        done = run("mmlu.sh", "--url", url, "--out", tmp_path / "out", "--", "--no-such-flag", scripts=scripts)
+        done = run("eval.sh", "gsm8k", "--url", url, "--out", tmp_path / "out", "--", "--no-such-flag", scripts=scripts)
     assert done.returncode == 2
     assert re.search(r"what is answered is kept in \S+/out, and the same command\s+goes on", done.stderr)
     assert "name it with --data" in done.stderr
-    assert "# MMLU" not in done.stdout
+    assert "# GSM8K" not in done.stdout
