@@ -186,6 +186,10 @@ RULES = (
         r"python scripts/trace_table\.py --write",
         tested("tests/scripts/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
     ),
+    Rule(
+        r"python scripts/prediction_page\.py --write",
+        tested("tests/scripts/test_prediction_page.py::test_the_page_shows_the_prediction"),
+    ),
     Rule(r"python scripts/train_tiny\.py .*--evaluate .*", tested("tests/model/test_trained_tiny.py")),
     Rule(r"python scripts/train_tiny\.py .*--output .*", needs("hours")),
     # diffs for upstream
