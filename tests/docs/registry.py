@@ -179,6 +179,7 @@ RULES = (
         r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|engine|sweep) .*", ON_A_GPU
     ),
     Rule(r"python scripts/bench_peer_vllm\.py (?:engine|attention) .*", ON_A_GPU),
+    Rule(r"python scripts/dram_bytes\.py .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
     Rule(r"python3 -c .*< (?:/tmp/)?trace\.jsonl", Here()),
     # scripts that write pages and train

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -428,3 +430,18 @@ def test_random_checkpoints_differ_by_seed_only() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert json.dumps(config.to_dict())
+
+
+WITHOUT_CHATS = """
+import sys
+sys.modules.update(dict.fromkeys(("openai_harmony", "npu_gptoss.harmony", "npu_gptoss.engine.chat")))
+from npu_gptoss.engine import Engine, SamplingParams
+engine = Engine(sys.argv[1], dtype="float32", num_blocks=20)
+print(len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids))
+"""
+
+
+def test_the_engine_knows_no_chat_format(directory: Path) -> None:
+    """Tokens in, tokens out: it computes where harmony and the formatter of chats cannot be imported."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CHATS, str(directory)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr

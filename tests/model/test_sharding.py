@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.layout import expected_tensors
 from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
@@ -82,6 +85,22 @@ def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: s
         Shard(0, size, experts).check(random_config(layers=1, **sizes))
     with pytest.raises(InputError, match=message):  # and no rank gets a share that is rounded down
         Shard(0, size, experts).local(random_config(layers=1, **sizes))
+
+
+@pytest.mark.parametrize("size", ["20b", "120b"])
+def test_published_mxfp4_experts_are_cut_by_two_and_dealt_out_by_more(size: str) -> None:
+    """2880 inputs are 90 groups of 32 with a scale each: neither 4 nor 8 divides 90. BF16 has no groups."""
+    packed = full_config(size)
+    assert packed.quantization == "mxfp4"
+    plain = replace(packed, quantization=None)
+    for ranks in (1, 2, 4, 8):
+        Shard(0, ranks, EXPERT).check(packed)
+        Shard(0, ranks, TENSOR).check(plain)
+        if ranks <= 2:
+            Shard(0, ranks, TENSOR).check(packed)
+        else:
+            with pytest.raises(InputError, match=rf"{ranks} ranks cannot share groups of 32 .*\(90\) evenly"):
+                Shard(0, ranks, TENSOR).check(packed)
 
 
 def test_a_rank_knows_the_sizes_of_its_share() -> None:

@@ -44,6 +44,17 @@ def test_kernel_equals_definition(kernel, dtype, tokens, one_expert):
 
 
 @pytest.mark.parametrize("kernel", kernels_here("experts"))
+def test_experts_that_nobody_chose_are_never_multiplied(kernel):
+    """Their weights and biases are NaN here, and 0 * NaN is NaN."""
+    layer = make_layer(17, one_expert=True)
+    tensors = {name: value.clone() for name, value in vars(layer.weights).items() if isinstance(value, torch.Tensor)}
+    for tensor in tensors.values():
+        tensor[TOP_K:] = float("nan")
+    spoilt = dataclasses.replace(layer.weights, **tensors)
+    check(lambda at: at.run(kernel, spoilt), layer)
+
+
+@pytest.mark.parametrize("kernel", kernels_here("experts"))
 @pytest.mark.parametrize(("first", "last"), [(0, 4), (2, 5), (7, 8)])
 def test_shares_of_expert_parallel_ranks_equal_definition(kernel, first, last):
     layer = make_layer(33)

@@ -151,6 +151,17 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(exp
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_experts_that_nobody_chose_are_never_multiplied(experts, path):
+    """Their weights and biases are NaN here, and 0 * NaN is NaN."""
+    call = make_call(experts("bfloat16"), 1 if path == "one" else 3, experts=TOP_K)  # of eight, the first four
+    tensors = {name: value.clone() for name, value in vars(call.weights).items() if isinstance(value, torch.Tensor)}
+    for tensor in tensors.values():
+        tensor[TOP_K:] = float("nan")
+    spoilt = dataclasses.replace(call, weights=dataclasses.replace(call.weights, **tensors))
+    check(call, spoilt.run(PATHS[path]))
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_rank_to_which_no_token_comes_gives_zero(experts, path):
     call = make_call(slices(experts("mxfp4"), 4, 8), 1 if path == "one" else 3, experts=EXPERTS)
     call.topk_ids[:] = torch.arange(TOP_K, device=DEVICE)

@@ -1,0 +1,88 @@
+"""Read the bytes of a decode step from a GPU's DRAM counters, and set them beside those that the roofline counts.
+
+python scripts/dram_bytes.py --size 20b --batch 1 8
+
+Takes the options of `npu-gptoss bench decode` that choose model, batches and context. Runs it under Nsight Compute
+(`ncu`), which counts the replays of whole graphs: with full graphs, which a GPU gets by itself, each is one step. Needs
+an NVIDIA GPU whose counters may be read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+METRIC, STEPS = "dram__bytes_read.sum", 8
+NCU = ("ncu", "--profile-from-start", "off", "--graph-profiling", "graph", "--metrics", METRIC)
+IN_NCU = "--in-ncu"
+
+
+class Counters:
+    """In the place of torch's profiler: says to ncu when it counts."""
+
+    def start(self) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaProfilerStart()
+
+    def stop(self) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaProfilerStop()
+
+
+def measure(arguments: Sequence[str]) -> int:
+    """`bench decode`, whose profiled steps ncu counts instead."""
+    from npu_gptoss.bench import decode
+    from npu_gptoss.bench.actions import shared
+    from npu_gptoss.cli import main as cli
+
+    decode.recording = lambda device: Counters()
+    decode.kernels_of = lambda recorded, device, repeats: []
+    shared.show_profile = lambda found: []
+    return cli(["bench", "decode", "--profile", "--steps", str(STEPS), *arguments])
+
+
+def replays(text: str) -> list[int]:
+    """Bytes read by each replay of a graph, from ncu's CSV."""
+    rows = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
+    return [int(row["Metric Value"].replace(",", "")) for row in rows if row["Kernel Name"] == "graph"]
+
+
+def table(records: Sequence[dict], read: Sequence[int]) -> list[str]:
+    """Raises ValueError where a point has not exactly as many replays as steps."""
+    if len(read) != len(records) * STEPS:
+        raise ValueError(f"expected {STEPS} replays for each of {len(records)} points, ncu counted {len(read)}")
+    lines = [
+        "| batch | experts a layer | GB counted | GB read, mean of 8 steps | least to most |",
+        "|---|---|---|---|---|",
+    ]
+    for place, record in enumerate(records):
+        mine = [count / 1e9 for count in read[place * STEPS : (place + 1) * STEPS]]
+        counted = f"| {record['batch']} | {record['distinct_experts']} | {record['bytes'] / 1e9:.3f} "
+        lines.append(counted + f"| {sum(mine) / STEPS:.3f} | {min(mine):.3f} to {max(mine):.3f} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if IN_NCU in words:
+        words.remove(IN_NCU)
+        return measure(words)
+    with tempfile.TemporaryDirectory() as folder:
+        log, found = Path(folder, "ncu.csv"), Path(folder, "decode.json")
+        output = ("--csv", "--print-units", "base", "--log-file", str(log))
+        subprocess.run([*NCU, *output, sys.executable, __file__, IN_NCU, "--json", str(found), *words], check=True)
+        print("\n".join(table(json.loads(found.read_text())["records"], replays(log.read_text()))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
