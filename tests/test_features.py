@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
 STORY = (ROOT / "docs/story-of-the-port.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| ([PFATX]\d+) \| (.+?) \| (yes|partly|no) \| (.*) \|$", FEATURES, re.M)
 # capabilities that the five descriptions have, by the letter of their section
-COUNTS = {"P": 35, "F": 18, "A": 28, "T": 36, "X": 16}
+COUNTS = {"P": 37, "F": 18, "A": 28, "T": 39, "X": 16}
 PROBLEMS = re.split(r"^## ", STORY, flags=re.M)[1:]
 
 
@@ -30,6 +31,24 @@ def test_what_a_row_names_exists(number: str, state: str, shown: str) -> None:
     words = re.sub(r"`[^`]+`|\[[^]]*\]\([^)]*\)|\W", "", shown)
     assert spans(shown) or state == "no", f"{number}: nothing shows it"
     assert words or state == "yes", f"{number}: no word on what is missing"
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "context", "batch", "layouts"),
+    [
+        ("X16", "20b", 1024, 1, ("tp1", "tp2")),
+        ("X16", "120b", 1024, 1, ("tp1", "tp2")),
+        ("P37", "20b", 8192, 8, ("ep4", "tp1")),
+        ("P37", "20b", 8192, 1, ("ep4", "tp1")),
+    ],
+)
+def test_speeds_are_those_of_the_committed_sweep(
+    number: str, size: str, context: int, batch: int, layouts: tuple[str, ...]
+) -> None:
+    sweep = json.loads((ROOT / f"docs/benchmarks/sweep_{size}/decode.json").read_text(encoding="utf-8"))
+    found = {r["layout"]: r["tpot_ms"] for r in sweep["records"] if (r["context"], r["batch"]) == (context, batch)}
+    (shown,) = (text for name, _, _, text in ROWS if name == number)
+    assert [f"{1e3 / found[layout]:.0f}" for layout in layouts if f"{1e3 / found[layout]:.0f}" not in shown] == []
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda text: text.partition("\n")[0])
