@@ -2,13 +2,13 @@
 
 python scripts/dram_bytes.py --size 20b --batch 1 8
 
-Takes the options of `npu-gptoss bench decode` that choose model, batches and context. Runs it under Nsight Compute
-(`ncu`), which counts the replays of whole graphs: with full graphs, which a GPU gets by itself, each is one step. Needs
-an NVIDIA GPU whose counters may be read.
+Runs `npu-gptoss bench decode` under Nsight Compute (`ncu`), which counts the replays of whole graphs: with full graphs,
+which a GPU gets by itself, each is one step. Needs an NVIDIA GPU whose counters may be read.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 METRIC, STEPS = "dram__bytes_read.sum", 8
 NCU = ("ncu", "--profile-from-start", "off", "--graph-profiling", "graph", "--metrics", METRIC)
-IN_NCU = "--in-ncu"
 
 
 class Counters:
@@ -72,14 +71,19 @@ def table(records: Sequence[dict], read: Sequence[int]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if IN_NCU in words:
-        words.remove(IN_NCU)
-        return measure(words)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=("20b", "120b"), default="20b", help="random weights of a published shape")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="requests of a step (default: 1 8)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--in-ncu", metavar="FILE", help=argparse.SUPPRESS)  # this script, run by ncu
+    args = parser.parse_args(arguments)
+    words = ["--size", args.size, "--context", str(args.context), "--batch", *map(str, args.batch)]
+    if args.in_ncu:
+        return measure([*words, "--json", args.in_ncu])
     with tempfile.TemporaryDirectory() as folder:
         log, found = Path(folder, "ncu.csv"), Path(folder, "decode.json")
         output = ("--csv", "--print-units", "base", "--log-file", str(log))
-        subprocess.run([*NCU, *output, sys.executable, __file__, IN_NCU, "--json", str(found), *words], check=True)
+        subprocess.run([*NCU, *output, sys.executable, __file__, *words, "--in-ncu", str(found)], check=True)
         print("\n".join(table(json.loads(found.read_text())["records"], replays(log.read_text()))))
     return 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.bench.roofline import decode_work
-from scripts.dram_bytes import METRIC, STEPS, replays, table
+from scripts.dram_bytes import METRIC, STEPS, main, replays, table
 from tests.markdown import ROOT
 
 HEAD = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -32,6 +35,26 @@ def test_a_step_that_was_not_one_replay_is_no_measurement(text: str) -> None:
     """Without graphs ncu counts kernels one by one, and a mean of those is nobody's step."""
     with pytest.raises(ValueError, match="expected 8 replays for each of 1 points"):
         table(RECORDS, replays(text))
+
+
+NCU = """#!{python}
+import json, pathlib, sys
+words = sys.argv[1:]
+assert words[:2] == ["--profile-from-start", "off"] and words[words.index("--batch") + 1] == "1", words
+pathlib.Path(words[words.index("--log-file") + 1]).write_text({log!r})
+pathlib.Path(words[words.index("--in-ncu") + 1]).write_text(json.dumps({{"records": {records!r}}}))
+"""
+
+
+def test_ncu_gets_this_script_and_its_files_become_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ncu"
+    program.write_text(NCU.format(python=sys.executable, log=log(*[3_742_000_000] * STEPS), records=RECORDS))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--batch", "1"]) == 0
+    assert "| 1 | 4.0 | 3.738 | 3.742 | 3.742 to 3.742 |" in capsys.readouterr().out
 
 
 def test_the_page_counts_what_the_roofline_counts_and_the_card_read_that() -> None:
