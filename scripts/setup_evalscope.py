@@ -47,13 +47,13 @@ def steps(python: str) -> list[Step]:
     lock = LOCK.read_text()
     return [
         Step("environment", "a Python of its own", lambda env, run: make_environment(env, run, choose_python(python))),
-        Step("packages", "evalscope and what it imports, 160 MB", install_packages, [lock, *LOOSE], read_pins(LOCK)),
+        Step("packages", "evalscope and what it imports, 170 MB", install_packages, [lock, *LOOSE], read_pins(LOCK)),
         Step("imports", "imported once: it works, and Python keeps it compiled", import_modules, [lock, *MODULES]),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return set_up_alone(__doc__.splitlines()[0], VENV, steps, "0.7 GB", arguments)
+    return set_up_alone(__doc__.splitlines()[0], VENV, steps, "0.8 GB", arguments)
 
 
 if __name__ == "__main__":
