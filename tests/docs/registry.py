@@ -74,7 +74,6 @@ RULES = (
     Rule(r'make test PYTEST_ARGS="[^"]*"', CI),
     Rule(r"python scripts/install_vllm\.py --no-deps", tested("tests/scripts/test_install_vllm.py", ".ci/run")),
     Rule(r"python -m pip install --no-deps \.", needs("the network")),
-    Rule(r"python scripts/load_cost\.py.*", tested("tests/scripts/test_load_cost.py")),
     # servers and their clients
     Rule(r"make serve", MAKE_SERVE),
     Rule(r"make serve MODEL=\S+", tested("tests/scripts/test_serve_cpu.py", "tests/serving/test_openai_api.py")),
