@@ -37,7 +37,7 @@ def ending(serve, rounds=(), **how) -> str:
     [
         ({"gpu_memory_utilization": 0.001}, "No available memory for the cache blocks."),
         (
-            {"gpu_memory_utilization": 0.1, "max_model_len": 131_072},
+            {"gpu_memory_utilization": 0.2, "max_model_len": 131_072},
             "To serve at least one request with the models's max seq len (131072), (",
         ),
         ({"swap_space": 100_000}, "Too large swap space. 100000.00 GiB out of the "),
