@@ -1,6 +1,6 @@
 """Say what is installed here, whether it fits, and whether it computes what gpt-oss needs; each with its remedy.
 
-Exits with 1 when a check failed, with 0 when all is well or there are warnings only. Takes half a minute.
+Exits with 1 when a check failed, with 0 when all is well or there are warnings only. Takes a minute.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def diagnose(
 def run(args: argparse.Namespace) -> int:
     here = Machine()
     if sys.stderr.isatty():
-        print("looking; vLLM and torch are loaded for it, which takes half a minute …", file=sys.stderr)
+        print("looking; vLLM and torch are loaded for it, which takes a minute …", file=sys.stderr)
     findings = diagnose(
         here,
         args.model,

@@ -43,4 +43,4 @@ def test_the_page_names_every_state_field_and_option():
 
 def test_the_limit_that_the_page_names_is_the_one_in_force():
     assert set(selftest.LIMITS.values()) == {0.02, 1e-4}
-    assert json.dumps(command.__doc__).count("half a minute") == 1
+    assert json.dumps(command.__doc__).count("Takes a minute") == 1
