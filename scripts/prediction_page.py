@@ -32,7 +32,6 @@ PAGE = "docs/performance.md"
 SHARE, LAUNCH_US, BETWEEN_MS, ATTENTION_MS = (1.0, 0.75), (3, 4), (1, 3), 0.25
 # launches that read the bytes: QKV, attention, O, both experts' products a layer; the head
 STREAMING, HEAD = 5, 1
-ROPE = 2  # launches a layer that the trace counts as part of rope's one: the gathers of its cosines and sines
 MEASURED = 20.0  # ms, the Ascend article's for ten requests
 # requests, keys that each sees: the article's 128 tokens in and out, half-way; and a long chat
 CASES = ((1, 192), (10, 192), (64, 1024))
@@ -82,7 +81,7 @@ def small_launches(page: str, requests: int) -> int:
     batch = max(known for known in (1, 8, 10) if known <= requests)
     outside = counted(page, batch, "ours, eager") - SHAPE["layers"] * counted(page, batch, "layer", "**ours**")
     layer = (counted(page, batch, "ours, piecewise") - outside) / SHAPE["layers"]
-    return round(PUBLISHED_20B.num_hidden_layers * (layer + ROPE - STREAMING) + outside - HEAD)
+    return round(PUBLISHED_20B.num_hidden_layers * (layer - STREAMING) + outside - HEAD)
 
 
 def predict(requests: int, keys: int, experts: float | None = None) -> Prediction:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from scripts import prediction_page
 from scripts.page_tables import ROOT
 from scripts.prediction_page import BY_HAND, CASES, PAGE, TABLES, counted, experts_of, predict, small_launches
 
@@ -50,11 +49,10 @@ def test_a_launch_more_in_the_traced_layer_is_24_more_in_the_prediction() -> Non
         small_launches(TEXT.replace(row[0], ""), 10)
 
 
-def test_ropes_gathers_are_not_counted_twice() -> None:
-    """A layer has two norms, QKV, O, rope and the router's product outside attention and experts, if rope is one."""
+def test_ropes_gathers_are_counted_once() -> None:
+    """A layer has two norms, QKV, O, the three of rope and the router's product outside attention and experts."""
     layer, attention, experts = (counted(TEXT, 1, part, "**ours**") for part in ("layer", "attention", "experts"))
-    rest = layer - attention - experts
-    assert rest + prediction_page.ROPE == 8, "the trace counts rope otherwise now: mend ROPE"
+    assert layer - attention - experts == 8
 
 
 def test_the_experts_of_the_measured_time_give_that_time_back() -> None:
