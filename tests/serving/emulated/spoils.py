@@ -115,6 +115,12 @@ def interleaved_weights() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interleaved_weights_unchecked() -> Iterator[None]:
+    with not_checked_at_start(), interleaved_weights():
+        yield
+
+
+@contextlib.contextmanager
 def biases_in_bf16() -> Iterator[None]:
     from npu_gptoss.moe import ascend
 

@@ -89,9 +89,12 @@ def test_a_wrong_window_and_lost_sinks_are_seen_and_short_lists_refused(serve, e
     assert "[R15]" in results[3] or "[R13]" in results[3]
 
 
-def test_interleaved_weights_are_seen(serve, expected):
+def test_interleaved_weights_are_refused_at_the_start_and_else_give_wrong_text(serve, expected):
     rounds = [turn(SPOILT)]
-    results, _ = serve(rounds, options=EAGER, spoil="interleaved_weights")
+    with pytest.raises(AssertionError, match="nothing was served") as ending:
+        serve(rounds, options=EAGER, spoil="interleaved_weights")
+    assert "experts compute wrong results" in str(ending.value)
+    results, _ = serve(rounds, options=EAGER, spoil="interleaved_weights_unchecked")
     assert worst(errors(rounds, results, expected)[0]) > 1000 * TOLERANCE
 
 
