@@ -1,4 +1,4 @@
-# `make` lists the targets. Everything is set up in .venv by scripts/setup_venv.py, on first use and after changes.
+# `make` lists the targets. Everything is set up in .venv by scripts/setup/setup_venv.py, on first use and after changes.
 .DEFAULT_GOAL := help
 PYTHON ?=
 MODEL ?=
@@ -19,19 +19,19 @@ $(foreach name,PYTHON MODEL HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call A
 
 # any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
 ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
-SETUP = $(ANY_PYTHON) scripts/setup_venv.py --python "$$PYTHON"
+SETUP = $(ANY_PYTHON) scripts/setup/setup_venv.py --python "$$PYTHON"
 BIN = .venv/bin
 # the emulated Ascend 910B has an environment of its own, because torch-npu wants another torch
-SETUP_EMULATED = $(ANY_PYTHON) scripts/setup_emulated.py --python "$$PYTHON"
+SETUP_EMULATED = $(ANY_PYTHON) scripts/setup/setup_emulated.py --python "$$PYTHON"
 EMULATED ?= 1
 # evalscope too, because it wants another transformers
-SETUP_EVALSCOPE = $(ANY_PYTHON) scripts/setup_evalscope.py --python "$$PYTHON"
+SETUP_EVALSCOPE = $(ANY_PYTHON) scripts/setup/setup_evalscope.py --python "$$PYTHON"
 EVALSCOPE ?= 1
 # MkDocs too, because it wants other versions of what vLLM uses
-SETUP_DOCS = $(ANY_PYTHON) scripts/setup_docs.py --python "$$PYTHON"
+SETUP_DOCS = $(ANY_PYTHON) scripts/setup/setup_docs.py --python "$$PYTHON"
 DOCS ?= 1
 # clients of others too, in versions of two years
-SETUP_CLIENTS = $(or $(PYTHON),python3) scripts/setup_clients.py $(if $(PYTHON),--python $(PYTHON))
+SETUP_CLIENTS = $(or $(PYTHON),python3) scripts/setup/setup_clients.py $(if $(PYTHON),--python $(PYTHON))
 SOAK ?=
 COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
@@ -123,7 +123,7 @@ check-docker: setup ## what can be checked of docker/ without a container engine
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
-	.venv-docker/bin/python scripts/lock_images.py --check
+	.venv-docker/bin/python scripts/setup/lock_images.py --check
 	$(BIN)/python -m pytest tests/docker
 
 .PHONY: format

@@ -19,8 +19,8 @@ RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
         --extra-index-url "${PYTORCH_INDEX}" -r requirements/910b.txt
 
 # torch would load torch-npu, which needs the driver, and that comes with the host
-COPY scripts/install_vllm.py scripts/
-RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/install_vllm.py --no-cache-dir --no-deps
+COPY scripts/setup/install_vllm.py scripts/setup/
+RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
 
 COPY pyproject.toml README.md LICENSE ./
 COPY npu_gptoss npu_gptoss

@@ -13,8 +13,8 @@ COPY requirements/cpu-image.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
         --extra-index-url "${PYTORCH_INDEX}" -r requirements/cpu-image.txt
 
-COPY scripts/install_vllm.py scripts/
-RUN python3 scripts/install_vllm.py --no-cache-dir --no-deps
+COPY scripts/setup/install_vllm.py scripts/setup/
+RUN python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
 
 COPY pyproject.toml README.md LICENSE ./
 COPY npu_gptoss npu_gptoss

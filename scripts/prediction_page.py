@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from npu_gptoss.bench.roofline import decode_work, expected_distinct
 from npu_gptoss.doctor.memory import PUBLISHED_20B
 from npu_gptoss.nominal import memory_bandwidth
-from scripts.page_tables import ROOT, Tables
+from scripts.docs.page_tables import ROOT, Tables
 from scripts.trace_table import SHAPE
 
 PAGE = "docs/performance.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from npu_gptoss.bench import records, sweep
-from scripts.page_tables import ROOT, Tables
+from scripts.docs.page_tables import ROOT, Tables
 
 PAGE = "docs/benchmarking.md"
 FOLDER = ROOT / "docs" / "benchmarks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import soak_page
+from scripts.docs import soak_page
 from tests.evidence import ROOT, objections
 from tests.soak import report
 from tests.soak.server import Stack
@@ -23,7 +23,7 @@ def test_every_fault_has_a_test_that_is_there() -> None:
 
 def test_the_table_is_that_of_the_records() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert soak_page.TABLES.written(text) == text, "out of date: python scripts/soak_page.py --write"
+    assert soak_page.TABLES.written(text) == text, "out of date: python scripts/docs/soak_page.py --write"
 
 
 def test_runs_of_one_kind_are_added_up(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ CHECKS: tuple[Check, ...] = (
         "vllm",
         "Versions",
         "the vLLM release, and that it is the build without a device",
-        "`python scripts/install_vllm.py --no-deps`; elsewhere this package steps aside",
+        "`python scripts/setup/install_vllm.py --no-deps`; elsewhere this package steps aside",
     ),
     Check("vllm-ascend", "Versions", "the vllm-ascend release", "`pip install` what it names"),
     Check(

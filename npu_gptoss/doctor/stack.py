@@ -22,7 +22,7 @@ from npu_gptoss.supported import (
 )
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
-INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/install_vllm.py does)"
+INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}
 
 

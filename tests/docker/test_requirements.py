@@ -1,4 +1,4 @@
-"""What the images install is what was tested, with a hash for each machine; scripts/lock_images.py writes it."""
+"""What the images install is what was tested, with a hash for each machine; scripts/setup/lock_images.py writes it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import lock_images
-from scripts.lock_images import Image, LockError, images, render
-from scripts.setup_venv import read_pins
+from scripts.setup import lock_images
+from scripts.setup.lock_images import Image, LockError, images, render
+from scripts.setup.setup_venv import read_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 A, B = "a" * 64, "b" * 64

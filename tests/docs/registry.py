@@ -72,7 +72,7 @@ RULES = (
     # set-up and tests: what CI itself starts
     Rule(r"make (?:test|check|setup|setup-emulated|setup-evalscope|docs)(?: setup-\w+)*", CI),
     Rule(r'make test PYTEST_ARGS="[^"]*"', CI),
-    Rule(r"python scripts/install_vllm\.py --no-deps", tested("tests/scripts/test_install_vllm.py", ".ci/run")),
+    Rule(r"python scripts/setup/install_vllm\.py --no-deps", tested("tests/scripts/test_install_vllm.py", ".ci/run")),
     Rule(r"python -m pip install --no-deps \.", needs("the network")),
     # servers and their clients
     Rule(r"make serve", MAKE_SERVE),
@@ -111,7 +111,7 @@ RULES = (
     Rule(r"python3\.11 -m venv \S+|\. /\S+/bin/activate", ON_A_910B),
     Rule(  # the image's own steps, with torch for the CPU
         r"python -m pip install --no-deps --require-hashes .* -r requirements/910b\.txt"
-        r"|TORCH_DEVICE_BACKEND_AUTOLOAD=0 python scripts/install_vllm\.py --no-deps",
+        r"|TORCH_DEVICE_BACKEND_AUTOLOAD=0 python scripts/setup/install_vllm\.py --no-deps",
         ON_A_910B,
     ),
     Rule(r"hf download .*", needs("the network")),

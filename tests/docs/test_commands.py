@@ -100,7 +100,7 @@ def test_what_is_left_to_ci_is_what_ci_starts() -> None:
     for target in ("check", "setup", "setup-emulated", "setup-evalscope"):
         for line in recipe(target).splitlines():
             assert line in started, f"make {target} does what make test does not: {line}"
-    assert "scripts/setup_docs.py" in started
+    assert "scripts/setup/setup_docs.py" in started
 
 
 @pytest.fixture(scope="module")

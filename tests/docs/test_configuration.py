@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss import envs
-from scripts import configuration_page
+from scripts.docs import configuration_page
 from scripts.serve_cpu import cpu_environment, serve_command
 from tests.markdown import ROOT
 
@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert configuration_page.TABLES.written(TEXT) == TEXT, "python scripts/configuration_page.py --write"
+    assert configuration_page.TABLES.written(TEXT) == TEXT, "python scripts/docs/configuration_page.py --write"
 
 
 def test_every_variable_stands_in_the_page_with_its_default_and_meaning() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs_site import CODE, in_the_site, is_external, links, resolved
+from scripts.docs.docs_site import CODE, in_the_site, is_external, links, resolved
 from tests.markdown import PAGES, ROOT
 
 SITE = {"docs/a.md": "a.md", "docs/deep/b.md": "deep/b.md", "CONTRIBUTING.md": "contributing.md"}

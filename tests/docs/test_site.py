@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs_site import pages
+from scripts.docs.docs_site import pages
 from tests.markdown import ROOT
 
 MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
@@ -25,7 +25,7 @@ pytestmark = [
 SOURCES = (
     "mkdocs.yml",
     "docs",
-    "scripts/docs_site.py",
+    "scripts/docs/docs_site.py",
     "CONTRIBUTING.md",
     "README.md",
     "README.zh.md",

@@ -9,7 +9,7 @@ import pytest
 
 from npu_gptoss.doctor import command, selftest
 from npu_gptoss.doctor.findings import SCHEMA, STATES, as_json, ok
-from scripts import doctor_page
+from scripts.docs import doctor_page
 from tests.markdown import ROOT
 
 PAGE = ROOT / "docs/doctor.md"
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs/doctor.md"
 
 def test_the_page_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
-    assert text == doctor_page.TABLES.written(text), "python scripts/doctor_page.py --write"
+    assert text == doctor_page.TABLES.written(text), "python scripts/docs/doctor_page.py --write"
 
 
 def test_a_table_without_its_place_is_an_error():

@@ -166,7 +166,7 @@ def test_what_is_for_ascend_does_not_apply_elsewhere(tmp_path):
 
 
 def test_the_emulated_environment_is_within_the_window():
-    text = (ROOT / "scripts/setup_emulated.py").read_text()
+    text = (ROOT / "scripts/setup/setup_emulated.py").read_text()
     releases = (TORCH_ON_ASCEND.recommended, TORCH_NPU.recommended, VLLM_ASCEND.recommended)
     listed = ", ".join(f'"{release}"' for release in releases)
     assert f"TORCH, TORCH_NPU, VLLM_ASCEND = {listed}" in text

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import install_vllm
-from scripts.install_vllm import FILE_NAME, InstallError
+from scripts.setup import install_vllm
+from scripts.setup.install_vllm import FILE_NAME, InstallError
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: str | None, package: str = "vllm") -> None:
@@ -86,7 +86,7 @@ def test_a_wrong_path_is_named(tmp_path: Path) -> None:
 def _download(target: Path, shelf: Path) -> subprocess.CompletedProcess[str]:
     """In a process of its own: pip's command context changes logging and is made for one use."""
     code = (
-        "import sys; from pathlib import Path; from scripts.install_vllm import *\n"
+        "import sys; from pathlib import Path; from scripts.setup.install_vllm import *\n"
         "try: print(download_with_pip(Path(sys.argv[1])))\n"
         "except InstallError as error: sys.exit(str(error))"
     )
@@ -94,7 +94,7 @@ def _download(target: Path, shelf: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, str(target)],
         env=environment,
-        cwd=Path(install_vllm.__file__).parent.parent,
+        cwd=Path(install_vllm.__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from scripts.page_tables import ROOT
+from scripts.docs.page_tables import ROOT
 from scripts.prediction_page import BY_HAND, CASES, PAGE, TABLES, counted, experts_of, predict, small_launches
 
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")

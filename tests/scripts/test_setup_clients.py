@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from scripts.setup_venv import read_pins
+from scripts.setup.setup_venv import read_pins
 from tests.clients.places import YEARS, venv
 from tests.scripts.shell import ROOT
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from scripts import lock_docs
-from scripts.setup_venv import read_pins
+from scripts.setup import lock_docs
+from scripts.setup.setup_venv import read_pins
 from tests.docker.test_requirements import read
 from tests.scripts.shell import ROOT
 

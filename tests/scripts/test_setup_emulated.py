@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/setup_emulated.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/setup/setup_emulated.py"
 
 
 def run(venv: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from scripts.setup_venv import read_pins
+from scripts.setup.setup_venv import read_pins
 from tests.scripts.shell import ROOT
 
 LOCK = ROOT / "requirements/evalscope.txt"

@@ -16,7 +16,7 @@ import pytest
 from tests.scripts.shell import SCRIPTS
 from tests.serving.server import free_port
 
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(SCRIPTS / "setup"))
 import setup_docs
 from setup_venv import Environment, Runner, SetupError, is_done
 
@@ -25,7 +25,7 @@ WHEEL = f"{NAME}-{VERSION}-py3-none-any.whl"
 
 
 def run(script: str, venv: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / script), "--venv", str(venv)]
+    command = [sys.executable, str(SCRIPTS / "setup" / script), "--venv", str(venv)]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
 
 

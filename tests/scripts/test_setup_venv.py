@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import setup_venv
-from scripts.setup_venv import Environment, SetupError, Step
+from scripts.setup import setup_venv
+from scripts.setup.setup_venv import Environment, SetupError, Step
 
 
 class Recorder:
@@ -219,7 +219,7 @@ def test_the_machines_packages_do_not_leak_in(monkeypatch: pytest.MonkeyPatch) -
 HOLD = """
 import sys
 from pathlib import Path
-from scripts.setup_venv import locked_set_up
+from scripts.setup.setup_venv import locked_set_up
 
 def work():
     print("locked", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from npu_gptoss.bench import records
 from scripts import sweep_page
-from scripts.page_tables import ROOT
+from scripts.docs.page_tables import ROOT
 from scripts.sweep_page import FOLDER, KINDS, PAGE, TABLES, measured
 
 SWEEPS = sorted(FOLDER.glob("sweep_*"))

@@ -1,6 +1,6 @@
 """Write the tables of docs/doctor.md from the code; without --write, say whether they are up to date.
 
-python scripts/doctor_page.py --write
+python scripts/docs/doctor_page.py --write
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss import supported
 from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.memory import preset_lines
-from scripts.page_tables import Tables
+from scripts.docs.page_tables import Tables
 
 
 def checks() -> str:
@@ -55,7 +55,7 @@ def presets() -> str:
 
 
 TABLES = Tables(
-    script="scripts/doctor_page.py",
+    script="scripts/docs/doctor_page.py",
     page="docs/doctor.md",
     tables={"checks": checks, "window": window, "silent": silent, "presets": presets},
 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # a file of the repository -> its page; all of docs/ are pages by themselves
 OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",

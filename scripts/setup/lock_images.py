@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))  # imported by a test, it finds its siblings as they find each other
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts/setup"))  # imported by a test, it finds its siblings as they find each other
 
 from setup_emulated import TORCH as TORCH_ON_ASCEND  # noqa: E402
 from setup_emulated import TORCH_NPU, VLLM_ASCEND  # noqa: E402
@@ -143,7 +143,7 @@ def render(image: Image, resolved: Mapping[str, Mapping[str, tuple[str, str]]]) 
     """`resolved`: machine -> name -> (version, SHA-256)."""
     lines = [
         f"# {image.title}",
-        "# Written by scripts/lock_images.py for Python 3.11; install it with --require-hashes.",
+        "# Written by scripts/setup/lock_images.py for Python 3.11; install it with --require-hashes.",
     ]
     for name in sorted({name for found in resolved.values() for name in found}):
         per_machine = {machine: found[name] for machine, found in resolved.items() if name in found}

@@ -1,6 +1,6 @@
 """Write the soak's table of docs/reliability.md from its records; without --write, say whether it fits.
 
-python scripts/soak_page.py --write
+python scripts/docs/soak_page.py --write
 
 `make soak` leaves a record of each run in outputs/soak; those that the page tells of are in docs/benchmarks/soak.
 """
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.page_tables import ROOT, Tables
+from scripts.docs.page_tables import ROOT, Tables
 from tests.soak import report
 
 PAGE = "docs/reliability.md"
@@ -25,7 +25,7 @@ def soaked(folder: Path = FOLDER) -> str:
     return "\n" + (report.table(found) if found else "No full run has been recorded yet.")
 
 
-TABLES = Tables(script="scripts/soak_page.py", page=PAGE, tables={"soak": soaked})
+TABLES = Tables(script="scripts/docs/soak_page.py", page=PAGE, tables={"soak": soaked})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("python3.11", "python3.12", "python3.10", "python3", sys.executable)
 FREE_GB_NEEDED = 3.0
 TORCH = "2.13.0"
@@ -303,7 +303,7 @@ def install_packages(env: Environment, run: Runner) -> str:
 def install_vllm(env: Environment, run: Runner) -> str:
     unlocked = (env.state / "unlocked").exists()
     how = ["--constraint", "requirements/cpu.in"] if unlocked else ["--no-deps"]
-    run.must([str(env.python), "scripts/install_vllm.py", "--no-compile", "--progress-bar", "off", *how])
+    run.must([str(env.python), "scripts/setup/install_vllm.py", "--no-compile", "--progress-bar", "off", *how])
     return ""
 
 
@@ -328,7 +328,7 @@ def install_tools(env: Environment, run: Runner) -> str:
 
 def steps(with_tools: bool, python: Callable[[], str]) -> list[Step]:
     lock, tools = ROOT / "requirements/cpu.txt", ROOT / "requirements/dev.txt"
-    loose, builder = ROOT / "requirements/cpu.in", ROOT / "scripts/install_vllm.py"
+    loose, builder = ROOT / "requirements/cpu.in", ROOT / "scripts/setup/install_vllm.py"
     table = [
         Step("environment", "a Python of its own in .venv", lambda env, run: make_environment(env, run, python())),
         Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))  # imported by a test, it finds its siblings as they find each other
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts/setup"))  # imported by a test, it finds its siblings as they find each other
 
 from lock_images import MACHINES, LockError, platform_flags, wheels  # noqa: E402
 
@@ -38,7 +38,7 @@ def render() -> str:
                 digests[name][digest] = None
     lines = [
         "# The environment of `make docs`: MkDocs with its theme, for Python 3.10 to 3.12 on x86_64 and aarch64.",
-        "# Written by scripts/lock_docs.py; scripts/setup_docs.py installs it with --require-hashes.",
+        "# Written by scripts/setup/lock_docs.py; scripts/setup/setup_docs.py installs it with --require-hashes.",
     ]
     for name in sorted(versions):
         hashes = [f"    --hash=sha256:{digest}" for digest in digests[name]]

@@ -1,6 +1,6 @@
 """Write the tables of docs/configuration.md from the code; without --write, say whether they are up to date.
 
-python scripts/configuration_page.py --write
+python scripts/docs/configuration_page.py --write
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss import envs
 from npu_gptoss.kernels.loading import load_kernels
 from npu_gptoss.kernels.registry import registry
-from scripts.page_tables import Tables
+from scripts.docs.page_tables import Tables
 
 VALUES = {bool: "`1` or `0`", int: "a whole number", float: "seconds", tuple: "names, separated by commas", str: "text"}
 
@@ -47,7 +47,7 @@ def operations() -> str:
 
 
 TABLES = Tables(
-    script="scripts/configuration_page.py",
+    script="scripts/docs/configuration_page.py",
     page="docs/configuration.md",
     tables={"variables": variables, "operations": operations},
 )

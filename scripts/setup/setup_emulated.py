@@ -110,7 +110,7 @@ def with_libraries(env: Environment, *command: str) -> list[str]:
 def install_vllm(env: Environment, run: Runner) -> str:
     # vLLM's build imports torch, which needs the libraries
     how = ["--no-compile", "--progress-bar", "off", "--no-deps"]
-    run.must(with_libraries(env, str(env.python), "scripts/install_vllm.py", *how))
+    run.must(with_libraries(env, str(env.python), "scripts/setup/install_vllm.py", *how))
     return ""
 
 
@@ -140,7 +140,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 def steps(with_tools: bool, python: str) -> list[Step]:
-    builder = ROOT / "scripts/install_vllm.py"
+    builder = ROOT / "scripts/setup/install_vllm.py"
     table = [
         Step(
             "environment",
