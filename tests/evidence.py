@@ -32,14 +32,14 @@ def spans(text: str) -> list[str]:
 @cache
 def functions(path: Path | None = None) -> frozenset[str]:
     """Names of the functions in a file of tests, without one in all of them."""
-    paths = (ROOT / "tests").rglob("*.py") if path is None else [path]
+    paths = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("*/tests/**/*.py")] if path is None else [path]
     trees = (ast.parse(each.read_text(encoding="utf-8")) for each in paths)
     return frozenset(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def objection(span: str) -> str | None:
     """What is wrong with a piece of evidence, None if it is there. What cannot be told for evidence is wrong."""
-    if node := re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(?:\[(case_\w+)\])?", span):
+    if node := re.fullmatch(r"((?:\w+/)?tests/[\w/]+\.py)::(test_\w+)(?:\[(case_\w+)\])?", span):
         return _node(*node.groups())
     if re.fullmatch(r"(test|case)_\w+", span):
         return None if span in functions() else f"there is no {span} in tests/"
@@ -61,7 +61,7 @@ def objections(text: str) -> dict[str, str]:
 
 def looks_like_tests(text: str) -> list[str]:
     """The evidence of a text that names tests or files of tests; in prose other code stands between backticks too."""
-    return [span for span in spans(text) if re.match(r"(tests/|(test|case)_\w+)", span)]
+    return [span for span in spans(text) if re.match(r"((\w+/)?tests/|(test|case)_\w+)", span)]
 
 
 def _node(file: str, test: str, case: str | None) -> str | None:
@@ -75,7 +75,8 @@ def _node(file: str, test: str, case: str | None) -> str | None:
 def _file(name: str) -> str | None:
     path = ROOT / name
     if re.fullmatch(r"([\w/]*/)?test_\w+\.py", name):
-        return None if list((ROOT / "tests").rglob(name.removeprefix("tests/"))) else f"there is no {name}"
+        found = path.is_file() or list((ROOT / "tests").rglob(name.removeprefix("tests/")))
+        return None if found else f"there is no {name}"
     if not path.is_file():
         return f"there is no {name}"
     return None if not name.endswith(".sh") or os.access(path, os.X_OK) else f"{name} cannot be executed"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# the trained tiny model: only the vocabulary rows in use, made by scripts/train_tiny.py
+# the trained tiny model: only the vocabulary rows in use, made by research/train_tiny.py
 WEIGHTS, WEIGHTS_LIMIT = "npu_gptoss/assets/", 3_000_000
 TEXT_LIMIT = 400_000
 REGISTRIES = (("py" + "pi", "org"), ("python" + "hosted", "org"), ("npm" + "js", "org"), ("deb" + "ian", "org"))

@@ -354,7 +354,7 @@ def known_options() -> set[str]:
     mains: list[Callable[[list[str]], object]] = [
         lambda words, name=name: cli.main([name, *words]) for name in cli.COMMANDS
     ]
-    for path in (*ROOT.glob("scripts/**/*.py"), *ROOT.glob("docker/*.py")):
+    for path in (*ROOT.glob("scripts/**/*.py"), *ROOT.glob("research/*.py"), *ROOT.glob("docker/*.py")):
         text = path.read_text(encoding="utf-8")
         if "\ndef main" in text and ("argparse" in text or "page_tables" in text):
             mains.append(_main_of(path.relative_to(ROOT).as_posix()))

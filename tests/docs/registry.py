@@ -177,21 +177,21 @@ RULES = (
     Rule(
         r"(?:\w+=\S+ )?npu-gptoss bench (?:decode|prefill|kernel|graphs|agreement|checkpoint|engine|sweep) .*", ON_A_GPU
     ),
-    Rule(r"python scripts/bench_peer_vllm\.py (?:engine|attention) .*", ON_A_GPU),
-    Rule(r"python scripts/dram_bytes\.py .*", ON_A_GPU),
+    Rule(r"python research/bench_peer_vllm\.py (?:engine|attention) .*", ON_A_GPU),
+    Rule(r"python research/dram_bytes\.py .*", ON_A_GPU),
     Rule(r"torchrun .*", ON_A_GPU),
     Rule(r"python3 -c .*< (?:/tmp/)?trace\.jsonl", Here()),
     # scripts that write pages and train
     Rule(
-        r"python scripts/trace_table\.py --write",
-        tested("tests/scripts/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
+        r"python research/trace_table\.py --write",
+        tested("research/tests/test_trace_table.py::test_the_documented_table_is_what_is_counted"),
     ),
     Rule(
-        r"python scripts/prediction_page\.py --write",
-        tested("tests/scripts/test_prediction_page.py::test_the_page_shows_the_prediction"),
+        r"python research/prediction_page\.py --write",
+        tested("research/tests/test_prediction_page.py::test_the_page_shows_the_prediction"),
     ),
-    Rule(r"python scripts/train_tiny\.py .*--evaluate .*", tested("tests/model/test_trained_tiny.py")),
-    Rule(r"python scripts/train_tiny\.py .*--output .*", needs("hours")),
+    Rule(r"python research/train_tiny\.py .*--evaluate .*", tested("tests/model/test_trained_tiny.py")),
+    Rule(r"python research/train_tiny\.py .*--output .*", needs("hours")),
     # diffs for upstream
     Rule(r"cd vllm|git apply .*", tested("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),
 )

@@ -9,7 +9,7 @@ from tests.markdown import ROOT
 
 
 def test_a_rank_of_four_pays_for_its_share_and_a_rank_alone_for_the_whole() -> None:
-    command = [sys.executable, str(ROOT / "scripts/load_cost.py"), "--experts", "4", "--ranks", "1", "4"]
+    command = [sys.executable, str(ROOT / "research/load_cost.py"), "--experts", "4", "--ranks", "1", "4"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["1", "whole"], ["4", "cut"], ["4", "dealt out"]]

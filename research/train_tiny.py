@@ -1,10 +1,10 @@
 """Trains the tiny gpt-oss checkpoint that `npu-gptoss tiny DIR --trained` writes, and measures what each part is worth.
 
-    python scripts/train_tiny.py --vocabulary DIR --output npu_gptoss/assets/tiny_trained.safetensors --device cuda
-    python scripts/train_tiny.py --vocabulary DIR --evaluate npu_gptoss/assets/tiny_trained.safetensors
+    python research/train_tiny.py --vocabulary DIR --output npu_gptoss/assets/tiny_trained.safetensors --device cuda
+    python research/train_tiny.py --vocabulary DIR --evaluate npu_gptoss/assets/tiny_trained.safetensors
 
 DIR holds o200k_base.tiktoken. Needs torch and tiktoken. Minutes on a GPU; on a CPU take fewer `--steps`.
-The conversations are npu_gptoss/model/tiny_data.py, the network scripts/tiny_network.py.
+The conversations are npu_gptoss/model/tiny_data.py, the network research/tiny_network.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Count what three ways of computing attention and experts ask of an emulated 910B, and write the table of the docs.
 
-    python scripts/trace_table.py                 # prints the table
-    python scripts/trace_table.py --write         # and puts it into docs/performance.md
+    python research/trace_table.py                 # prints the table
+    python research/trace_table.py --write         # and puts it into docs/performance.md
 
 Needs the emulated environment (make setup-emulated) and nothing else: any Python 3.10 will do. Each way is served by
 stock vllm-ascend 0.11.0 on the emulated machine (`traced_serving.py`), and the trace is cut by the marks in it.
@@ -32,7 +32,7 @@ from npu_gptoss.emulator.launch import EmulationError, Machine, environment, fin
 
 PAGE = HERE.parent / "docs/performance.md"
 TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"
-BEGIN, END = "<!-- written by scripts/trace_table.py: begin -->", "<!-- end -->"
+BEGIN, END = "<!-- written by research/trace_table.py: begin -->", "<!-- end -->"
 
 SHAPE = {
     "layers": 2,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from npu_gptoss.emulator.launch import EmulationError, find_venv
-from scripts import trace_table
-from scripts.trace_table import (
+from research import trace_table
+from research.trace_table import (
     EAGER_ON_TWO,
     FULL,
     PIECEWISE,

@@ -6,14 +6,14 @@ import re
 
 import pytest
 
+from research.prediction_page import BY_HAND, CASES, PAGE, TABLES, counted, experts_of, predict, small_launches
 from scripts.docs.page_tables import ROOT
-from scripts.prediction_page import BY_HAND, CASES, PAGE, TABLES, counted, experts_of, predict, small_launches
 
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 
 
 def test_the_page_shows_the_prediction() -> None:
-    assert TABLES.written(TEXT) == TEXT, "out of date: python scripts/prediction_page.py --write"
+    assert TABLES.written(TEXT) == TEXT, "out of date: python research/prediction_page.py --write"
 
 
 def test_one_request_is_what_a_hand_computes() -> None:

@@ -1,6 +1,6 @@
 """Write the tables of docs/benchmarking.md from the records of sweeps; without --write, say whether they fit.
 
-python scripts/sweep_page.py --write
+python research/sweep_page.py --write
 
 Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md, and pictures
 that `npu-gptoss bench plot` drew of it; `note` in a file says how it differs from that. Python with torch,
@@ -45,7 +45,7 @@ def shown(files: Sequence[Path]) -> list[str]:
     return ["", f"From {links}. {' '.join(notes)}".rstrip(), "", *sweep.page(contents, missing)]
 
 
-TABLES = Tables(script="scripts/sweep_page.py", page=PAGE, tables={"sweeps": measured})
+TABLES = Tables(script="research/sweep_page.py", page=PAGE, tables={"sweeps": measured})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

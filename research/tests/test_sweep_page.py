@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.bench import records
-from scripts import sweep_page
+from research import sweep_page
+from research.sweep_page import FOLDER, KINDS, PAGE, TABLES, measured
 from scripts.docs.page_tables import ROOT
-from scripts.sweep_page import FOLDER, KINDS, PAGE, TABLES, measured
 
 SWEEPS = sorted(FOLDER.glob("sweep_*"))
 
 
 def test_the_page_shows_the_committed_sweeps() -> None:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert TABLES.written(text) == text, "out of date: python scripts/sweep_page.py --write"
+    assert TABLES.written(text) == text, "out of date: python research/sweep_page.py --write"
 
 
 @pytest.mark.parametrize("folder", SWEEPS, ids=lambda folder: folder.name)

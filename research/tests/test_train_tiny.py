@@ -17,7 +17,7 @@ from npu_gptoss.model.vocabulary import VOCABULARY_FILE
 from npu_gptoss.moe.mxfp4 import compress, expand
 from tests.tolerances import assert_close
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_network
 from tiny_network import ABLATIONS, forward, initial_parameters, round_experts
 

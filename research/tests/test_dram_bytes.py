@@ -9,7 +9,7 @@ import pytest
 
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.bench.roofline import decode_work
-from scripts.dram_bytes import METRIC, STEPS, main, replays, table
+from research.dram_bytes import METRIC, STEPS, main, replays, table
 from tests.markdown import ROOT
 
 HEAD = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -59,7 +59,7 @@ def test_ncu_gets_this_script_and_its_files_become_the_table(
 
 def test_the_page_counts_what_the_roofline_counts_and_the_card_read_that() -> None:
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    rows = page.partition("by tests/scripts/test_dram_bytes.py -->")[2].split("\n\n")[1].splitlines()[2:]
+    rows = page.partition("by research/tests/test_dram_bytes.py -->")[2].split("\n\n")[1].splitlines()[2:]
     config = full_config("20b")
     assert len(rows) == 2
     for row in rows:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from scripts import bench_table
-from scripts.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
+from research import bench_table
+from research.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
 
 HEADER = {
     "engine": "npu_gptoss",
@@ -155,7 +155,7 @@ def test_the_section_goes_between_its_marks_and_nothing_else_changes():
 
 
 def test_the_page_shows_the_committed_records():
-    """`python scripts/bench_table.py --write` after a change of the records."""
+    """`python research/bench_table.py --write` after a change of the records."""
     page = PAGE.read_text(encoding="utf-8")
     assert page == insert(page, render(load())), "the tables are not those of docs/benchmarks"
 

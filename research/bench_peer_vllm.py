@@ -4,8 +4,8 @@ Needs vLLM (0.25.1 was used) and nothing of this package, so that it can run in 
 flashinfer, which only sampling at a temperature wants of it on this GPU, set VLLM_USE_FLASHINFER_SAMPLER=0. Run it on
 the machine and the checkpoint that ours ran on, and give its files to `npu-gptoss bench … --peer`:
 
-    python scripts/bench_peer_vllm.py engine --model DIR --out DIR [--batch N …] [--context N …] [--tokens N …]
-    python scripts/bench_peer_vllm.py attention --out DIR
+    python research/bench_peer_vllm.py engine --model DIR --out DIR [--batch N …] [--context N …] [--tokens N …]
+    python research/bench_peer_vllm.py attention --out DIR
 
 `engine` writes decode.json, prefill.json, greedy.json (prompts and their greedy continuations, for `bench agreement`)
 and, with --profile, kernels.json (inside a decode step and a prefill) and experts.json (the experts' products in both).

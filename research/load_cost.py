@@ -1,6 +1,6 @@
 """What a rank pays on the host to load MXFP4 experts under vLLM: CPU seconds and peak memory for one layer.
 
-python scripts/load_cost.py --experts 32 --ranks 1 2 4 8
+python research/load_cost.py --experts 32 --ranks 1 2 4 8
 
 Each line is a process of its own on one thread, with the middle rank's share of random tensors of the published sizes.
 Parameters lie on no device, so only the host's part counts: cutting and expanding. One rank of one is also what every

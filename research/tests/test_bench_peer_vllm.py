@@ -12,7 +12,7 @@ import torch
 
 from npu_gptoss.bench import attention_cases, decode, moe_cases
 from npu_gptoss.bench.random_checkpoint import full_config
-from scripts import bench_peer_vllm as script
+from research import bench_peer_vllm as script
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """Write the tables of docs/performance.md's CUDA section from the records in docs/benchmarks.
 
-    python scripts/bench_table.py            # prints them
-    python scripts/bench_table.py --write    # and puts them into docs/performance.md
+    python research/bench_table.py            # prints them
+    python research/bench_table.py --write    # and puts them into docs/performance.md
 
 No number is typed: each is in a record that a command wrote (docs/benchmarks/README.md), and what this page says of it
 follows from the record. Peers' numbers stand beside ours of the same point, from their own files. Goals are those that
@@ -23,7 +23,7 @@ from npu_gptoss.bench.records import beside
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
-BEGIN, END = "<!-- written by scripts/bench_table.py: begin -->", "<!-- bench_table: end -->"
+BEGIN, END = "<!-- written by research/bench_table.py: begin -->", "<!-- bench_table: end -->"
 OURS = "npu_gptoss"
 EARLIER = "earlier"  # ends the name of a peer that was measured on another day; one measured beside ours goes before it
 GOALS_ARE_FOR = "NVIDIA H200"

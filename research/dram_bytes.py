@@ -1,6 +1,6 @@
 """Read the bytes of a decode step from a GPU's DRAM counters, and set them beside those that the roofline counts.
 
-python scripts/dram_bytes.py --size 20b --batch 1 8
+python research/dram_bytes.py --size 20b --batch 1 8
 
 Runs `npu-gptoss bench decode` under Nsight Compute (`ncu`), which counts the replays of whole graphs: with full graphs,
 which a GPU gets by itself, each is one step. Needs an NVIDIA GPU whose counters may be read.

@@ -1,6 +1,6 @@
 """Write the prediction of docs/performance.md: the time per output token of 20b on one 910B3, from bytes and launches.
 
-python scripts/prediction_page.py --write
+python research/prediction_page.py --write
 
 Nothing of it was measured. A step of vllm-ascend with PIECEWISE graphs is taken as
 
@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from npu_gptoss.bench.roofline import decode_work, expected_distinct
 from npu_gptoss.doctor.memory import PUBLISHED_20B
 from npu_gptoss.nominal import memory_bandwidth
+from research.trace_table import SHAPE
 from scripts.docs.page_tables import ROOT, Tables
-from scripts.trace_table import SHAPE
 
 PAGE = "docs/performance.md"
 # assumed: the share of the nominal bandwidth that a step reaches; us a small launch takes; ms between two steps
@@ -72,7 +72,7 @@ def counted(page: str, batch: int, *words: str) -> float:
     """Device operations of a row of the trace table."""
     found = re.search(rf"^\| {batch} \| {re.escape(' | '.join(words))} \| ([\d.]+) \|", page, re.M)
     if not found:
-        raise ValueError(f"{PAGE}: the trace table has no row {batch}, {', '.join(words)}; run scripts/trace_table.py")
+        raise ValueError(f"{PAGE}: the trace table has no row {batch}, {', '.join(words)}; run research/trace_table.py")
     return float(found[1])
 
 
@@ -131,7 +131,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-TABLES = Tables(script="scripts/prediction_page.py", page=PAGE, tables={"prediction": table})
+TABLES = Tables(script="research/prediction_page.py", page=PAGE, tables={"prediction": table})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
