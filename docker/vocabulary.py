@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import VOCABULARY_FILE, is_published_vocabulary
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE, is_published_vocabulary
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
 
 def main(folder: Path) -> int:

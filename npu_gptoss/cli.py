@@ -18,9 +18,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
-    "tiny": ("npu_gptoss.model.tiny_command", "write a tiny checkpoint in the official layout, random or trained"),
+    "tiny": ("npu_gptoss.tiny.command", "write a tiny checkpoint in the official layout, random or trained"),
     "verify": ("npu_gptoss.verify.command", "check every kernel that can run here against the definition"),
-    "vocabulary": ("npu_gptoss.model.vocabulary_command", "rebuild the harmony vocabulary from a checkpoint, offline"),
+    "vocabulary": (
+        "npu_gptoss.harmony.vocabulary_command",
+        "rebuild harmony's vocabulary from a checkpoint, offline",
+    ),
 }
 
 

@@ -178,7 +178,8 @@ def install(plugin: bool, eager: bool) -> None:
 def write_checkpoint(directory: Path, *, vocabulary: int, **shape: int) -> None:
     import torch
 
-    from npu_gptoss.model import checkpoint, tiny
+    from npu_gptoss.model import checkpoint
+    from npu_gptoss.tiny import checkpoint as tiny
 
     config = replace(tiny.tiny_config(**shape), vocab_size=vocabulary, eos_token_id=1, pad_token_id=0)
     tensors = checkpoint.expand_stream(tiny.random_tensors(config, seed=0), torch.bfloat16)

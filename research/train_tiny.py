@@ -4,7 +4,7 @@
     python research/train_tiny.py --vocabulary DIR --evaluate npu_gptoss/assets/tiny_trained.safetensors
 
 DIR holds o200k_base.tiktoken. Needs torch and tiktoken. Minutes on a GPU; on a CPU take fewer `--steps`.
-The conversations are npu_gptoss/model/tiny_data.py, the network research/tiny_network.py.
+The conversations are research/tiny_data.py, the network research/tiny_network.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.tiny import load_trained, save_trained, tiny_config
-from npu_gptoss.model.tiny_data import evaluation_set, make_example, random_style
-from npu_gptoss.model.tiny_score import Example, Score, tally
-from npu_gptoss.model.tokenizer_files import FIRST_SPECIAL_ID, LAST_SPECIAL_ID, O200K_PATTERN, SPECIAL_TOKENS
-from npu_gptoss.model.vocabulary import VOCABULARY_FILE, parse_ranks
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_network import (
     ABLATIONS,
@@ -40,6 +34,13 @@ from tiny_network import (
     straight_through,
     unused_logit_mass,
 )
+
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE, parse_ranks
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.tiny.checkpoint import load_trained, save_trained, tiny_config
+from npu_gptoss.tiny.tokenizer_files import FIRST_SPECIAL_ID, LAST_SPECIAL_ID, O200K_PATTERN, SPECIAL_TOKENS
+from research.tiny_data import evaluation_set, make_example, random_style
+from research.tiny_score import Example, Score, tally
 
 STEP = 128  # rows are padded to multiples of this
 LONGEST = 768  # tokens of prompt and reply; longer examples are left out

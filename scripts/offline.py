@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.harmony.chat import Chat
+from npu_gptoss.harmony.parser import Kind
+
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
@@ -69,22 +72,19 @@ def refusal(options: argparse.Namespace) -> str | None:
     return None
 
 
-def show(output: RequestOutput) -> None:
-    from npu_gptoss.model.harmony_text import parse_reply
-
+def show(output: RequestOutput, chat: Chat) -> None:
     completion, tokens = output.outputs[0], len(output.prompt_token_ids)
-    reply = parse_reply(completion.text)
-    print(f"thought: {reply.analysis}")
-    print(
-        f"answer: {reply.content}"
-        if reply.content
-        else f"no answer yet, the end of the text: {completion.text[-200:]!r}"
-    )
+    reply = chat.parse(completion.token_ids)
+    print(f"thought: {reply.text(Kind.REASONING)}")
+    answer = reply.text(Kind.ANSWER)
+    print(f"answer: {answer}" if answer else f"no answer yet, the end of the text: {completion.text[-200:]!r}")
     print(f"{tokens} tokens in, {len(completion.token_ids)} out, ended by {completion.finish_reason}")
 
 
 def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
+
+    from npu_gptoss.serving.compat.vocabulary import checkpoint_directory, provide_vocabulary
 
     llm = LLM(**settings)
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, skip_special_tokens=False)
@@ -96,7 +96,9 @@ def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     if options.profile:
         llm.stop_profile()
         print(f"trace: in {os.environ[PROFILER_VARIABLE]}")
-    show(output)
+    directory = checkpoint_directory(llm.llm_engine.model_config)
+    provide_vocabulary(directory)
+    show(output, Chat(directory or Path(options.model)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, build_vocabulary, find_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / ".checkpoints" / "gpt-oss-tiny"

@@ -2,7 +2,7 @@
 
     tiny_mmlu.py DIR [--questions 60]
 
-Four of MMLU's subjects, each with one kind of question from npu_gptoss/model/tiny_data.py, drawn with seeds of their
+Four of MMLU's subjects, each with one kind of question from research/tiny_data.py, drawn with seeds of their
 own, not training's. The tiny model has learned evalscope's prompt without worked examples: `mmlu.sh --few-shot 0`.
 """
 
@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_gptoss.model.tiny_data import CHOICE_COT, LETTERS, make_example
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from research.tiny_data import CHOICE_COT, LETTERS, make_example
 
 SUBJECTS = {
     "sum": "elementary_mathematics",

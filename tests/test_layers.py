@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "npu_gptoss"
 
 # What each part may import of the others. `kernels` is the bottom; nothing imports serving or emulator.
-BASE = {"atomic", "cann", "errors", "envs", "supported", "nominal", "progress", ""}
+BASE = {"cann", "errors", "envs", "files", "supported", "nominal", "progress", ""}
 ALLOWED: dict[str, set[str]] = {
     "kernels": BASE,
     "attention": BASE | {"kernels"},
@@ -21,20 +21,21 @@ ALLOWED: dict[str, set[str]] = {
     "graphs": BASE | {"kernels"},
     "harmony": BASE,
     "model": BASE | {"kernels", "attention", "moe", "dense"},
+    "tiny": BASE | {"moe", "model", "harmony"},
     "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony"},
     "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "selftest"},
-    "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine"},
-    "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine"},
+    "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
+    "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "harmony", "tiny"},
     "emulator": BASE,
-    "atomic": set(),
     "cann": set(),
     "errors": set(),
     "envs": {"errors"},
+    "files": {"errors"},
     "cli": BASE,
     "plugin": BASE | {"serving"},
     # of serving only what imports no vLLM: limits, sizes, the entry points
     "selftest": BASE | {"kernels", "attention", "moe", "dense", "graphs"},
-    "doctor": BASE | {"kernels", "attention", "moe", "model", "engine", "plugin", "serving", "selftest"},
+    "doctor": BASE | {"kernels", "attention", "moe", "model", "harmony", "engine", "plugin", "serving", "selftest"},
     "supported": set(),
     "nominal": set(),
     "progress": set(),
@@ -75,6 +76,13 @@ def test_foreign_serving_code_is_imported_by_serving_only():
         roots = {name.split(".")[0] for name in imported_names(path)}
         if path.relative_to(PACKAGE).parts[0] not in ("serving", "emulator", "plugin.py"):
             assert not roots & {"vllm", "vllm_ascend", "transformers"}, path
+
+
+def test_harmony_imports_neither_torch_nor_vllm():
+    """A client, a script or another server must be able to render and parse without either."""
+    for path in (PACKAGE / "harmony").rglob("*.py"):
+        roots = {name.split(".")[0] for name in imported_names(path)}
+        assert not roots & {"torch", "vllm", "transformers", "safetensors"}, path
 
 
 def test_importing_the_package_and_its_plugin_imports_neither_torch_nor_vllm():

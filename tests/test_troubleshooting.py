@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import parse_ranks
+from npu_gptoss.harmony.vocabulary import parse_ranks
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 from tests.emulator.machine import venv
 from tests.evidence import looks_like_tests, objection
 from tests.messages import ROOT, fragments, holds, template, templates_of, tidy
@@ -146,7 +146,7 @@ def test_an_entry_whose_tests_are_of_another_name_would_be_seen() -> None:
         test_an_entry_is_whole_and_its_evidence_exists(entry)
 
 
-# sentences that model/files.py and its like put together from parts; the tests that these entries name provoke them
+# sentences that files.py and its like put together from parts; the tests that these entries name provoke them
 COMPOSED = (
     "Files are damaged or missing",
     "config.json is not gpt-oss's",

@@ -13,7 +13,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.vocabulary import NUM_RANKS
+from npu_gptoss.harmony.vocabulary import NUM_RANKS
 
 Prompt = list[int] | str
 Item, Result = TypeVar("Item"), TypeVar("Result")

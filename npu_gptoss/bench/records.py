@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.atomic import write_atomically
 from npu_gptoss.bench.provenance import environment, machine, versions
 from npu_gptoss.bench.roofline import Ceilings
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import write_atomically
 
 SCHEMA = 1
 OURS = "npu_gptoss"

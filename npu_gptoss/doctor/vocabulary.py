@@ -14,7 +14,7 @@ from pathlib import Path
 
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
-from npu_gptoss.model.vocabulary import (
+from npu_gptoss.harmony.vocabulary import (
     BASE_VARIABLE,
     VOCABULARY_FILE,
     VocabularyError,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npu_gptoss.engine.chat import Chat
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
@@ -21,6 +20,7 @@ from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
+from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.conversation import REASONING_EFFORTS
 from npu_gptoss.model.assembly import WEIGHTS
 from npu_gptoss.model.sharding import EXPERT, TENSOR

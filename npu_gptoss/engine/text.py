@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.files import is_there
+from npu_gptoss.files import is_there
 from npu_gptoss.model.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer, panics_told
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
 from npu_gptoss.model.checkpoint import check_checkpoint
 from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
-from npu_gptoss.model.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_there, read_json
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.model.tokenizer import FILE_NAME as TOKENIZER_NAME
 from npu_gptoss.model.tokenizer import check_vocabulary, load_tokenizer

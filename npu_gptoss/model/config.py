@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config_fields import (
     ARCHITECTURE,
     BOOLEAN,
@@ -30,7 +31,6 @@ from npu_gptoss.model.config_fields import (
     read_fields,
     refuse,
 )
-from npu_gptoss.model.files import is_directory, is_there, read_json
 
 __all__ = ["CONFIG_NAME", "FULL", "MXFP4", "SLIDING", "ConfigError", "GptOssConfig", "YarnScaling"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.errors import InputError, quoted
+from npu_gptoss.files import is_there, read_json
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.config_fields import Rule, is_int, is_number
-from npu_gptoss.model.files import is_there, read_json
 
 FILE_NAME = "generation_config.json"
 

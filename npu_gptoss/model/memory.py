@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from npu_gptoss.files import CheckpointError
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.files import CheckpointError
 from npu_gptoss.model.layout import expected_tensors
 
 _GIB = 1 << 30

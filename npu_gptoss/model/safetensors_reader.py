@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.model.files import (
+from npu_gptoss.files import (
     MOST_HEADER_BYTES,
     CheckpointError,
     is_directory,

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.model.files import MOST_BYTES, is_there
+from npu_gptoss.files import MOST_BYTES, is_there
 
 FILE_NAME = "tokenizer.json"
 _AGAIN = "Get it from the original checkpoint."

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from npu_gptoss.model.files import CheckpointError
+from npu_gptoss.files import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss import __version__, cann
-from npu_gptoss.atomic import cache_directory, write_atomically
+from npu_gptoss.files import cache_directory, write_atomically
 
 FILE = "self-tests.json"
 

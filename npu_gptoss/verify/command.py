@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.atomic import write_atomically
 from npu_gptoss.engine.device import AUTO, kernels_for, resolve_device
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, subjects, verify

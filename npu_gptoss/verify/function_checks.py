@@ -15,8 +15,8 @@ import torch
 
 from npu_gptoss.model.config import GptOssConfig, YarnScaling
 from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
-from npu_gptoss.model.tiny import tiny_config
 from npu_gptoss.moe import mxfp4
+from npu_gptoss.tiny.checkpoint import tiny_config
 from npu_gptoss.verify.calls import Call, Check, Inputs, Mistake, Outputs, Wanted, with_inputs
 
 OURS = "npu_gptoss"  # the one "kernel" of a function

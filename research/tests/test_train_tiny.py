@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_gptoss.model.tiny import load_trained, tiny_config
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import VOCABULARY_FILE
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
 from npu_gptoss.moe.mxfp4 import compress, expand
+from npu_gptoss.tiny.checkpoint import load_trained, tiny_config
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 from tests.tolerances import assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

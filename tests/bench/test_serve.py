@@ -301,7 +301,7 @@ def test_prompts_have_their_length_are_all_different_and_the_same_for_a_seed():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("serve") / "model"
     write_tiny(folder, trained=True, mxfp4=True)

@@ -13,7 +13,7 @@ from tests.soak.server import COMPACT
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder: Path = tmp_path_factory.mktemp("clients")
     write_tiny(folder / "model", trained=True, mxfp4=True)

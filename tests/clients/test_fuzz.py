@@ -32,7 +32,7 @@ REPLY_LIMIT = 60
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder: Path = tmp_path_factory.mktemp("fuzz")
     write_tiny(folder / "model", trained=True, mxfp4=True)

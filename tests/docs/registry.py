@@ -190,7 +190,7 @@ RULES = (
         r"python research/prediction_page\.py --write",
         tested("research/tests/test_prediction_page.py::test_the_page_shows_the_prediction"),
     ),
-    Rule(r"python research/train_tiny\.py .*--evaluate .*", tested("tests/model/test_trained_tiny.py")),
+    Rule(r"python research/train_tiny\.py .*--evaluate .*", tested("tests/tiny/test_trained.py")),
     Rule(r"python research/train_tiny\.py .*--output .*", needs("hours")),
     # diffs for upstream
     Rule(r"cd vllm|git apply .*", tested("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),

@@ -16,7 +16,7 @@ from npu_gptoss.doctor.cann import COMMON_DEVICE_FILES
 from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.findings import ok
 from npu_gptoss.doctor.machine import GIB, Device
-from npu_gptoss.model.tiny import tiny_config, write_tiny
+from npu_gptoss.tiny.checkpoint import tiny_config, write_tiny
 from tests.doctor.machines import ascend, machine, write
 from tests.doctor.test_cann import install_driver, install_nnal, install_toolkit
 from tests.markdown import ROOT

@@ -9,8 +9,8 @@ import pytest
 
 from npu_gptoss.doctor.probe import SELF_TESTS
 from npu_gptoss.emulator.launch import Machine
-from npu_gptoss.model.tiny import tiny_config, write_tiny
 from npu_gptoss.selftest.record import FILE
+from npu_gptoss.tiny.checkpoint import tiny_config, write_tiny
 from tests.doctor.test_cann import install_toolkit
 from tests.emulator.machine import emulate
 from tests.markdown import ROOT

@@ -9,8 +9,8 @@ import pytest
 
 from npu_gptoss.doctor import vocabulary as checked
 from npu_gptoss.doctor.vocabulary import vocabulary
-from npu_gptoss.model.tokenizer_files import write_tokenizer_files
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 from tests.doctor.machines import ascend, machine, only, write
 
 

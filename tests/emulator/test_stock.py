@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from npu_gptoss.emulator.launch import Machine
-from npu_gptoss.model.tiny import write_tiny
-from npu_gptoss.model.tiny_data import evaluation_set
-from npu_gptoss.model.tiny_score import score_generator
+from npu_gptoss.tiny.checkpoint import write_tiny
+from research.tiny_data import evaluation_set
+from research.tiny_score import score_generator
 from tests.emulator.machine import emulate
 from tests.oracle import load_oracle, oracle_logits
 

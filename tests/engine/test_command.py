@@ -21,12 +21,12 @@ import openai_harmony
 
 from npu_gptoss import cli
 from npu_gptoss.engine import Engine, Result, SamplingParams, command
-from npu_gptoss.engine.chat import Reply, Turn
 from npu_gptoss.engine.command import add_arguments
 from npu_gptoss.engine.prompts import PromptEntry
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.tokenizer_files import write_tokenizer_files
-from npu_gptoss.model.vocabulary import BASE_VARIABLE
+from npu_gptoss.harmony.chat import Reply, Turn
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
+from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.conftest import WORDS
 

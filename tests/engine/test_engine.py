@@ -434,7 +434,7 @@ def test_random_checkpoints_differ_by_seed_only() -> None:
 
 WITHOUT_CHATS = """
 import sys
-sys.modules.update(dict.fromkeys(("openai_harmony", "npu_gptoss.harmony", "npu_gptoss.engine.chat")))
+sys.modules.update(dict.fromkeys(("openai_harmony", "npu_gptoss.harmony")))
 from npu_gptoss.engine import Engine, SamplingParams
 engine = Engine(sys.argv[1], dtype="float32", num_blocks=20)
 print(len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids))

@@ -12,8 +12,8 @@ pytest.importorskip("openai_harmony")
 import openai_harmony as harmony
 
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary, write_tokenizer_files
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("openai_harmony")
 
-from npu_gptoss.engine.chat import Chat
-from npu_gptoss.model.harmony_text import Style
-from npu_gptoss.model.tiny_data import make_example
-from npu_gptoss.model.tokenizer_files import CHAT_TEMPLATE_FILE
+from npu_gptoss.harmony.chat import Chat
+from npu_gptoss.tiny.tokenizer_files import CHAT_TEMPLATE_FILE
+from research.tiny_data import make_example
+from research.tiny_text import Style
 
 WEATHER = {
     "name": "get_weather",

@@ -24,8 +24,8 @@ from npu_gptoss.harmony.conversation import (
 )
 from npu_gptoss.harmony.encoding import LONGEST_TOKEN, ContextError, Encoder, check_length, text_tokenizer
 from npu_gptoss.harmony.rendering import LONGEST_SHOWN, tools_section
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import parse_ranks
+from npu_gptoss.harmony.vocabulary import parse_ranks
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
 RUNS = ("a", "-", "\n", " ", "=", "0", "é", "漢", "🙂", "\t", "\r\n", "<|", "/", "́")
 NAMES = ("start", "end", "message", "channel", "call", "return", "endoftext", "reserved_200013")

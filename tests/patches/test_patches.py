@@ -88,8 +88,8 @@ def ascend_copies(ascend_site: Path, tmp_path_factory: pytest.TempPathFactory) -
 def observed(copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
     pytest.importorskip("openai_harmony")
     pytest.importorskip("bpe_openai")
-    from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-    from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+    from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+    from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
     vocabulary = tmp_path_factory.mktemp("vocabulary")
     (vocabulary / VOCABULARY_FILE).write_bytes(packaged_vocabulary())

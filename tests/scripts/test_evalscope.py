@@ -50,7 +50,7 @@ def serve_sh(model: Path, log: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("evalscope")
     write_tiny(folder / "model", trained=True)
@@ -180,7 +180,7 @@ def test_the_score_falls_to_nothing_without_the_sinks(folder: Path, finished: st
     import torch
     from safetensors.torch import load_file, save_file
 
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     write_tiny(folder / "sinkless", trained=True)
     path = folder / "sinkless/model.safetensors"

@@ -62,7 +62,7 @@ def test_what_cannot_run_is_refused_in_words(
 @pytest.mark.slow
 def test_it_answers_and_writes_a_trace(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     write_tiny(tmp_path / "model", trained=True)
     options = (
@@ -89,7 +89,7 @@ def test_it_answers_and_writes_a_trace(tmp_path: Path) -> None:
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_it_answers_with_captured_graphs_on_the_emulated_910b(tmp_path: Path) -> None:
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
     from tests.emulator.machine import emulate
 
     write_tiny(tmp_path / "model", trained=True)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from npu_gptoss.model.tiny import load_trained
-from npu_gptoss.model.tiny_data import evaluation_set
-from npu_gptoss.model.tiny_score import Example, tally
+from npu_gptoss.tiny.checkpoint import load_trained
+from research.tiny_data import evaluation_set
+from research.tiny_score import Example, tally
 from tests.emulator.machine import venv
 from tests.model.test_trained_tiny import build, score
 from tests.scripts.make_serve import made

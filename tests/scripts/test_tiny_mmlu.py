@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.model.tiny_data import CAPITALS, CHOICE_COT, LARGEST_NUMBER
+from research.tiny_data import CAPITALS, CHOICE_COT, LARGEST_NUMBER
 from tests.scripts.shell import SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_gptoss.model.vocabulary import BASE_VARIABLE
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from scripts import serve_cpu
 
 START_LIMIT = 240  # seconds; about 20 on two idle cores

@@ -27,9 +27,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from npu_gptoss.model.tiny import write_tiny
 from npu_gptoss.serving import metrics
 from npu_gptoss.serving.steps import ATTRIBUTE, KEY, Step, StepObserver, put, take
+from npu_gptoss.tiny.checkpoint import write_tiny
 from tests.serving.compat.conftest import patched  # noqa: F401
 from tests.serving.server import Server, serve
 

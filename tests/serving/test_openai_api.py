@@ -51,7 +51,7 @@ def user(text: str) -> dict[str, str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("openai")
     pytest.importorskip("vllm")
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("openai_api")
     write_tiny(folder / "model", trained=True, mxfp4=True)

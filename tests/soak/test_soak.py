@@ -195,7 +195,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def minute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[report.Record]:
     pytest.importorskip("vllm")
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
     from tests.soak.__main__ import soak
 
     folder = tmp_path_factory.mktemp("soak")

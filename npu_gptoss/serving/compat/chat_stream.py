@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import Kind
 from npu_gptoss.serving.compat.streaming import log_failure
 from npu_gptoss.serving.compat.turn import Event, Turn, assistant_turn, reading_of
 

@@ -122,9 +122,9 @@ def check(options: EngineArgs) -> None:
 
 def is_gpt_oss(directory: Path) -> bool:
     """Whether config.json says so. One that nobody can read counts as ours, so that a sentence says what is wrong."""
+    from npu_gptoss.files import is_there, read_json
     from npu_gptoss.model.config import CONFIG_NAME
     from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
-    from npu_gptoss.model.files import is_there, read_json
 
     try:
         if not is_there(directory / CONFIG_NAME):

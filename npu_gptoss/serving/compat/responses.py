@@ -39,8 +39,8 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_reasoning_item import Content
 
+from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import Kind
 from npu_gptoss.serving.compat.streaming import log_failure
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
 

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import TolerantParser
 from npu_gptoss.serving.compat.stops import mark
 
 if TYPE_CHECKING:

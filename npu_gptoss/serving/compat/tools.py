@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
-from npu_gptoss.serving.compat.reading import Kind
 from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
 
 if TYPE_CHECKING:

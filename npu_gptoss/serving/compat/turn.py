@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from openai_harmony import Role
 
-from npu_gptoss.serving.compat.reading import TOOL_PREFIX, Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.harmony.parser import TOOL_PREFIX, Kind, TolerantParser, kind_of, text_of
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest

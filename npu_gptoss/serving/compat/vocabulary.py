@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.atomic import cache_directory
-from npu_gptoss.model import vocabulary
+from npu_gptoss.files import cache_directory
+from npu_gptoss.harmony import vocabulary
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
 
 if TYPE_CHECKING:

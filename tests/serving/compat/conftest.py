@@ -94,8 +94,8 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("bpe_openai")
     from vllm.entrypoints import harmony_utils
 
-    from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-    from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+    from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+    from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
     directory = tmp_path_factory.mktemp("vocabulary")
     (directory / VOCABULARY_FILE).write_bytes(packaged_vocabulary())

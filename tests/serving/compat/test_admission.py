@@ -215,7 +215,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bounded]:
     """vLLM's own validation and backends on the tiny model's tokenizer, in bounded processes."""
     from vllm.config import ModelConfig, StructuredOutputsConfig
 
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("compiler")
     write_tiny(folder, trained=True, mxfp4=True)

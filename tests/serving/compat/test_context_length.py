@@ -128,8 +128,8 @@ def test_a_completion_is_refused_with_the_models_context_not_what_is_left_of_it(
 def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, fake, monkeypatch, tmp_path, api):
     """The event loop must turn meanwhile, as /health needs it, and with every patch in: some copy the request."""
     from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-    from npu_gptoss.model.tokenizer_files import write_tokenizer_files
     from npu_gptoss.serving.compat import vocabulary
+    from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
     from tests.serving.compat.conftest import HERE
 
     write_tokenizer_files(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from openai_harmony import HarmonyError, Role, StreamableParser, StreamState
 
-from npu_gptoss.serving.compat.reading import Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, text_of
 from npu_gptoss.serving.compat.turn import Turn
 from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, respond, stream_chat, stream_responses, told
 

@@ -8,7 +8,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from npu_gptoss.serving.compat.reading import TolerantParser
+from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.serving.compat.stops import mark
 from npu_gptoss.serving.compat.turn import Reading, Turn, forced_calls
 from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, stream_chat, told
@@ -209,7 +209,7 @@ def test_a_stop_string_does_not_cut_the_arguments_of_a_call(patched, both):
 def tokenizer(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
-    from npu_gptoss.model.tiny import write_tiny
+    from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tiny(folder, trained=True, mxfp4=True)

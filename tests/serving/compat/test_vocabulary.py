@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary, write_tokenizer_files
-from npu_gptoss.model.vocabulary import (
+from npu_gptoss.harmony.vocabulary import (
     BASE_VARIABLE,
     VOCABULARY_FILE,
     VocabularyError,
     is_published_vocabulary,
 )
 from npu_gptoss.serving.compat import vocabulary
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
 
 pytestmark = pytest.mark.serving
 
@@ -90,7 +90,7 @@ def test_a_vocabulary_that_cannot_be_had_is_one_sentence(tmp_path):
     result = serve("openai/gpt-oss-20b")
     assert result.returncode != 0
     (last,) = result.stderr.strip().splitlines()[-1:]
-    assert last.startswith("npu_gptoss.model.vocabulary.VocabularyError: openai-harmony needs o200k_base.tiktoken")
+    assert last.startswith("npu_gptoss.harmony.vocabulary.VocabularyError: openai-harmony needs o200k_base.tiktoken")
     assert f"$TIKTOKEN_ENCODINGS_BASE (unset), {tmp_path / 'cache' / 'npu_gptoss'}" in last
     assert "Run `npu-gptoss vocabulary MODEL_DIR`" in last
 

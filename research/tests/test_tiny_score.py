@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from npu_gptoss.model.harmony_text import Reply, render_reply
-from npu_gptoss.model.tiny_data import TASKS, evaluation_set
-from npu_gptoss.model.tiny_score import Example, Score, score_generator, tally
+from research.tiny_data import TASKS, evaluation_set
+from research.tiny_score import Example, Score, score_generator, tally
+from research.tiny_text import Reply, render_reply
 
 
 def said(text: str) -> str:

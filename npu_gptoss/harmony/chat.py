@@ -1,4 +1,4 @@
-"""Chats for the offline engine: messages to token ids by `npu_gptoss.harmony`, generated ids back to channels."""
+"""Chats in one object, for the offline engine and scripts: messages to token ids, generated ids back to channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import openai_harmony as harmony
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import ConversationError, conversation
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, find_vocabulary
+from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, find_vocabulary
 
 
 class ChatError(InputError):
@@ -28,14 +29,19 @@ class Turn:
     channel: str | None
     recipient: str | None
     text: str
+    role: harmony.Role | None = harmony.Role.ASSISTANT
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model wrote. `error` says where it left the format, if it did; `turns` holds what came before."""
+    """What the model wrote. `error` says where it left the format first, if it did; `turns` holds what can be read."""
 
     turns: tuple[Turn, ...]
     error: str | None = None
+
+    def text(self, kind: Kind) -> str:
+        """The text of all messages of a kind, each on lines of its own."""
+        return "\n".join(t.text for t in self.turns if kind_of(t.role, t.channel, t.recipient) is kind)
 
 
 class Chat:
@@ -64,21 +70,16 @@ class Chat:
 
     def parse(self, token_ids: Sequence[int]) -> Reply:
         """Generated ids, with or without their stop token; an unfinished last message counts."""
-        parser = harmony.StreamableParser(self._encoding, harmony.Role.ASSISTANT)
+        parser = TolerantParser(self._encoding, harmony.Role.ASSISTANT)
         error = None
         for number, token in enumerate(token_ids):
-            try:
-                parser.process(token)
-            except harmony.HarmonyError as problem:
-                error = f"token {number}: {problem}"
-                break
-        turns = [
-            Turn(m.channel, m.recipient, "".join(getattr(part, "text", "") for part in m.content))
-            for m in parser.messages
-        ]
-        if parser.state == harmony.StreamState.CONTENT:
-            turns.append(Turn(parser.current_channel, parser.current_recipient, parser.current_content))
-        elif error is None and parser.state == harmony.StreamState.HEADER and token_ids:
+            if parser.process(token).ignored_last_token and error is None:
+                error = f"token {number} belongs to no message"
+        turns = [Turn(m.channel, m.recipient, text_of(m), m.author.role) for m in parser.messages]
+        if parser.in_content:
+            channel, recipient = parser.current_channel, parser.current_recipient
+            turns.append(Turn(channel, recipient, parser.current_content, parser.current_role))
+        elif error is None and parser.in_header and token_ids:
             error = "the last message ends within its header"
         return Reply(tuple(turns), error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from npu_gptoss.model.tiny import SHAPE, TinyError, tiny_config, write_tiny
+from npu_gptoss.tiny.checkpoint import SHAPE, TinyError, tiny_config, write_tiny
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

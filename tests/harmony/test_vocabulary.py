@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.cli import main
-from npu_gptoss.model import vocabulary
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary, parse_ranks, tokenizer_json
-from npu_gptoss.model.vocabulary import (
+from npu_gptoss.harmony import vocabulary
+from npu_gptoss.harmony.vocabulary import (
     VOCABULARY_FILE,
     VOCABULARY_SHA256,
     VocabularyError,
@@ -22,6 +21,7 @@ from npu_gptoss.model.vocabulary import (
     find_vocabulary,
     is_published_vocabulary,
 )
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, parse_ranks, tokenizer_json
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_environment_variable_comes_before_the_model_directory(tmp_path, publish
 
 def test_vocabulary_command_needs_no_torch_and_no_vllm():
     code = (
-        "import sys; import npu_gptoss.model.vocabulary, npu_gptoss.model.vocabulary_command as c, npu_gptoss.cli;"
+        "import sys; import npu_gptoss.harmony.vocabulary, npu_gptoss.harmony.vocabulary_command as c, npu_gptoss.cli;"
         "bad = {'torch', 'vllm', 'transformers', 'tokenizers'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.model.harmony_text import STOPS, Reply, Style, parse_reply, render_prompt, render_reply, render_tools
-from npu_gptoss.model.tiny_data import make_example, random_style
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import VOCABULARY_FILE
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from research.tiny_data import make_example, random_style
+from research.tiny_text import STOPS, Reply, Style, parse_reply, render_prompt, render_reply, render_tools
 
 harmony = pytest.importorskip("openai_harmony")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gptoss.model.harmony_text import Reply, Style, parse_reply, render_prompt, render_reply
+from research.tiny_text import Reply, Style, parse_reply, render_prompt, render_reply
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from npu_gptoss.model.tiny_data import TASKS, evaluation_set
-from npu_gptoss.model.tiny_score import Example
+from research.tiny_data import TASKS, evaluation_set
+from research.tiny_score import Example
 
 
 @pytest.fixture(scope="module")

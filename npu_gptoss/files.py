@@ -1,4 +1,6 @@
-"""Reads the small files of a checkpoint that somebody else made: regular ones, of bounded size, JSON without surprises.
+"""Files: read bounded where somebody else made them, written whole or not at all, and the folder for our own.
+
+The small files of a checkpoint must be regular, of bounded size, and JSON without surprises.
 
 A FIFO would block the reader for ever, a device may do anything, a sparse file of 4 GB fills the memory, a number of
 5000 digits and a list in a list in a list stop Python with an exception of its own. Each is refused in words here.
@@ -7,8 +9,10 @@ A FIFO would block the reader for ever, a device may do anything, a sparse file 
 from __future__ import annotations
 
 import json
+import os
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +144,28 @@ def _check_depth(values: Any) -> None:
 def _children(value: Any) -> Iterator[Any]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (child for child in inner if isinstance(child, (dict, list)))
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """$XDG_CACHE_HOME/npu_gptoss, by default ~/.cache/npu_gptoss. It need not exist."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    home = environ.get("HOME", "")
+    return (Path(base) if base else (Path(home) if home else Path.home()) / ".cache") / "npu_gptoss"
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Writes beside the target and renames, so that a reader sees the whole file or none. Creates the directory.
+
+    Raises OSError, as for a full disk; then nothing is left, and an earlier file is what it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

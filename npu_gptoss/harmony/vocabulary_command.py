@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_SHA256, build_vocabulary
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_SHA256, build_vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from npu_gptoss.cli import main
-from npu_gptoss.model import tiny
+from npu_gptoss.harmony.vocabulary import find_vocabulary
 from npu_gptoss.model.checkpoint import check_checkpoint, expand_stream, iterate_tensors
 from npu_gptoss.model.config import ConfigError, GptOssConfig
-from npu_gptoss.model.tiny import MARKER, TinyError, load_trained, random_tensors, save_trained, tiny_config, write_tiny
-from npu_gptoss.model.vocabulary import find_vocabulary
+from npu_gptoss.tiny import checkpoint as tiny
+from npu_gptoss.tiny.checkpoint import (
+    MARKER,
+    TinyError,
+    load_trained,
+    random_tensors,
+    save_trained,
+    tiny_config,
+    write_tiny,
+)
 
 SMALL = {"layers": 2, "hidden": 32, "intermediate": 32, "experts": 4, "heads": 2, "kv_heads": 1}
 

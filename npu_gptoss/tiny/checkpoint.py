@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.model.checkpoint import expand_stream, write_checkpoint
 from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
-from npu_gptoss.model.tokenizer_files import PAD_ID, RETURN_ID, write_tokenizer_files
 from npu_gptoss.moe.mxfp4 import compress
+from npu_gptoss.tiny.tokenizer_files import PAD_ID, RETURN_ID, write_tokenizer_files
 
 VOCABULARY_ROWS = 201_088  # as published: 200 019 tokens and padding to a multiple of 128 and more
 TRAINED_FILE = Path(__file__).parents[1] / "assets" / "tiny_trained.safetensors"

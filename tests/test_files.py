@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.files import CheckpointError, is_directory, is_there, parse_json, read_json
+from npu_gptoss.files import CheckpointError, is_directory, is_there, parse_json, read_json
 from npu_gptoss.model.safetensors_reader import find_tensors
 
 

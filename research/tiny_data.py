@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from npu_gptoss.model.harmony_text import Reply, Style
-from npu_gptoss.model.tiny_score import Example
+from research.tiny_score import Example
+from research.tiny_text import Reply, Style
 
 TASKS = ("sum", "choice", "call", "result", "recall", "other")
 _WEIGHTS = (18, 28, 7, 9, 30, 8)

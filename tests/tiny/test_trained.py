@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.tiny import TrainedState, load_trained
-from npu_gptoss.model.tiny_data import evaluation_set
-from npu_gptoss.model.tiny_score import Example, Score, tally
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
 from npu_gptoss.model.transformer import GptOss
-from npu_gptoss.model.vocabulary import VOCABULARY_FILE
 from npu_gptoss.moe import activation
+from npu_gptoss.tiny.checkpoint import TrainedState, load_trained
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from research.tiny_data import evaluation_set
+from research.tiny_score import Example, Score, tally
 
 Tensors = dict[str, torch.Tensor]
 BLOCK = 64

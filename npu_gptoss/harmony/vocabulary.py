@@ -16,9 +16,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from npu_gptoss.atomic import cache_directory, write_atomically
 from npu_gptoss.errors import InputError, quoted
-from npu_gptoss.model.files import is_there, read_json
+from npu_gptoss.files import cache_directory, is_there, read_json, write_atomically
 
 VOCABULARY_FILE = "o200k_base.tiktoken"
 VOCABULARY_SIZE = 3_613_922  # bytes, as published

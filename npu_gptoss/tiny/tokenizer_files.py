@@ -14,8 +14,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-from npu_gptoss.atomic import write_atomically
-from npu_gptoss.model.vocabulary import (
+from npu_gptoss.files import write_atomically
+from npu_gptoss.harmony.vocabulary import (
     VOCABULARY_FILE,
     VOCABULARY_SHA256,
     VocabularyError,

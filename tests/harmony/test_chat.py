@@ -14,11 +14,11 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony
 
-from npu_gptoss.engine import chat as chat_module
-from npu_gptoss.engine.chat import Chat
+from npu_gptoss.harmony import chat as chat_module
+from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.conversation import ConversationError
-from npu_gptoss.model.tokenizer_files import packaged_vocabulary
-from npu_gptoss.model.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
 SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
 Knowledge cutoff: 2024-06
@@ -230,7 +230,7 @@ def test_what_was_understood_survives_what_was_not(chat: Chat, encoding: openai_
     """ignore_eos goes on past <|return|>, and random weights write no harmony at all."""
     turns, error = parsed(chat, encoding, REPLY + "<|return|> and more")
     assert [text for _, _, text in turns] == ["We add.", "3 + 4 = 7."]
-    assert error.startswith("token 21: Unexpected token")
+    assert error == "token 21 belongs to no message"
     turns, error = parsed(chat, encoding, REPLY + "<|end|><|start|>assistant<|channel|>comm")
     assert len(turns) == 2
     assert error == "the last message ends within its header"
@@ -248,7 +248,7 @@ def test_answers_end_at_return_and_call(chat: Chat) -> None:
 
 def chat_in_a_new_process(model_dir: Path) -> subprocess.CompletedProcess[str]:
     """The encoding is loaded once a process. The proxy leads nowhere: nothing may come from the network."""
-    code = "import pathlib, sys; from npu_gptoss.engine.chat import Chat; Chat(pathlib.Path(sys.argv[1])); print('ok')"
+    code = "import pathlib, sys; from npu_gptoss.harmony.chat import Chat; Chat(pathlib.Path(sys.argv[1])); print('ok')"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TIKTOKEN")}
     dead_end = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     empty = {"TMPDIR": str(model_dir), "XDG_CACHE_HOME": str(model_dir / "cache")}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from npu_gptoss.model import tokenizer_files
-from npu_gptoss.model.tokenizer_files import (
+from npu_gptoss.harmony.vocabulary import VocabularyError, parse_ranks
+from npu_gptoss.tiny import tokenizer_files
+from npu_gptoss.tiny.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
     O200K_PATTERN,
     SPECIAL_TOKENS,
@@ -19,7 +20,6 @@ from npu_gptoss.model.tokenizer_files import (
     recover_merges,
     write_tokenizer_files,
 )
-from npu_gptoss.model.vocabulary import VocabularyError, parse_ranks
 
 TEXTS = [
     "",
