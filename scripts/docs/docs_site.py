@@ -53,8 +53,7 @@ def is_external(target: str) -> bool:
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Each page of the site by its path in the repository: its path in the site's sources."""
     inside = {f"docs/{path.relative_to(root / 'docs').as_posix()}" for path in (root / "docs").rglob("*.md")}
-    patches = {path.relative_to(root).as_posix() for path in (root / "patches").glob("*/*.md")}
-    return {name: name.removeprefix("docs/") for name in inside} | {name: name for name in patches} | OUTSIDE
+    return {name: name.removeprefix("docs/") for name in inside} | OUTSIDE
 
 
 def resolved(target: str, source: str) -> tuple[str, str]:
@@ -97,8 +96,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     site = pages()
     (source,) = (name for name, uri in site.items() if uri == page.file.src_uri)
-    if source.startswith("patches/"):  # searches find the pages of the package first, then those of the diffs
-        page.meta.setdefault("search", {"boost": 0.2})
     return in_the_site(markdown, source, site)
 
 

@@ -192,8 +192,7 @@ RULES = (
     ),
     Rule(r"python research/train_tiny\.py .*--evaluate .*", tested("tests/tiny/test_trained.py")),
     Rule(r"python research/train_tiny\.py .*--output .*", needs("hours")),
-    # diffs for upstream
-    Rule(r"cd vllm|git apply .*", tested("tests/patches/test_patches.py::test_a_diff_takes_its_defect_away")),
+    Rule(r"cd vllm-ascend|git apply .*", tested("tests/patches/test_ascend.py")),
 )
 
 

@@ -1,401 +1,294 @@
-"""What a client, or a caller, of vLLM sees where a diff of `patches/vllm` repairs something: one function for each.
+"""What vllm-ascend 0.11.0 does where a diff of `patches/vllm-ascend-0.11.0` repairs something, on the emulated 910B.
 
-They run in a process that has imported the released or the repaired package (`in_fork.py`), without our plugin, and
-return plain JSON values; what is expected before and after lies in `test_patches.py`.
+A function for each diff, named like it; it runs in a process of the emulated environment (`in_fork.py`) and returns
+plain JSON values. The references are written out here, in float32. `EXPECTED` is what each sees.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-OBSERVATIONS: dict[str, Callable[[], Any]] = {}
+import torch
 
-THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-FINAL = "<|channel|>final<|message|>"
-ANSWER = f"{THOUGHT}{FINAL}Four.<|return|>"
-PREAMBLE = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
-CALL = '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Paris"}<|call|>'
-USER = {"role": "user", "content": "Hello"}
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8, 2, 64, 128
+WINDOW = 128
 
 
-def observation(function: Callable[[], Any]) -> Callable[[], Any]:
-    OBSERVATIONS[function.__name__] = function
-    return function
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found.float().cpu() - expected.float()).abs().max() <= 2e-2 * (1 + expected.abs().max()))
 
 
-def tokens(text: str) -> list[int]:
-    from vllm.entrypoints.harmony_utils import get_encoding
-
-    return get_encoding().encode(text, allowed_special="all")
+def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
 
 
-def outcome(function: Callable[[], Any]) -> Any:
-    """What a function returns, or the name of what it raises."""
-    try:
-        return function()
-    except Exception as error:
-        return type(error).__name__
+def metadata(query_lens: list[int], seq_lens: list[int], padded: int, state: str) -> Any:
+    """What the builder of vllm-ascend makes of a step; request r has the blocks 4 r, 4 r + 1, …"""
+    from vllm_ascend.attention.attention_v1 import AscendAttentionMetadataBuilder, AscendAttentionState
 
-
-def answer(text: str, **fields: Any) -> dict[str, Any]:
-    """Content, reasoning and calls of a whole chat answer whose tokens are the text's."""
-    from tests.serving.compat.fake_engine import FakeEngine, chat
-
-    choice = chat(FakeEngine(tokens(text)), **fields)["choices"][0]
-    message = choice["message"]
-    return {
-        "content": message["content"],
-        "reasoning": message["reasoning_content"],
-        "calls": [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]],
-    }
-
-
-def streamed(text: str, bite: int = 1, finish: str | None = None, empty_end: bool = False, **fields: Any) -> dict:
-    from tests.serving.compat.fake_engine import FakeEngine, stream_chat, told
-
-    told_ = told(stream_chat(FakeEngine(tokens(text), bite, finish, empty_end), **fields))
-    return {"content": told_["content"], "reasoning": told_["reasoning"], "calls": told_["calls"]} | (
-        {"error": told_["error"]} if told_["error"] else {}
-    )
-
-
-def events(text: str, bite: int = 1, **engine: Any) -> list[Any]:
-    from tests.serving.compat.fake_engine import FakeEngine, stream_responses
-
-    return stream_responses(FakeEngine(tokens(text), bite, **engine))
-
-
-def output_types(text: str) -> Any:
-    from tests.serving.compat.fake_engine import FakeEngine, respond
-
-    response = respond(FakeEngine(tokens(text)))
-    return response["error"]["message"] if "output" not in response else [item["type"] for item in response["output"]]
-
-
-def prompt(responses: bool = False, **fields: Any) -> str:
-    """The prompt of a request after the system turn's end; or the error's message."""
-    from vllm.entrypoints.harmony_utils import get_encoding
-
-    from tests.serving.compat.fake_engine import FakeEngine, chat, respond
-
-    engine = FakeEngine(tokens(f"{FINAL}Hi.<|return|>"))
-    told_ = (respond if responses else chat)(engine, **fields)
-    if not engine.prompts:
-        return told_["error"]["message"]
-    return get_encoding().decode(engine.prompts[0]).split("<|end|>", 1)[1]
-
-
-@observation
-def yarn_truncate() -> dict[str, int]:
-    """How many of the 32 pairs of cosine and sine of vLLM's gpt-oss differ from transformers' at position 1000."""
-    import torch
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.models import gpt_oss
-
-    from tests.model.published import published_config
-
-    gpt_oss.get_tensor_model_parallel_world_size = lambda: 1
-    for name in ("QKVParallelLinear", "RowParallelLinear", "Attention"):
-        setattr(gpt_oss, name, lambda *args, **kwargs: torch.nn.Identity())
-
-    def wrong(**changes: Any) -> int:
-        config = published_config()
-        config["rope_scaling"] |= changes
-        with set_current_vllm_config(VllmConfig()):
-            layer = gpt_oss.OAIAttention(GptOssConfig(**config), prefix="model.layers.0.attn")
-        found = layer.rotary_emb.cos_sin_cache[1000].float()
-        cos, sin = GptOssRotaryEmbedding(GptOssConfig(**config))(torch.zeros(1), torch.tensor([[1000]]))
-        differs = (found - torch.cat((cos[0, 0], sin[0, 0]))).abs() > 1e-4
-        return int((differs[:32] | differs[32:]).sum())
-
-    return {"truncate: false": wrong(), "truncate: true": wrong(truncate=True)}
-
-
-@observation
-def cpu_sliding_window() -> dict[str, Any]:
-    from vllm.attention import AttentionType
-    from vllm.config import ModelConfig
-    from vllm.engine import arg_utils
-    from vllm.v1.attention.backends.cpu_attn import TorchSDPABackendImpl
-
-    refused: list[str] = []
-    arg_utils.current_platform.is_cpu = lambda: True
-    arg_utils._raise_or_fallback = lambda feature_name, recommend_to_remove: refused.append(feature_name)
-    ModelConfig.is_v1_compatible = True
-    config = object.__new__(ModelConfig)
-    config.hf_text_config = config.hf_config = types.SimpleNamespace(model_type="gpt_oss", sliding_window=128)
-    # a directory that exists: with HF_HUB_OFFLINE=1 vLLM would look any other name up in the hub's cache
-    served = arg_utils.EngineArgs(model=str(Path.cwd()))._is_v1_supported_oracle(config)
-
-    def layer(window: int | None, attn_type: str = AttentionType.DECODER) -> int | None:
-        return TorchSDPABackendImpl(8, 64, 1.0, 8, None, window, "auto", attn_type=attn_type).sliding_window
-
-    return {
-        "V1 serves a model with a window": served,
-        "refused": refused,
-        "vLLM's own decoder layer with a window": outcome(lambda: layer(128)),
-        "without": outcome(lambda: layer(None)),
-        "an encoder's with one": outcome(lambda: layer(128, AttentionType.ENCODER_ONLY)),
-    }
-
-
-@observation
-def cpu_grammar_bitmask() -> Any:
-    import numpy as np
-    import torch
-    from vllm.v1.structured_output.utils import apply_grammar_bitmask
-
-    mask = np.array([[1 << 3, 1 << 8]], dtype=np.int32)
-    step = types.SimpleNamespace(
-        grammar_bitmask=mask, scheduled_spec_decode_tokens={}, structured_output_request_ids={"b": 0}
-    )
-    batch = types.SimpleNamespace(req_id_to_index={"a": 0, "b": 1})
-
-    def allowed(dtype: torch.dtype) -> list[list[int]]:
-        logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-        before = logits.clone()
-        apply_grammar_bitmask(step, batch, logits, torch.device("cpu"))
-        kept = torch.isfinite(logits)
-        assert torch.equal(logits[kept], before[kept])
-        return [row.nonzero().flatten().tolist() if not row.all() else ["all"] for row in kept]
-
-    return {str(dtype): outcome(lambda d=dtype: allowed(d)) for dtype in (torch.float32, torch.bfloat16)}
-
-
-@observation
-def reasoning_end() -> dict[str, bool]:
-    from vllm.reasoning.gptoss_reasoning_parser import GptOssReasoningParser
-
-    parser = GptOssReasoningParser(types.SimpleNamespace(encode=tokens))
-    earlier = f"<|start|>user<|message|>2 + 2?<|end|><|start|>assistant{FINAL}Four.<|end|>"
-    turn = f"{earlier}<|start|>user<|message|>As JSON.<|end|><|start|>assistant"
-    json_header = "<|start|>assistant<|channel|>final <|constrain|>json"
-    texts = {
-        "a turn after an answer": turn,
-        "its reasoning": turn + THOUGHT,
-        "its answer": turn + THOUGHT + FINAL,
-        "inside its answer": turn + THOUGHT + FINAL + '{"a"',
-        "a header for JSON": json_header + "<|message|>",
-        "half a header": json_header,
-        "a call": "<|start|>assistant" + CALL,
-    }
-    return {name: parser.is_reasoning_end(tokens(text)) for name, text in texts.items()}
-
-
-@observation
-def harmony_after_turn() -> dict[str, Any]:
-    from openai_harmony import Author, Message, Role
-    from vllm.entrypoints.context import StreamingHarmonyContext
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    text = ANSWER + "<|return|> and so on<|start|>robot<|message|>?"
-    found = {
-        "chat": outcome(lambda: answer(text, ignore_eos=True)["content"]),
-        "stream": outcome(lambda: streamed(text, ignore_eos=True)),
-        "response": output_types(text),
-        "events": outcome(
-            lambda: [event.type for event in events(text) if event.type.endswith(("item.done", "completed"))]
-        ),
-    }
-    context = StreamingHarmonyContext([Message.from_role_and_content(Role.USER, "Hello")], ["browser"])
-
-    def generate(part: str) -> None:
-        for token in tokens(part):
-            context.append_output(
-                RequestOutput("r", None, [1], None, [CompletionOutput(0, "", [token], None, None)], False)
-            )
-
-    generate("<|channel|>analysis to=browser.search json<|message|>{}<|call|>")
-    page = Message.from_author_and_content(Author.new(Role.TOOL, "browser.search"), "a page").with_channel("analysis")
-    page = page.with_recipient("assistant")
-    context.append_output([page])
-    context.messages.append(page)
-    context.render_for_completion()
-    generate(f"{FINAL}Found.<|return|>")
-    found["after a tool of the server"] = [part.content[0].text for part in context.parser.messages]
-    return found
-
-
-@observation
-def harmony_channels() -> dict[str, Any]:
-    call = '<|channel|>analysis to=functions.get_weather json<|message|>{"city": "Paris"}<|call|>'
-    texts = {
-        "answer alone": f"{FINAL}Four.<|return|>",
-        "cut off": f"{FINAL}Fo",
-        "reasoning cut off": "<|channel|>analysis<|message|>h",
-        "both": ANSWER,
-        "call": THOUGHT + CALL,
-    }
-    whole = {name: answer(text, tool_flags=False) for name, text in texts.items()}
-    return {name: [told["reasoning"], told["content"]] for name, told in whole.items()} | {
-        "response with a preamble": output_types(PREAMBLE + call),
-        "preamble cut off": output_types("<|channel|>commentary<|message|>Let me"),
-    }
-
-
-@observation
-def chat_prompt() -> dict[str, str]:
-    from tests.serving.compat.fake_engine import WEATHER
-
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
-    result = {"role": "tool", "tool_call_id": "call_1", "content": "20 degrees"}
-    turn = [
-        USER,
-        {"role": "assistant", "content": "Let me look.", "reasoning_content": "I need it.", "tool_calls": [call]},
-        result,
+    requests, total = len(query_lens), sum(query_lens)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    slots = [
+        4 * r * BLOCK + p for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True)) for p in range(s - q, s)
     ]
-    system = {"role": "system", "content": "Be brief."}
+    mask = torch.triu(torch.ones(2048, 2048), diagonal=1)
+    if state == "PrefillNoCache":
+        mask = mask[: max(seq_lens), : max(seq_lens)].bfloat16()
+    common = types.SimpleNamespace(
+        num_reqs=requests,
+        num_actual_tokens=total,
+        num_input_tokens=padded,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_tensor=(torch.arange(4 * requests, dtype=torch.int32).view(requests, 4)).npu(),
+        slot_mapping=torch.tensor(slots, dtype=torch.int32).npu(),
+        attn_mask=(mask if state == "PrefillNoCache" else mask.to(torch.int8)).npu(),
+        attn_state=AscendAttentionState[state],
+        max_query_len=max(query_lens),
+        enable_dbo_across_dp=False,
+    )
+    builder = object.__new__(AscendAttentionMetadataBuilder)
+    builder.device = torch.device("npu:0")
+    return builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+
+def decode_query_list() -> dict[str, Any]:
+    padded = metadata([1, 1, 1], [5, 6, 7], 5, "DecodeOnly")
+    exact = metadata([1, 1, 1], [5, 6, 7], 3, "DecodeOnly")
     return {
-        "user": prompt(messages=[USER]),
-        "system": prompt(messages=[system, USER]),
-        "system and tools": prompt(messages=[system, USER], tools=[WEATHER]).partition("# Tools")[0],
-        "earlier answer": prompt(messages=[USER, {"role": "assistant", "content": "Hi."}, USER]),
-        "result": prompt(messages=turn),
-        "result of no call": prompt(messages=[USER, result]),
+        "query ends": padded.actual_seq_lengths_q,
+        "key lengths": padded.seq_lens_list,
+        "on the device": padded.query_start_loc.tolist(),
+        "without padding": exact.actual_seq_lengths_q,
     }
 
 
-@observation
-def responses_prompt() -> dict[str, str]:
-    call = {"type": "function_call", "call_id": "c", "id": "fc", "name": "get_weather", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": "20 degrees"}
-    reasoning = {"type": "reasoning", "id": "rs", "summary": []}
-    text = reasoning | {"content": [{"type": "reasoning_text", "text": "I need it."}]}
+def attention_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, window: Any) -> Any:
+    """[queries, heads, head_dim] of one request whose last query is at the last key."""
+    query, key, value = (part.float() for part in (query, key, value))
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5
+    distance = torch.arange(len(key))[len(key) - len(query) :, None] - torch.arange(len(key))[None]
+    hidden = (distance < 0) | (distance >= (window or len(key)))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : len(key)]
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def attention_sinks() -> dict[str, Any]:
+    """Whether outputs are right, rows of padding zero, with and without sinks and window."""
+    import vllm.forward_context
+    from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl
+
+    vllm.forward_context._forward_context = types.SimpleNamespace(capturing=False)
+    layer = types.SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, layer_name="layer")
+    steps = {  # query lengths, sequence lengths, rows with padding
+        "PrefillNoCache": ([200, 40], [200, 40], 240),
+        "ChunkedPrefill": ([150, 1, 30], [310, 200, 30], 181),
+        "DecodeOnly": ([1, 1, 1], [300, 129, 4], 4),
+    }
+
+    def right(state: str, sinks: torch.Tensor | None, window: int | None) -> bool:
+        query_lens, seq_lens, rows = steps[state]
+        extra = {} if sinks is None else {"sinks": sinks.npu()}
+        impl = AscendAttentionBackendImpl(
+            HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, None, window, "auto", None, "decoder", None, **extra
+        )
+        step = metadata(query_lens, seq_lens, rows, state)
+        caches = [torch.zeros(12, BLOCK, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
+        keys, values, queries = [], [], []
+        for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            key, value = (random(s, KV_HEADS, HEAD_DIM, seed=10 * r + i, scale=2.0) for i in range(2))
+            for cache, whole in zip(caches, (key, value), strict=True):
+                cache.view(-1, KV_HEADS, HEAD_DIM)[4 * r * BLOCK : 4 * r * BLOCK + s - q] = whole[: s - q]
+            keys.append(key)
+            values.append(value)
+            queries.append(random(q, HEADS, HEAD_DIM, seed=10 * r + 2))
+        expected = torch.cat(
+            [attention_reference(*part, sinks, window) for part in zip(queries, keys, values, strict=True)]
+        )
+
+        def rows_of(parts: list[torch.Tensor]) -> torch.Tensor:
+            new = torch.cat([part[len(part) - q :] for part, q in zip(parts, query_lens, strict=True)])
+            return torch.cat((new, random(rows - len(new), *new.shape[1:], seed=99))).flatten(1).npu()
+
+        output = torch.full((rows, HEADS, HEAD_DIM), torch.nan, dtype=torch.bfloat16).npu()
+        impl.forward(
+            layer,
+            rows_of(queries),
+            rows_of(keys),
+            rows_of(values),
+            tuple(cache.npu() for cache in caches),
+            step,
+            output,
+            trace_flag=False,
+        )
+        torch.npu.synchronize()
+        padding = output[len(expected) :].float()
+        return close(output[: len(expected)], expected) and (sinks is None or bool((padding == 0).all()))
+
+    sinks = random(HEADS, seed=7, scale=3.0)
     return {
-        "instructions": prompt(True, instructions="Be brief."),
-        "system": prompt(True, input=[{"role": "system", "content": "Be brief."}, USER]),
-        "result": prompt(True, input=[USER, text, call, output]),
-        "reasoning without text": outcome(lambda: prompt(True, input=[USER, reasoning, USER])),
+        f"{state}, {name}": right(state, given, window)
+        for state in steps
+        for name, given, window in (("no sinks", None, None), ("sinks", sinks, None), ("and window", sinks, WINDOW))
     }
 
 
-@observation
-def chat_stream() -> dict[str, Any]:
-    from tests.serving.compat.fake_engine import WEATHER
+def moe_bias_activation() -> dict[str, Any]:
+    import vllm.forward_context
+    from vllm_ascend import ascend_config
+    from vllm_ascend.ops import common_fused_moe
+    from vllm_ascend.ops.moe.moe_comm_method import AllGatherCommImpl
+    from vllm_ascend.ops.moe.token_dispatcher import TokenDispatcherWithAllGather
 
-    tools = [WEATHER]
-    analysis_call = '<|channel|>analysis to=functions.get_weather json<|message|>{"city": "Rome"}<|call|>'
-    twice = f"{THOUGHT}{CALL}<|start|>assistant{CALL}".replace("<|call|><|start|>", "<|end|><|start|>")
+    experts, top_k, hidden, inner, rows = 4, 2, 64, 32, 6
+    gate_up = random(experts, 2 * inner, hidden, seed=1, scale=0.5)
+    down = random(experts, hidden, inner, seed=2, scale=0.5)
+    gate_up_bias, down_bias = random(experts, 2 * inner, seed=3, scale=2.0), random(experts, hidden, seed=4, scale=2.0)
+    x, logits = random(rows, hidden, seed=5), random(rows, experts, seed=6)
+    common_fused_moe.is_enable_nz = lambda *args: False
+
+    def run(activation: str, has_bias: bool) -> torch.Tensor:
+        method = object.__new__(common_fused_moe.AscendUnquantizedFusedMoEMethod)
+        torch.nn.Module.__init__(method)
+        method.dynamic_eplb, method.transpose = False, True
+        method.moe = types.SimpleNamespace(has_bias=has_bias)
+        method._maybe_pad_weight = lambda weight: weight
+        layer = torch.nn.Module()
+        parameters = {"w13_weight": gate_up, "w2_weight": down}
+        if has_bias:
+            parameters |= {"w13_bias": gate_up_bias, "w2_bias": down_bias}
+        for name, tensor in parameters.items():
+            setattr(layer, name, torch.nn.Parameter(tensor.clone().npu(), requires_grad=False))
+        method.process_weights_after_loading(layer)
+        comm = object.__new__(AllGatherCommImpl)
+        comm.mc2_mask = None
+        comm.token_dispatcher = object.__new__(TokenDispatcherWithAllGather)
+        TokenDispatcherWithAllGather.ep_group = None
+        comm.token_dispatcher.__init__(top_k=top_k, num_experts=experts, num_local_experts=experts)
+        vllm.forward_context._forward_context = types.SimpleNamespace(
+            moe_comm_method=comm, weight_prefetch_method=None, capturing=False
+        )
+        return method.apply(
+            layer=layer,
+            x=x.npu(),
+            use_grouped_topk=False,
+            top_k=top_k,
+            router_logits=logits.npu(),
+            renormalize=True,
+            global_num_experts=experts,
+            activation=activation,
+        )
+
+    def reference(activation: str, has_bias: bool) -> torch.Tensor:
+        weights, ids = logits.float().topk(top_k)
+        result = torch.zeros(rows, hidden)
+        for row in range(rows):
+            for weight, expert in zip(weights[row].softmax(-1), ids[row], strict=True):
+                inside = gate_up[expert].float() @ x[row].float() + has_bias * gate_up_bias[expert].float()
+                if activation == "silu":
+                    active = torch.nn.functional.silu(inside[:inner]) * inside[inner:]
+                else:
+                    gate, up = inside[::2].clamp(max=7.0), inside[1::2].clamp(-7.0, 7.0)
+                    active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                result[row] += weight * (down[expert].float() @ active + has_bias * down_bias[expert].float())
+        return result
+
+    def right(activation: str, has_bias: bool) -> Any:
+        ascend_config._ASCEND_CONFIG = types.SimpleNamespace(init_redundancy_expert=0)
+        try:
+            return close(run(activation, has_bias), reference(activation, has_bias))
+        except NotImplementedError as error:
+            return str(error)
+        finally:
+            ascend_config.clear_ascend_config()
+
     return {
-        "one token an output": streamed(THOUGHT + CALL, tools=tools),
-        "all in one output": streamed(ANSWER, 100),
-        "call in one output": streamed(THOUGHT + CALL, 100, tools=tools),
-        "two calls, three tokens an output": streamed(twice, 3, tools=tools),
-        "preamble": streamed(PREAMBLE + CALL, tools=tools),
-        "call on the analysis channel": streamed(analysis_call, tools=tools),
-        "call cut off": streamed(THOUGHT + CALL.removesuffix('"}<|call|>'), tools=tools),
-        "output without tokens": streamed(f"{FINAL}cut off", finish="abort", empty_end=True),
-        "reasoning left out": streamed(ANSWER, 2, include_reasoning=False),
+        "silu without biases": right("silu", False),
+        "silu with biases": right("silu", True),
+        "swigluoai without biases": right("swigluoai", False),
+        "swigluoai with biases": right("swigluoai", True),
+        "an activation that is not known": isinstance(right("gelu", False), str),
     }
 
 
-@observation
-def tool_answers() -> dict[str, Any]:
-    from tests.serving.compat.fake_engine import WEATHER
+def rotary(dtype: torch.dtype, **changes: Any) -> Any:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_ascend.ops.rotary_embedding import AscendYaRNRotaryEmbedding
 
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    required = '[{"name": "get_weather", "parameters": {"city": "Zürich"}}]'
-
-    def told(text: str, choice: Any = "auto") -> list[Any]:
-        found = answer(text, tools=[WEATHER], tool_choice=choice)
-        return [found["content"], found["calls"]]
-
-    return {
-        "cut off": told(f"{THOUGHT}{FINAL}Fo"),
-        "preamble": told(PREAMBLE + CALL),
-        "required": told(THOUGHT + FINAL + required + "<|return|>", "required"),
-        "required, cut off": told(THOUGHT + FINAL + required[:9], "required"),
-        "named": told(THOUGHT + FINAL + '{"city": "Rome"}<|return|>', named),
-        "named, called": told(THOUGHT + CALL, named),
-        "not forced": told(THOUGHT + FINAL + required + "<|return|>"),
-    }
+    with set_current_vllm_config(VllmConfig()):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return AscendYaRNRotaryEmbedding(
+                HEAD_DIM, HEAD_DIM, 4096, 150000.0, True, 32.0, dtype, beta_fast=32.0, beta_slow=1.0, **changes
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
-@observation
-def tools_without_flags() -> dict[str, Any]:
-    from tests.serving.compat.fake_engine import WEATHER
+def rope_buffer() -> dict[str, Any]:
+    from vllm_ascend.ops.rotary_embedding import _rope_forward_oot
 
-    text = THOUGHT + CALL
-    return {
-        "whole": answer(text, tools=[WEATHER], tool_flags=False)["calls"],
-        "streamed": streamed(text, tools=[WEATHER], tool_flags=False)["calls"],
-    }
-
-
-def delta(events_: list[Any], kind: str) -> str:
-    return "".join(event.delta for event in events_ if event.type == f"response.{kind}.delta")
-
-
-@observation
-def responses_stream_tokens() -> dict[str, list[Any]]:
     found = {}
-    for bite in (1, 3, 100):
-        stream = events(ANSWER, bite)
-        found[f"{bite} an output"] = [
-            delta(stream, "reasoning_text"),
-            delta(stream, "output_text"),
-            sum(event.type == "response.output_item.done" for event in stream),
-            stream[-1].response.usage.output_tokens == len(tokens(ANSWER)),
-        ]
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = rotary(dtype).npu()
+        buffer = layer.cos_sin_cache
+        query, key = random(3, HEADS * HEAD_DIM, seed=1), random(3, KV_HEADS * HEAD_DIM, seed=2)
+        positions = torch.tensor([0, 7, 4000])
+        cos, sin = buffer.cpu().float()[positions].chunk(2, dim=-1)
+        first, second = query.float().view(3, HEADS, HEAD_DIM).chunk(2, dim=-1)
+        expected = torch.cat(
+            (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]), dim=-1
+        )
+        rotated, _ = _rope_forward_oot(layer, positions.npu(), query.npu(), key.npu(), True)
+        found[f"{dtype} asked for"] = {
+            "right": close(rotated, expected.flatten(1)),
+            "buffer replaced in forward": layer.cos_sin_cache is not buffer,
+            "bytes of a row": buffer.element_size() * HEAD_DIM,
+        }
     return found
 
 
-@observation
-def responses_stream_end() -> dict[str, Any]:
-    text = f"{FINAL}cut off"
+def yarn_truncate() -> Any:
+    """The argument's way to vLLM's class, which is given a constructor that takes it."""
+    from vllm.model_executor.layers.rotary_embedding import YaRNScalingRotaryEmbedding
 
-    def aborted() -> list[str]:
-        stream = events(text, finish="abort", empty_end=True)
-        return [stream[-1].response.status, delta(stream, "output_text")]
+    stock, taken = YaRNScalingRotaryEmbedding.__init__, []
 
-    return {
-        "whole": events(ANSWER)[-1].response.status,
-        "cut off": events(text)[-1].response.status,
-        "aborted without a token": outcome(aborted),
-    }
+    def __init__(self: Any, *args: Any, truncate: bool = True, **kwargs: Any) -> None:
+        taken.append(truncate)
+        stock(self, *args, **kwargs)
 
-
-@observation
-def responses_stream_indices() -> dict[str, Any]:
-    from tests.serving.compat.test_streaming import through_the_client
-
-    call = CALL.replace("<|call|>", "<|end|>")  # is no item of a stream
-    stream = events(f"{THOUGHT}{call}<|start|>assistant{FINAL}Four.<|return|>")
-    return {
-        "items": [[e.output_index, e.item.type] for e in stream if e.type == "response.output_item.done"],
-        "parts": sorted({e.content_index for e in stream if hasattr(e, "content_index")}),
-        "OpenAI's client": outcome(lambda: through_the_client(stream)[-1]),
-    }
+    YaRNScalingRotaryEmbedding.__init__ = __init__
+    try:
+        rotary(torch.bfloat16, truncate=False)
+    except TypeError as error:
+        return {"truncate": str(error).partition("__init__() ")[2]}
+    rotary(torch.bfloat16)
+    return {"truncate": taken}
 
 
-@observation
-def with_our_plugin() -> dict[str, Any]:
-    """The package on a vLLM that has all diffs: which of its patches step aside, and that its answers are right."""
-    import importlib
+def quantization_claim() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+    from vllm_ascend.quantization.quant_config import AscendQuantConfig
 
-    from npu_gptoss.serving import compat
+    claim = AscendQuantConfig.override_quantization_method
 
-    compat.apply()
-    for patch in compat.PATCHES:
-        if patch.module.startswith("vllm."):
-            importlib.import_module(patch.module)
-
-    def told(text: str) -> dict[str, Any]:
-        return {
-            "whole": answer(text, ignore_eos=True),
-            "streamed": [streamed(text, bite, ignore_eos=True) for bite in (1, 3, 100)],
-            "response": output_types(text),
-            "items": sum(event.type == "response.output_item.done" for event in events(text)),
-        }
+    def verdict(method: str) -> str:
+        try:
+            current_platform.verify_quantization(method)
+        except ValueError as error:
+            return str(error)
+        return "supported"
 
     return {
-        "steps aside": [entry.patch.name for entry in compat.status() if entry.state == "skipped"],
-        "an answer": told(ANSWER),
-        "more after the turn": told(f"{ANSWER}<|return|> and so on"),
-        "a header that is spelled badly": told(f"{THOUGHT.removesuffix('assistant')}robot{FINAL}Four.<|return|>"),
+        "mxfp4": claim({"quant_method": "mxfp4"}, None),
+        "mxfp4, with --quantization ascend": claim({"quant_method": "mxfp4"}, "ascend"),
+        "ascend": claim({"quant_method": "ascend"}, None),
+        "no method named": claim({}, None),
+        "what the platform says of mxfp4": verdict("mxfp4"),
     }

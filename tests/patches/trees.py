@@ -7,53 +7,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
-
-
-@dataclass(frozen=True)
-class Page:
-    """The page of a diff: what its front matter says."""
-
-    diff: Path
-    release: str  # package and version that the diff applies to
-    upstream: str
-    retires: tuple[str, ...]  # our workarounds that it makes unnecessary
-    retires_part_of: tuple[str, ...]
-    body: str
-
-    @property
-    def name(self) -> str:
-        return self.diff.relative_to(PATCHES).with_suffix("").as_posix()
-
-    @property
-    def observation(self) -> str:
-        """The function of `observations.py` for it: the diff's name without its number."""
-        return self.diff.stem.partition("-")[2].replace("-", "_")
-
-
-def read_page(path: Path) -> Page:
-    match = re.fullmatch(r"---\n(.*?)\n---\n(.*)", path.read_text(), re.S)
-    assert match, f"{path} does not begin with front matter"
-    fields = dict(line.split(": ", 1) for line in match[1].splitlines() if not line.endswith(":"))
-
-    def names(field: str) -> tuple[str, ...]:
-        return tuple(name for name in fields.get(field, "").split(", ") if name)
-
-    return Page(
-        path.with_suffix(".diff"),
-        fields["release"],
-        fields["upstream"],
-        names("retires"),
-        names("retires part of"),
-        match[2],
-    )
-
-
-def pages(package: str | None = None) -> list[Page]:
-    return [read_page(path) for path in sorted(PATCHES.glob(f"{package or '*'}/*.md"))]
+ASCEND = sorted(PATCHES.glob("vllm-ascend-0.11.0/*.diff"))
 
 
 def changed_files(diff: Path) -> list[str]:
@@ -83,8 +40,7 @@ def copy_for(diffs: Sequence[Path], site: Path, folder: Path) -> None:
     """In `folder`, the packages of `site` that the diffs change, each changed file as a copy."""
     folder.mkdir()
     for file in sorted({file for diff in diffs for file in changed_files(diff)}):
-        parents = [parent for parent in Path(file).parents if parent != Path()]
-        for parent in reversed(parents):
+        for parent in reversed([parent for parent in Path(file).parents if parent != Path()]):
             _own_folder(folder / parent, site / parent)
         (folder / file).unlink()
         shutil.copyfile(site / file, folder / file)

@@ -1,0 +1,187 @@
+"""`patches/vllm-ascend-0.11.0`: each diff applies to the release and repairs its defect, without our plugin.
+
+The released package is linked into a temporary folder, the changed files are copies, and a fork imports the package
+from there, on the emulated 910B.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.emulator.launch import Machine, environment
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle, oracle_logits, random_prompts
+from tests.patches import trees
+
+pytestmark = pytest.mark.emulated
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 96
+SERVE = """
+import json, os, sys
+from pathlib import Path
+from vllm import LLM, SamplingParams
+
+job = json.load(sys.stdin)
+engine = LLM(
+    job["checkpoint"], dtype="bfloat16", max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.5, seed=0,
+    skip_tokenizer_init=True, max_logprobs=-1, enforce_eager=True,
+)
+sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
+answers = engine.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
+said = []
+for answer in answers:
+    steps = answer.outputs[0].logprobs
+    logprobs = [[step[token].logprob for token in range(job["vocabulary"])] for step in steps]
+    said.append([list(answer.outputs[0].token_ids), logprobs])
+Path(job["out"]).write_text(json.dumps(said))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is seen in the release, and with the diff."""
+
+    before: Any
+    after: Any
+
+
+WRONG = Change(False, True)
+EXPECTED: dict[str, dict[str, Any]] = {  # a plain value: the diff must leave it as it is
+    "decode_query_list": {
+        "query ends": Change([1, 2, 3, 4], [1, 2, 3, 4, 5]),
+        "key lengths": [5, 6, 7, 1, 1],
+        "on the device": Change([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]),
+        "without padding": [1, 2, 3],
+    },
+    "attention_sinks": {
+        f"{state}, {case}": right
+        for state in ("PrefillNoCache", "ChunkedPrefill", "DecodeOnly")
+        for case, right in (("no sinks", True), ("sinks", WRONG), ("and window", WRONG))
+    },
+    "moe_bias_activation": {
+        "silu without biases": True,
+        "silu with biases": WRONG,
+        "swigluoai without biases": WRONG,
+        "swigluoai with biases": WRONG,
+        "an activation that is not known": WRONG,
+    },
+    "rope_buffer": {
+        "torch.float32 asked for": Change(
+            {"right": True, "buffer replaced in forward": True, "bytes of a row": 256},
+            {"right": True, "buffer replaced in forward": False, "bytes of a row": 128},
+        ),
+        "torch.bfloat16 asked for": {"right": True, "buffer replaced in forward": False, "bytes of a row": 128},
+    },
+    "yarn_truncate": {"truncate": Change("got an unexpected keyword argument 'truncate'", [False, True])},
+    "quantization_claim": {
+        "mxfp4": Change("ascend", None),
+        "mxfp4, with --quantization ascend": "ascend",
+        "ascend": "ascend",
+        "no method named": "ascend",
+        "what the platform says of mxfp4": "mxfp4 quantization is currently not supported in npu.",
+    },
+}
+
+
+def expected(name: str, repaired: bool) -> dict[str, Any]:
+    values = EXPECTED[name].items()
+    return {key: (v.after if repaired else v.before) if isinstance(v, Change) else v for key, v in values}
+
+
+def observation(diff: Path) -> str:
+    return diff.stem.partition("-")[2].replace("-", "_")
+
+
+@pytest.fixture(scope="session")
+def observed(emulated: Path, ascend_site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Observation -> what it sees in the release, with its diff alone, with all diffs."""
+    top, every = tmp_path_factory.mktemp("vllm-ascend"), list(EXPECTED)
+    jobs: dict[str, tuple[str | None, list[str]]] = {"released": (None, every)}
+    for name, diffs in [*((observation(diff), [diff]) for diff in trees.ASCEND), ("all", trees.ASCEND)]:
+        trees.copy_for(diffs, ascend_site, top / name)
+        for diff in diffs:  # alone it must fit exactly; together, the diffs may stand in each other's context
+            done = trees.apply(diff, top / name, *(["-C1"] if name == "all" else []))
+            assert done.returncode == 0, done.stderr
+            for file in trees.changed_files(diff):
+                assert not (top / name / file).is_symlink(), "the installed package would be written to"
+        jobs[name] = (str(top / name), every if name == "all" else [name])
+    run = subprocess.run(
+        [str(emulated / "bin/python"), "-m", "tests.patches.in_fork"],
+        input=json.dumps(list(jobs.values())),
+        cwd=ROOT,
+        env=environment(Machine(), emulated)
+        | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "ascend"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    seen = dict(zip(jobs, map(json.loads, run.stdout.splitlines()), strict=True))
+    assert all(seen.values()), run.stderr[-4000:]
+    return seen
+
+
+@pytest.mark.parametrize("diff", trees.ASCEND, ids=lambda diff: diff.stem)
+def test_a_diff_repairs_its_defect_alone_and_among_the_others(observed: dict[str, dict[str, Any]], diff: Path) -> None:
+    name = observation(diff)
+    assert observed["released"][name] == expected(name, repaired=False)
+    assert observed[name][name] == observed["all"][name] == expected(name, repaired=True)
+
+
+def test_a_diff_that_does_not_fit_is_refused(ascend_site: Path, tmp_path: Path) -> None:
+    diff = next(diff for diff in trees.ASCEND if observation(diff) == "quantization_claim")
+    (file,) = trees.changed_files(diff)
+    trees.copy_for([diff], ascend_site, tmp_path / "copy")
+    changed = tmp_path / "copy" / file
+    changed.write_text(changed.read_text().replace("override_quantization_method", "another_method"))
+    assert trees.apply(diff, tmp_path / "copy").returncode != 0
+
+
+@pytest.mark.slow
+def test_stock_vllm_with_the_diffs_serves_gpt_oss_without_the_plugin(
+    emulated: Path, ascend_site: Path, tmp_path: Path
+) -> None:
+    """The emulator's own tests show the garbage without them. `truncate`: vLLM 0.11.0 reads only true rightly."""
+    repaired, checkpoint, out = tmp_path / "repaired", tmp_path / "checkpoint", tmp_path / "out.json"
+    trees.copy_for(trees.ASCEND, ascend_site, repaired)
+    for diff in trees.ASCEND:
+        assert trees.apply(diff, repaired, "-C1").returncode == 0
+    write_random_checkpoint(checkpoint, vocab_size=VOCABULARY, truncate=True)
+    prompts = random_prompts((5, 40, 200), VOCABULARY, 1)
+    job = {"checkpoint": str(checkpoint), "prompts": prompts, "vocabulary": VOCABULARY, "out": str(out)}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_PLUGINS": "ascend,ascend_enhanced_model,ascend_kv_connector",
+        "PYTHONPATH": str(repaired),
+    }
+    run = subprocess.run(
+        [str(emulated / "bin/python"), "-c", SERVE],
+        input=json.dumps(job),
+        env=environment(Machine(), emulated) | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert out.exists(), run.stderr[-6000:]
+    oracle = load_oracle(checkpoint)
+    errors = []
+    for prompt, (answer, logprobs) in zip(prompts, json.loads(out.read_text()), strict=True):
+        wanted = oracle_logits(oracle, tuple(prompt) + tuple(answer[:-1]))[len(prompt) - 1 :].log_softmax(-1)
+        errors.append((torch.tensor(logprobs) - wanted).abs())
+    found = torch.cat(errors)
+    assert float(found.median()) < 0.05  # bfloat16's rounding; released: more than 0.5
+    assert float(found.max()) < 0.5
