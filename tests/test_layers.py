@@ -34,8 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE,
     "plugin": BASE | {"serving"},
     # of serving only what imports no vLLM: limits, sizes, the entry points
-    "selftest": BASE | {"kernels", "attention", "moe", "dense", "graphs"},
-    "doctor": BASE | {"kernels", "attention", "moe", "model", "harmony", "engine", "plugin", "serving", "selftest"},
+    "selftest": BASE | {"kernels", "attention", "moe", "dense", "graphs", "verify"},  # of verify only its cases
+    "doctor": BASE
+    | {"kernels", "attention", "moe", "model", "harmony", "engine", "plugin", "serving", "selftest", "verify"},
     "supported": set(),
     "nominal": set(),
     "progress": set(),
@@ -69,6 +70,14 @@ def test_no_module_imports_what_stands_above_it(path):
     assert part in ALLOWED, f"say in this test what {part} may import"
     forbidden = imported_parts(path) - ALLOWED[part] - {part}
     assert not forbidden, f"{path.relative_to(PACKAGE)} imports {sorted(forbidden)}"
+
+
+def test_self_tests_at_a_start_take_no_more_of_verify_than_makers_of_inputs():
+    light = {"verify", "verify.cases"}
+    for path in [*(PACKAGE / "selftest").glob("*.py"), PACKAGE / "verify" / "cases.py"]:
+        names = {name.removeprefix("npu_gptoss.") for name in imported_names(path)}
+        assert {".".join(name.split(".")[:2]) for name in names if name.startswith("verify")} <= light, path
+        assert not imported_parts(path) & {"model", "engine", "serving"}, path
 
 
 def test_foreign_serving_code_is_imported_by_serving_only():

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from npu_gptoss.kernels import ANY, KernelSpec, Operation
+from npu_gptoss.verify.cases import Inputs
 from npu_gptoss.verify.compare import Verdict, compare
+from npu_gptoss.verify.mutations import Definition, Mutation, Outputs, mutations_of
 from npu_gptoss.verify.tolerances import tolerance
-
-Inputs = Mapping[str, Any]
-Outputs = Mapping[str, torch.Tensor]
-Definition = Callable[[Inputs], Outputs]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CallSpec:
     """What one kernel is called with: a dtype for each role, and the trait values that it states.
 
     thorough: all edge shapes; else only the fuzz, for mixtures of dtypes whose uniform ones get the edges.
@@ -40,6 +36,11 @@ class Wanted:
         allowed = self.traits.get(trait, ANY)
         return tuple(v for v in usual if v in allowed) or tuple(sorted(allowed, key=str))
 
+    def fuzz(self, tag: str) -> Iterator[tuple[str, random.Random]]:
+        """The name of each random call, and what decides it."""
+        for number in range(self.cases):
+            yield f"fuzz {number} of seed {self.seed}", random.Random(f"{self.seed} {number} {tag}")
+
     @property
     def precision(self) -> str:
         """Of the coarsest role: bfloat16 as soon as one tensor of the activations is."""
@@ -56,73 +57,37 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A known mistake: what a kernel that makes it would answer, or None where the call cannot show it."""
-
-    name: str
-    answer: Callable[[Inputs, Definition], Outputs | None]
-
-
-@dataclass(frozen=True)
 class Check:
     """One operation of the registry, or one function of ours that is none (`operation` None).
 
     calls: for a kernel. run: on the device, by the kernel of that name, through the public op. definition: on the CPU.
-    precisions: of each output; "" stands for that of the call, see `Wanted`.
-    sizes: what `Tolerance.of_size` is a share of.
+    precisions: of each output; that of the call where it is missing. sizes: what `Tolerance.of_size` is a share of.
     """
 
     name: str
     summary: str
-    calls: Callable[[Wanted], Iterator[Call]]
-    run: Callable[[Inputs, str], Outputs]
+    calls: Callable[[CallSpec], Iterator[Call]]
+    run: Callable[[Inputs, str | None], Outputs]
     definition: Definition
-    mistakes: tuple[Mistake, ...]
     dtypes: Mapping[str, tuple[str, ...]]
     precisions: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Inputs], Outputs] | None = None
     operation: Operation | None = None
+
+    @classmethod
+    def of(cls, operation: Operation, *parts: Any, **more: Any) -> Check:
+        return cls(operation.name, operation.summary, *parts, operation=operation, **more)
+
+    @property
+    def mutations(self) -> tuple[Mutation, ...]:
+        return mutations_of(self.name)
 
     def judge(self, got: Outputs, want: Outputs, precision: str, sizes: Outputs | None) -> Verdict:
         limits = {name: tolerance(self.name, name, self.precisions.get(name) or precision) for name in want}
         return compare(got, want, limits, sizes)
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Every tensor inside, dataclasses included, changed; plans that a kernel cached in metadata are forgotten."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return dataclasses.replace(
-            value, **{n: {} if isinstance(v, dict) else mapped(v, change) for n, v in fields.items()}
-        )
-    if isinstance(value, Mapping):
-        return {name: mapped(v, change) for name, v in value.items()}
-    return value
-
-
-def widened(inputs: Inputs) -> Inputs:
-    """bfloat16 tensors as float32: what the definition computes from."""
-    return mapped(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
-
-
-def on(inputs: Inputs, device: torch.device) -> Inputs:
-    """A copy on the device; what a kernel writes in place does not reach the call."""
-    return mapped(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
-
-
-def with_inputs(name: str, **changes: Callable[[Inputs], Any]) -> Mistake:
-    """The definition of changed inputs. A change that returns None says that the call cannot show it."""
-
-    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
-        changed = {key: change(inputs) for key, change in changes.items()}
-        return None if any(v is None for v in changed.values()) else definition({**inputs, **changed})
-
-    return Mistake(name, answer)
-
-
-def wanted_of(kernel: KernelSpec, check: Check, seed: int, cases: int) -> Iterator[Wanted]:
+def specs_of(kernel: KernelSpec, check: Check, seed: int, cases: int) -> Iterator[CallSpec]:
     """Every combination of dtypes that the kernel's signatures name and the check can make, each once."""
     seen = set()
     for accepted in kernel.signatures:
@@ -134,7 +99,7 @@ def wanted_of(kernel: KernelSpec, check: Check, seed: int, cases: int) -> Iterat
             if dtypes not in seen:
                 seen.add(dtypes)
                 floats = set(dtypes) & {"float32", "bfloat16"}
-                yield Wanted(dict(zip(choices, dtypes, strict=True)), kernel.traits, seed, cases, len(floats) <= 1)
+                yield CallSpec(dict(zip(choices, dtypes, strict=True)), kernel.traits, seed, cases, len(floats) <= 1)
 
 
 def not_made(kernel: KernelSpec, check: Check) -> Iterable[str]:

@@ -23,7 +23,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
-from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, subjects, verify
+from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, targets, verify
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
 
@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
     load_kernels()
     device = resolve_device(args.device)
     with kernels_for(device), torch.inference_mode(), one_thread():
-        found, elsewhere = subjects(device, args.filter)
+        found, elsewhere = targets(device, args.filter)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
-        for subject in found:
-            report = verify(subject, device, seed=args.seed, cases=args.cases, mutate=args.mutate)
+        for target in found:
+            report = verify(target, device, seed=args.seed, cases=args.cases, mutate=args.mutate)
             reports.append(report)
             print("\n".join(lines(report, args)), flush=True)
         if args.json is not None:
@@ -72,17 +72,17 @@ def one_thread() -> Iterator[None]:
 
 def lines(report: Report, args: argparse.Namespace) -> list[str]:
     """One line for what is right; for what is not, the worst elements and how to see it again."""
-    subject, calls = report.subject, report.calls
-    head = f"{'ok' if report.ok else 'FAIL':<4} {subject.name}"
-    if subject.origin != BUILT_IN:
-        head += f" [{subject.origin}]"
+    target, calls = report.target, report.calls
+    head = f"{'ok' if report.ok else 'FAIL':<4} {target.name}"
+    if target.origin != BUILT_IN:
+        head += f" [{target.origin}]"
     passed = [call for call in calls if call.state == PASSED]
     if passed:
         worst = max(passed, key=lambda call: call.error)
         head += f": {len(passed)} calls, at worst {worst.error:.2g} of the tolerance ({worst.call})"
     known = sum(call.state == KNOWN for call in calls)
     text = [head + (f", {known} known failures" if known else "")]
-    text += [f"       {objection}" for objection in (*report.objections, *report.notes)]
+    text += [f"       {reason}" for reason in (*report.reasons, *report.notes)]
     bad = [call for call in calls if call.state in (FAILED, UNEXPECTED)]
     for call in bad[:SHOWN]:
         text.append(f"     {call.state}: {call.call} ({call.dtypes})")
@@ -90,16 +90,16 @@ def lines(report: Report, args: argparse.Namespace) -> list[str]:
     if len(bad) > SHOWN:
         text.append(f"     and {len(bad) - SHOWN} more calls; --json FILE has them all")
     if bad:
-        text.append(f"     again: npu-gptoss verify {subject.name} --seed {args.seed} --cases {args.cases}")
+        text.append(f"     again: npu-gptoss verify {target.name} --seed {args.seed} --cases {args.cases}")
     return text + _mistake_lines(report)
 
 
 def _mistake_lines(report: Report) -> list[str]:
-    if not report.mistakes:
+    if not report.mutations:
         return []
-    caught = {m.name for m in report.mistakes if m.caught_by}
-    missed = [m for m in report.mistakes if not m.ok]
-    never = sorted({m.name for m in report.mistakes} - caught - {m.name for m in missed})
+    caught = {m.name for m in report.mutations if m.caught_by}
+    missed = [m for m in report.mutations if not m.ok]
+    never = sorted({m.name for m in report.mutations} - caught - {m.name for m in missed})
     text = [f"       {len(caught)} mistakes caught: {', '.join(sorted(caught))}"]
     text += [f"       not for this kernel: {', '.join(never)}"] if never else []
     text += [
@@ -110,9 +110,9 @@ def _mistake_lines(report: Report) -> list[str]:
 
 def summary(reports: Sequence[Report], elsewhere: dict[str, str], seconds: float) -> str:
     calls = sum(len(report.calls) for report in reports)
-    wrong = [report.subject.name for report in reports if not report.ok]
+    wrong = [report.target.name for report in reports if not report.ok]
     text = f"{calls} calls of {len(reports)} kernels in {seconds:.0f} s"
-    mistakes = [mistake for report in reports for mistake in report.mistakes]
+    mistakes = [mistake for report in reports for mistake in report.mutations]
     if mistakes:
         text += f", {sum(bool(m.caught_by) for m in mistakes)} of {sum(m.shown for m in mistakes)} mistakes caught"
     text += f"; {len(elsewhere)} others cannot run here or are the definition (--json says why)" if elsewhere else ""
@@ -130,12 +130,12 @@ def record(
         "cases": args.cases,
         "kernels": [
             {
-                "kernel": report.subject.name,
-                "origin": report.subject.origin,
+                "kernel": report.target.name,
+                "origin": report.target.origin,
                 "ok": report.ok,
                 "calls": [_finite(asdict(call)) for call in report.calls],
-                "mistakes": [_finite(asdict(mistake)) for mistake in report.mistakes],
-                "objections": report.objections,
+                "mistakes": [_finite(asdict(mistake)) for mistake in report.mutations],
+                "objections": report.reasons,
                 "notes": report.notes,
             }
             for report in reports

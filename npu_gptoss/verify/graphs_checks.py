@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from npu_gptoss.graphs.advance import ADVANCE, advance
-from npu_gptoss.graphs.state import NOBODY, DecodeState
-from npu_gptoss.verify.calls import Call, Check, Inputs, Mistake, Outputs, Wanted, with_inputs
+from npu_gptoss.graphs.state import DecodeState
+from npu_gptoss.verify.calls import Call, CallSpec, Check
+from npu_gptoss.verify.cases import Inputs, widened
+from npu_gptoss.verify.mutations import Outputs
 
 FIELDS = ("input_ids", "positions", "slots", "seq_lens", "next_positions")
 
@@ -26,24 +27,23 @@ def _state(tokens: list[int], positions: list[int], capacity: int, block_size: i
     return state
 
 
-def advance_calls(wanted: Wanted) -> Iterator[Call]:
+def advance_calls(spec: CallSpec) -> Iterator[Call]:
     """The edges of a block, padding rows, a token that was not finite; then random cursors of one to 300 rows."""
     plans = [
         ("edges of a block", [10, 11, 12, 13], [0, 15, 16, 31], 6, 16),
         ("one row", [7], [40], 1, 16),
         ("a token that was not finite", [-1, 7], [2, 2], 2, 4),
     ]
-    for number in range(wanted.cases):
-        draw = random.Random(f"{wanted.seed} {number} advance")
+    for name, draw in spec.fuzz("advance"):
         rows, size = draw.randint(1, 300), draw.choice((4, 16, 128))
         tokens = [draw.randint(-1, 200000) for _ in range(rows)]
         positions = [draw.randint(0, 9 * size) for _ in range(rows)]
-        plans.append((f"fuzz {number} of seed {wanted.seed}", tokens, positions, rows + draw.randint(0, 9), size))
+        plans.append((name, tokens, positions, rows + draw.randint(0, 9), size))
     for number, (name, *plan) in enumerate(plans):
         yield Call(name, {"state": _state(*plan, seed=number)})
 
 
-def run_advance(inputs: Inputs, kernel: str) -> Outputs:
+def run_advance(inputs: Inputs, kernel: str | None) -> Outputs:
     """Twice: the second step's inputs follow from where the first one left the cursor."""
     state, outputs = inputs["state"], {}
     for step in ("first", "second"):
@@ -53,61 +53,8 @@ def run_advance(inputs: Inputs, kernel: str) -> Outputs:
 
 
 def define_advance(inputs: Inputs) -> Outputs:
-    state = inputs["state"]
-    own = DecodeState(
-        state.cursor.clone(),
-        state.block_table,
-        state.ints.clone(),
-        state.seq_lens.clone(),
-        state.block_size,
-        state.spare_slot,
-    )
-    return run_advance({"state": own}, "reference")
+    return run_advance(widened(inputs), "reference")
 
 
-def _moved(change: Callable[[DecodeState], DecodeState | None]) -> Callable[[Inputs], DecodeState | None]:
-    return lambda inputs: change(inputs["state"])
-
-
-def _replaced(state: DecodeState, **fields: object) -> DecodeState:
-    return DecodeState(**{**{n: getattr(state, n) for n in DecodeState.__dataclass_fields__}, **fields})
-
-
-def _padding_used(state: DecodeState) -> DecodeState | None:
-    cursor = state.cursor.clone()
-    cursor[1] = cursor[1].clamp(min=0)
-    return _replaced(state, cursor=cursor) if bool((state.cursor[1] == NOBODY).any()) else None
-
-
-def _shifted(state: DecodeState) -> DecodeState:
-    cursor = state.cursor.clone()
-    cursor[1] += cursor[1] >= 0
-    return _replaced(state, cursor=cursor)
-
-
-MISTAKES = (
-    with_inputs("position one too far", state=_moved(_shifted)),
-    with_inputs("block table off by one", state=_moved(lambda s: _replaced(s, block_table=s.block_table.roll(1, 1)))),
-    with_inputs("padding rows in use", state=_moved(_padding_used)),
-    with_inputs("another spare slot", state=_moved(lambda s: _replaced(s, spare_slot=0) if _padding_used(s) else None)),
-    Mistake("the cursor stays", lambda i, definition: _stays(definition(i))),
-)
-
-
-def _stays(right: Outputs) -> Outputs:
-    return {name: right[name.replace("second", "first")] for name in right}
-
-
-CHECKS = (
-    Check(
-        ADVANCE.name,
-        ADVANCE.summary,
-        advance_calls,
-        run_advance,
-        define_advance,
-        MISTAKES,
-        {"table": ("int32",)},
-        precisions={f"{step} {name}": "exact" for step in ("first", "second") for name in FIELDS},
-        operation=ADVANCE,
-    ),
-)
+_EXACT = {f"{step} {name}": "exact" for step in ("first", "second") for name in FIELDS}
+CHECKS = (Check.of(ADVANCE, advance_calls, run_advance, define_advance, {"table": ("int32",)}, _EXACT),)

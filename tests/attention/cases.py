@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from npu_gptoss.attention import StepMetadata, paged_attention
-from npu_gptoss.verify.steps import GPT_OSS, STEPS, WINDOW, Shape, as_decode, step_tensors
+from npu_gptoss.attention import paged_attention
+from npu_gptoss.verify import cases
+from npu_gptoss.verify.cases import GPT_OSS, STEPS, WINDOW, Shape, as_decode
 from tests.tolerances import assert_close
 
 __all__ = ["GPT_OSS", "STEPS", "WINDOW", "Shape", "Step", "as_decode", "check", "make_step"]
@@ -17,18 +17,9 @@ __all__ = ["GPT_OSS", "STEPS", "WINDOW", "Shape", "Step", "as_decode", "check", 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 8, 2, 64, 16, 64**-0.5
 
 
-@dataclass
-class Step:
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    metadata: StepMetadata
-    sinks: torch.Tensor
-
+class Step(cases.Step):
     def run(self, **changes: object) -> torch.Tensor:
-        arguments = {"scale": SCALE, "sliding_window": None, **changes}
-        sinks = arguments.pop("sinks", self.sinks)
-        return paged_attention(self.query, self.key_cache, self.value_cache, self.metadata, sinks, **arguments)
+        return paged_attention(**{**self.inputs(None), **changes})
 
 
 def make_step(
@@ -39,15 +30,10 @@ def make_step(
     shape: Shape | None = None,
     device: str = "cpu",
 ) -> Step:
-    """The steps of `npu-gptoss verify` (`npu_gptoss/verify/steps.py`), in one dtype."""
+    """The steps of `npu-gptoss verify` (`npu_gptoss/verify/cases.py`), in one dtype."""
     shape = shape or Shape(block_size=BLOCK_SIZE)  # which a test may have changed
-    drawn = step_tensors(requests, shape, torch.Generator().manual_seed(seed), padding)
-    floats = {
-        f.name: getattr(drawn, f.name).to(device, dtype) for f in dataclasses.fields(drawn) if f.name != "metadata"
-    }
-    known = drawn.metadata
-    table, slots = known.block_table.to(device), known.slot_mapping.to(device)
-    return Step(**floats, metadata=dataclasses.replace(known, block_table=table, slot_mapping=slots, plans={}))
+    drawn = cases.make_step(requests, shape, torch.Generator().manual_seed(seed), padding).to(device, dtype)
+    return Step(**{f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)})
 
 
 def check(

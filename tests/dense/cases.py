@@ -7,19 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.verify.cases import Sizes
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """hidden is no multiple of a block; experts no multiple of a share."""
-
-    hidden: int = 112
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    experts: int = 8
-    top_k: int = 4
-    vocab: int = 300
+__all__ = ["Case", "Sizes", "make_case"]
 
 
 SIZES = Sizes()

@@ -9,7 +9,7 @@ import torch
 
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
-from npu_gptoss.verify.moe_checks import local_share, random_experts
+from npu_gptoss.verify.cases import local_share, random_experts
 from tests.tolerances import assert_close
 
 __all__ = ["EXPERTS", "HIDDEN", "INTERMEDIATE", "TOP_K", "Layer", "check", "local_share", "make_layer"]

@@ -11,7 +11,7 @@ import torch
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels, platform_override
 from npu_gptoss.verify.checks import CHECKS
-from npu_gptoss.verify.runner import KNOWN, Report, subjects, verify
+from npu_gptoss.verify.runner import KNOWN, Report, targets, verify
 from tests import ascend_ops
 from tests.emulator import machine
 
@@ -60,16 +60,16 @@ def report(check: str) -> Report:
     load_kernels()
     name = check if CHECKS[check].operation is None else f"{check}.small_ops"
     with platform_override("cpu", frozenset()):
-        (subject,), _ = subjects(CPU, name)
-        return verify(subject, CPU, seed=0, cases=0, mutate=True)
+        (target,), _ = targets(CPU, name)
+        return verify(target, CPU, seed=0, cases=0, mutate=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_mistake_is_caught_in_every_dtype_that_shows_it(check: str) -> None:
     found = report(check)
-    assert found.ok, [m for m in found.mistakes if not m.ok] or [c for c in found.calls if c.lines][:3]
-    shown = {mistake.name for mistake in found.mistakes if mistake.shown}
-    assert shown == {mistake.name for mistake in CHECKS[check].mistakes}, "each of them in some call"
+    assert found.ok, [m for m in found.mutations if not m.ok] or [c for c in found.calls if c.lines][:3]
+    shown = {mistake.name for mistake in found.mutations if mistake.shown}
+    assert shown == {mistake.name for mistake in CHECKS[check].mutations}, "each of them in some call"
     assert CLASSIC.get(check, set()) <= shown
 
 
@@ -77,10 +77,10 @@ def test_every_mistake_is_caught_in_every_dtype_that_shows_it(check: str) -> Non
 def test_kernels_of_the_ascend_pass_on_its_operators_and_mistakes_in_them_are_caught(operation: str) -> None:
     load_kernels()
     with ascend_ops.ascend(), torch.inference_mode():
-        (subject,), _ = subjects(CPU, f"{operation}.ascend")
-        found = verify(subject, CPU, seed=0, cases=2, mutate=True)
+        (target,), _ = targets(CPU, f"{operation}.ascend")
+        found = verify(target, CPU, seed=0, cases=2, mutate=True)
     assert found.ok, [call for call in found.calls if call.lines][:3]
-    caught = {mistake.name for mistake in found.mistakes if mistake.caught_by}
+    caught = {mistake.name for mistake in found.mutations if mistake.caught_by}
     in_packed_formats = {"high nibble first in down", "scale exponent off by one"}
     assert CLASSIC[operation] - in_packed_formats <= caught
     known = [call.call for call in found.calls if call.state == KNOWN]

@@ -21,7 +21,7 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.moe import triton as moe_triton
 from npu_gptoss.moe.triton import launches, tuned
-from npu_gptoss.verify.calls import Call, Wanted, wanted_of
+from npu_gptoss.verify.calls import Call, CallSpec, specs_of
 from npu_gptoss.verify.checks import CHECKS
 
 GPT_OSS = 2880
@@ -33,16 +33,16 @@ def a_hopper_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "has_hopper", lambda device: True)
 
 
-def calls_of(name: str) -> Iterator[tuple[Wanted, Call]]:
+def calls_of(name: str) -> Iterator[tuple[CallSpec, Call]]:
     """What `npu-gptoss verify --cases 0` calls a kernel with on an NVIDIA GPU."""
     load_kernels()
     kernel = registry.kernels[name]
     check = CHECKS[f"{kernel.family}.{kernel.mode}"]
     with platform_override("cuda", frozenset({"triton"})) as platform:
-        for wanted in wanted_of(kernel, check, 0, 0):
-            for call in check.calls(wanted):
-                if not reasons_against(kernel, signature(**wanted.roles), call.traits, platform):
-                    yield wanted, call
+        for spec in specs_of(kernel, check, 0, 0):
+            for call in check.calls(spec):
+                if not reasons_against(kernel, signature(**spec.roles), call.traits, platform):
+                    yield spec, call
 
 
 @pytest.fixture

@@ -1,0 +1,418 @@
+"""The makers of test inputs: random attention steps, experts and a layer's small tensors, each made here only.
+
+`verify`, the self-tests, the benchmarks and the tests draw from here. Nothing here runs a kernel to compare it: this
+module is light enough for a server's start (`npu_gptoss.selftest`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention
+from npu_gptoss.dense import Weight, quantize_rows
+from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, mxfp4, quantize_fp8
+from npu_gptoss.moe.activation import LIMIT
+
+Inputs = Mapping[str, Any]
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Every tensor inside, dataclasses included, changed; plans that a kernel cached in metadata are forgotten."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return dataclasses.replace(
+            value, **{n: {} if isinstance(v, dict) else mapped(v, change) for n, v in fields.items()}
+        )
+    if isinstance(value, Mapping):
+        return {name: mapped(v, change) for name, v in value.items()}
+    return value
+
+
+def widened(inputs: Any) -> Any:
+    """A copy with bfloat16 tensors as float32: what the definition computes from."""
+    return mapped(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
+
+
+def on(inputs: Any, device: torch.device) -> Any:
+    """A copy on the device; what a kernel writes in place does not reach the original."""
+    return mapped(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
+
+
+# --- attention
+
+WINDOW = 128
+
+# (query rows, keys) of each request. Around the window's edge, around a block's edge, long and empty ones.
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "one token": [(1, 1)],
+    "decode at the window's edge": [(1, n) for n in (1, 2, 15, 16, 17, 127, 128, 129, 130, 255, 700)],
+    "prefill from nothing": [(n, n) for n in (1, 2, 16, 17, 127, 128, 129, 300)],
+    "chunks that cross the window": [(64, 100), (64, 164), (200, 328), (3, 131), (300, 900)],
+    "mixed, one without rows": [(1, 40), (0, 33), (5, 5), (1, 513), (130, 400)],
+}
+
+# Contexts so long that a row's keys are split, and as many rows as a busy server decodes.
+LARGE_STEPS: dict[str, list[tuple[int, int]]] = {
+    "long contexts": [(1, 3000), (200, 2100), (1, 33)],
+    "a long context": [(1, 9001)],
+    "130 decode rows": [(1, 1 + 7 * n % 301) for n in range(130)],
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the heads and the cache."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+
+
+GPT_OSS = Shape(heads=64, kv_heads=8, head_dim=64, block_size=16)
+
+
+@dataclass
+class Step:
+    """query [tokens + padding, heads, head_dim]; caches [blocks, block_size, kv_heads, head_dim]; sinks [heads]."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: StepMetadata
+    sinks: torch.Tensor
+
+    def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> Step:
+        return mapped(self, lambda t: t.to(device, dtype if t.is_floating_point() else None))
+
+    def inputs(self, sliding_window: int | None) -> dict[str, Any]:
+        """The arguments of `paged_attention`."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "scale": self.query.shape[2] ** -0.5, "sliding_window": sliding_window}
+
+    def attend(self, sliding_window: int | None = None, kernel: str | None = None, **changes: Any) -> torch.Tensor:
+        """[tokens + padding, heads, head_dim] in a buffer that held NaN: what a kernel does not write shows."""
+        out = torch.full_like(self.query, float("nan"))
+        return paged_attention(**{**self.inputs(sliding_window), **changes}, out=out, kernel=kernel)
+
+    def want(self, sliding_window: int | None) -> torch.Tensor:
+        """What the definition says, in fp32 on the CPU."""
+        with platform_override("cpu"):
+            return widened(self).attend(sliding_window, "reference")
+
+
+def make_step(
+    requests: Sequence[tuple[int, int]],
+    shape: Shape,
+    generator: torch.Generator,
+    padding: int = 0,
+    unused: float = math.nan,
+    spare_columns: int = 0,
+) -> Step:
+    """Random float32 contents on the CPU; blocks out of order; padded rows hold NaN, which must reach nothing.
+
+    unused: what cache slots hold that no key lies in. spare_columns: of the block table, behind the longest request.
+    """
+    size = shape.block_size
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    blocks = [-(-keys // size) for _, keys in requests]
+    total = sum(blocks) + 2
+    order = (torch.randperm(total - 2, generator=generator) + 1).tolist()
+    table = torch.zeros(len(requests), max(blocks) + spare_columns, dtype=torch.int32)
+    caches = torch.full((2, total * size, shape.kv_heads, shape.head_dim), unused)
+    start, slots = [0], []
+    for request, (rows, keys) in enumerate(requests):
+        mine = torch.tensor([order.pop() for _ in range(blocks[request])], dtype=torch.int64)
+        table[request, : len(mine)] = mine
+        places = (mine[:, None] * size + torch.arange(size)).flatten()[:keys]
+        caches[:, places] = normal(keys, 2, shape.kv_heads, shape.head_dim).transpose(0, 1)
+        slots.append(places[keys - rows :])
+        start.append(start[-1] + rows)
+    query = normal(start[-1] + padding, shape.heads, shape.head_dim)
+    query[start[-1] :] = math.nan
+    metadata = AttentionMetadata(tuple(start), tuple(keys for _, keys in requests), table, torch.cat(slots))
+    caches = caches.view(2, total, size, shape.kv_heads, shape.head_dim)
+    # Sinks from -1 to 4: each head has its own, and some outweigh all keys.
+    return Step(query, caches[0], caches[1], metadata, torch.linspace(-1, 4, shape.heads))
+
+
+def plant(step: Step, window: int) -> None:
+    """In place: for each request's last row a key at the window's far edge and one just outside that outweigh the rest.
+
+    A window that is wrong by one key would else move a result by less than bfloat16 rounds. The outer key is planted
+    for a row whose inner one it is not: for another head.
+    """
+    _, size, kv_heads, dim = step.key_cache.shape
+    metadata = step.metadata
+    for request, keys in enumerate(metadata.seq_lens):
+        last = metadata.query_start_loc[request + 1] - 1
+        if last < metadata.query_start_loc[request]:
+            continue
+        for distance, head in ((window - 1, 0), (window, step.query.shape[1] // kv_heads - 1)):
+            at = keys - 1 - distance
+            if at < 0:
+                continue
+            block = int(metadata.block_table[request, at // size])
+            query = step.query[last, head]
+            # a score of 8 after the scale: above 128 random ones (whose exponentials sum to about exp(5.3))
+            step.key_cache[block, at % size, 0] = query * (8 * dim**0.5 / float(query.pow(2).sum()))
+
+
+def as_decode(step: Step, max_seq_len: int, padding: int = 0) -> Step:
+    """The same requests, one row each, as a graph sees them: lengths on the device, `padding` rows without keys."""
+    known = step.metadata
+    device = known.block_table.device
+    lengths = torch.tensor([*known.seq_lens, *[0] * padding], dtype=torch.int32, device=device)
+    table = torch.cat((known.block_table, known.block_table.new_zeros(padding, known.block_table.shape[1])))
+    slots = torch.cat((known.slot_mapping, known.slot_mapping.new_full((padding,), -1)))
+    query = torch.cat((step.query, step.query.new_full((padding, *step.query.shape[1:]), math.nan)))
+    return dataclasses.replace(step, query=query, metadata=DecodeMetadata(lengths, table, slots, max_seq_len))
+
+
+# --- experts
+
+TOP_K = 4
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 96
+
+
+def random_experts(
+    weight_format: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    experts: int = NUM_EXPERTS,
+    hidden: int = HIDDEN,
+    inner: int = INTERMEDIATE,
+) -> AnyExperts:
+    """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(dtype)
+
+    floats = ExpertWeights(
+        normal(experts, hidden, 2 * inner, std=4 * hidden**-0.5),
+        normal(experts, 2 * inner, std=4),
+        normal(experts, inner, hidden, std=inner**-0.5),
+        normal(experts, hidden),
+    )
+    if weight_format == "mxfp4":
+        gate_up, down = (mxfp4.compress(w.mT.contiguous()) for w in (floats.gate_up_proj, floats.down_proj))
+        return Mxfp4Experts(*gate_up, floats.gate_up_proj_bias, *down, floats.down_proj_bias)
+    if weight_format == FP8:
+        return quantize_fp8(floats)
+    matrices = {n: getattr(floats, n).to(getattr(torch, weight_format)) for n in ("gate_up_proj", "down_proj")}
+    return dataclasses.replace(floats, **matrices)
+
+
+def expert_map(experts: int, first: int, last: int) -> torch.Tensor:
+    """[experts]: the place of each of [first, last) on a rank that holds these, -1 for the others."""
+    places = torch.full((experts,), -1)
+    places[first:last] = torch.arange(last - first)
+    return places
+
+
+def local_share(weights: AnyExperts, first: int, last: int) -> AnyExperts:
+    """The experts [first, last) as one rank of an expert-parallel group holds them."""
+    parts = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights) if f.name != "expert_map"}
+    places = expert_map(weights.num_experts, first, last)
+    return dataclasses.replace(weights, **{n: t[first:last] for n, t in parts.items()}, expert_map=places)
+
+
+def expert_inputs(
+    weight_format: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    tokens: int,
+    *,
+    experts: int = NUM_EXPERTS,
+    hidden: int = HIDDEN,
+    inner: int = INTERMEDIATE,
+    top_k: int = TOP_K,
+    share: tuple[int, int] | None = None,
+    same: bool = False,
+    padding: bool = False,
+) -> dict[str, Any]:
+    """What `expert_mlp` is called with, and the logits that it follows from.
+
+    share: the experts that are here. same: every token goes to the first experts. padding: every third token is a
+    padding row with ids of -1.
+    """
+    weights = random_experts(weight_format, dtype, generator, experts, hidden, inner)
+    logits = torch.randn(tokens, experts, generator=generator)
+    if same:
+        logits[:, :top_k] += 50
+    values, ids = logits.topk(top_k, dim=-1)
+    routing = torch.softmax(values, -1)
+    states = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    if padding:
+        ids[::3], routing[::3], states[::3] = -1, 0.0, math.nan
+    return {
+        "hidden_states": states,
+        "weights": weights if share is None else local_share(weights, *share),
+        "topk_weights": routing,
+        "topk_ids": ids,
+        "logits": logits,
+        "swiglu_limit": LIMIT,
+    }
+
+
+# --- the rest of a layer
+
+EPS = 1e-5
+BLOCKS, BLOCK_SIZE, UNTOUCHED = 80, 4, 7.0  # of the caches that QKV writes to; what a slot holds that nobody wrote
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """hidden is no multiple of a block; experts no multiple of a share."""
+
+    hidden: int = 112
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    experts: int = 8
+    top_k: int = 4
+    vocab: int = 300
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def packed(self) -> int:
+        """Outputs of the QKV projection."""
+        return self.query + 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class InputFactory:
+    """Random tensors of one call, float32 drawn and then rounded to the role's dtype."""
+
+    generator: torch.Generator
+    roles: Mapping[str, str]
+
+    def normal(self, *shape: int, std: float = 1.0, role: str = "hidden") -> torch.Tensor:
+        drawn = torch.randn(shape, generator=self.generator, device=self.generator.device) * std
+        return drawn.to(getattr(torch, self.roles[role]))
+
+    def matrix(self, out: int, inputs: int) -> Weight:
+        """Rows of very different sizes in eight bits, so that a row's scale counts."""
+        drawn = torch.randn(out, inputs, generator=self.generator, device=self.generator.device) * inputs**-0.5
+        if self.roles["weight"] == FP8:
+            return quantize_rows(drawn * torch.logspace(-1, 0.5, out, device=drawn.device)[:, None])
+        return drawn.to(getattr(torch, self.roles["weight"]))
+
+    def norm(self, hidden: int) -> torch.Tensor:
+        return torch.randn(hidden, generator=self.generator, device=self.generator.device) * 0.3 + 1.0
+
+    def cos_sin(self, positions: int, head_dim: int) -> torch.Tensor:
+        """Of any angles, with a scale as YaRN's."""
+        angle = torch.rand(positions, head_dim // 2, generator=self.generator, device=self.generator.device) * 6.28
+        return (torch.cat((angle.cos(), angle.sin()), -1) * 1.3).to(getattr(torch, self.roles["hidden"]))
+
+
+def _stream(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    return {
+        "residual": make.normal(rows, sizes.hidden, std=2.0),
+        "delta": make.normal(rows, sizes.hidden) if delta else None,
+        "norm_weight": make.norm(sizes.hidden),
+        "eps": EPS,
+    }
+
+
+def _qkv(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    """The last of many rows are padding, whose keys go nowhere; slots in any order."""
+    real = rows if rows < 3 else rows - 2
+    kv = getattr(torch, make.roles["kv"])
+    stream = _stream(make, rows, sizes, delta)
+    cos_sin = make.cos_sin(64, sizes.head_dim)
+    caches = torch.full((2, BLOCKS, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim), UNTOUCHED, dtype=kv)
+    slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=make.generator)[:real]
+    table = torch.zeros(real, 1, dtype=torch.int32)
+    return {
+        **stream,
+        "weight": make.matrix(sizes.packed, sizes.hidden),
+        "bias": make.normal(sizes.packed, std=0.5),
+        "cos_sin": cos_sin,
+        "positions": torch.randint(1, 64, (rows,), generator=make.generator),
+        "key_cache": caches[0],
+        "value_cache": caches[1].clone(),
+        "metadata": AttentionMetadata(tuple(range(real + 1)), (1,) * real, table, slots),
+    }
+
+
+def _output(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    return {
+        "attended": make.normal(rows, sizes.query),
+        "weight": make.matrix(sizes.hidden, sizes.query),
+        "bias": make.normal(sizes.hidden, std=0.5),
+        "residual": make.normal(rows, sizes.hidden, std=2.0) if delta else None,
+    }
+
+
+def _router(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    """Of many drawn rows those whose chosen logits lie furthest apart: rounding must not change the choice."""
+    drawn = _stream(make, 12 * rows, sizes, delta)
+    shared = {
+        "norm_weight": drawn["norm_weight"],
+        "eps": EPS,
+        "weight": make.normal(sizes.experts, sizes.hidden, std=2 * sizes.hidden**-0.5, role="weight"),
+        "bias": make.normal(sizes.experts, std=1.0),
+        "top_k": sizes.top_k,
+    }
+    stream = drawn["residual"].float() + (drawn["delta"].float() if delta else 0.0)
+    normed = stream / (stream.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * shared["norm_weight"]
+    values = (normed @ shared["weight"].float().T + shared["bias"].float()).sort(-1, descending=True).values
+    gaps = (values[:, :-1] - values[:, 1:])[:, : sizes.top_k].amin(-1)
+    kept = gaps.topk(rows).indices
+    live = torch.ones(rows, dtype=torch.int32)
+    if rows > 2:
+        live[-1] = 0
+    picked = {"residual": drawn["residual"][kept], "delta": drawn["delta"][kept] if delta else None}
+    return {**picked, **shared, "live": live}
+
+
+def _add_norm(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    """The first row is small, so that epsilon counts."""
+    stream = _stream(make, rows, sizes, delta)
+    for name in ("residual", "delta"):
+        if stream[name] is not None:
+            stream[name][0] *= 1e-3
+    return stream
+
+
+def _logits(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    return {"normed": make.normal(rows, sizes.hidden), "weight": make.matrix(sizes.vocab, sizes.hidden)}
+
+
+def _greedy(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
+    """Equal largest ones, and damage, in some rows; more logits than one program of a kernel takes."""
+    drawn = make.normal(rows, sizes.vocab * 9, role="logits")
+    for row in range(0, rows, 2):
+        drawn[row, [sizes.vocab * 8, sizes.vocab * 5, sizes.vocab * 7]] = 9.0
+    for row, value in zip(range(1, rows, 3), (math.nan, math.inf, -math.inf), strict=False):
+        drawn[row, sizes.vocab * 6] = value
+    return {"logits": drawn}
+
+
+# (make, rows, sizes, with the sum of the layer before) -> the arguments of the public operation
+DENSE_INPUTS: dict[str, Callable[[InputFactory, int, Sizes, bool], dict[str, Any]]] = {
+    QKV.name: _qkv,
+    OUTPUT.name: _output,
+    ROUTER.name: _router,
+    ADD_NORM.name: _add_norm,
+    LOGITS.name: _logits,
+    GREEDY.name: _greedy,
+}

@@ -1,0 +1,419 @@
+"""The known mistakes of gpt-oss's operations: one table, with the check that must notice each.
+
+Ports of gpt-oss have made them, or its formulas invite them. `verify --mutate` shows that each would be caught, and the
+doctor names the one that explains a wrong result. A mutation is what a kernel that makes the mistake would answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.graphs.state import NOBODY, DecodeState
+from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts
+from npu_gptoss.verify.cases import BLOCK_SIZE, BLOCKS, WINDOW, Inputs
+
+Outputs = Mapping[str, torch.Tensor]
+Definition = Callable[[Inputs], Outputs]
+Tensor = torch.Tensor
+
+PAGED, WRITE, ROUTE, EXPERTS = "attention.paged", "attention.write_kv", "moe.route", "moe.experts"
+QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "dense.add_norm"
+LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
+EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
+STREAM = (QKV, ROUTER, ADD_NORM)  # what adds to the residual stream and norms it
+BIASED, EIGHT_BIT = (QKV, OUTPUT, ROUTER), (QKV, OUTPUT, LOGITS)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """checks: which must notice it. answer: of a kernel that makes the mistake; None where a call cannot show it."""
+
+    name: str
+    checks: tuple[str, ...]
+    answer: Callable[[Inputs, Definition], Outputs | None]
+
+
+def of_inputs(name: str, *checks: str, **changes: Callable[[Inputs], Any]) -> Mutation:
+    """The definition of changed inputs, each a function of all inputs; None says that the call cannot show it."""
+
+    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
+        changed = {key: change(inputs) for key, change in changes.items()}
+        return None if any(v is None for v in changed.values()) else definition({**inputs, **changed})
+
+    return Mutation(name, checks, answer)
+
+
+def of_each(name: str, *checks: str, **changes: Callable[[Any], Any]) -> Mutation:
+    """As `of_inputs`, each a function of the input itself; a call without it cannot show the mistake."""
+
+    def changed(key: str, inputs: Inputs) -> Any:
+        return None if inputs[key] is None else changes[key](inputs[key])
+
+    return of_inputs(name, *checks, **{key: functools.partial(changed, key) for key in changes})
+
+
+def of_result(name: str, *checks: str, change: Callable[[Inputs, Outputs], Outputs | None]) -> Mutation:
+    """A change of the right result: the outputs that are off, None where the call cannot show it."""
+
+    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
+        right = definition(inputs)
+        wrong = change(inputs, right)
+        return None if wrong is None else {**right, **wrong}
+
+    return Mutation(name, checks, answer)
+
+
+# --- attention
+
+
+def _of_metadata(name: str, change: Callable[[AttentionMetadata, int], dict[str, Any] | None]) -> Mutation:
+    """Unused blocks hold numbers here, as they do in a server: the mistake is found by its result, not by NaN."""
+
+    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
+        metadata = inputs["metadata"]
+        changed = change(metadata, inputs["key_cache"].shape[1]) if isinstance(metadata, AttentionMetadata) else None
+        if changed is None:
+            return None
+        caches = {name: inputs[name].nan_to_num(nan=0.5) for name in ("key_cache", "value_cache")}
+        return definition({**inputs, **caches, "metadata": dataclasses.replace(metadata, **changed, plans={})})
+
+    return Mutation(name, (PAGED,), answer)
+
+
+def _short_keys(metadata: AttentionMetadata, block_size: int) -> dict[str, Any] | None:
+    rows = pairwise(metadata.query_start_loc)
+    lengths = tuple(max(n - 1, end - start) for n, (start, end) in zip(metadata.seq_lens, rows, strict=True))
+    return None if lengths == metadata.seq_lens else {"seq_lens": lengths}
+
+
+def _one_key_ahead(inputs: Inputs, definition: Definition) -> Outputs | None:
+    """Each row but a request's last sees the next key too, as if it stood one row further down."""
+    metadata = inputs["metadata"]
+    if metadata.max_query_len < 2:
+        return None
+    query, out = inputs["query"].clone(), definition(inputs)["out"].clone()
+    for start, end in pairwise(metadata.query_start_loc):
+        query[start + 1 : end] = inputs["query"][start : end - 1].clone()
+    shifted = definition({**inputs, "query": query})["out"]
+    for start, end in pairwise(metadata.query_start_loc):
+        out[start : end - 1] = shifted[start + 1 : end]
+    return {"out": out}
+
+
+def _tail_kept(inputs: Inputs, right: Outputs) -> Outputs | None:
+    out, tokens = right["out"].clone(), inputs["metadata"].num_tokens
+    out[tokens:] = 1.0
+    return None if out.shape[0] == tokens else {"out": out}
+
+
+def _window(name: str, shows: Callable[[int | None], bool], change: Callable[[int | None], int | None]) -> Mutation:
+    """Another window, for calls whose own window shows it; None is a window too, so this is no `of_inputs`."""
+
+    def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
+        window = inputs["sliding_window"]
+        return definition({**inputs, "sliding_window": change(window)}) if shows(window) else None
+
+    return Mutation(name, (PAGED,), answer)
+
+
+def _heads_in_turn(inputs: Inputs, definition: Definition) -> Outputs | None:
+    """Query head h reads key head h % kv_heads instead of h // group."""
+    heads, kv_heads = inputs["query"].shape[1], inputs["key_cache"].shape[2]
+    if kv_heads == 1 or heads == kv_heads:
+        return None
+    order = torch.arange(heads).view(-1, kv_heads).t().flatten()
+    turned = definition({**inputs, "query": inputs["query"][:, order], "sinks": inputs["sinks"][order]})["out"]
+    return {"out": turned[:, order.argsort()]}
+
+
+def _slots(change: Callable[[Tensor], Tensor]) -> Callable[[AttentionMetadata], AttentionMetadata]:
+    return lambda m: dataclasses.replace(m, slot_mapping=change(m.slot_mapping), plans={})
+
+
+def _reversed(metadata: AttentionMetadata) -> AttentionMetadata | None:
+    tokens = metadata.num_tokens
+    return _slots(lambda slots: slots[:tokens].flip(0))(metadata) if tokens > 1 else None
+
+
+ATTENTION = (
+    of_each("sink dropped", PAGED, sinks=lambda t: torch.full_like(t, -1e4)),
+    of_each("sink counted twice", PAGED, sinks=lambda t: t.float() + math.log(2)),
+    of_each("sink of head 0 for all", PAGED, sinks=lambda t: t[:1].expand_as(t)),
+    of_each("sinks in reverse order", PAGED, sinks=lambda t: t.flip(0)),
+    of_inputs("sinks scaled like scores", PAGED, sinks=lambda i: i["sinks"].float() * i["scale"]),
+    _window("window 127 for 128", lambda window: (window or 0) > 1, lambda window: window - 1),
+    _window("window 129 for 128", lambda window: (window or 0) > 1, lambda window: window + 1),
+    _window("window ignored", bool, lambda window: None),
+    _window("window on a layer that sees all", lambda window: window is None, lambda window: WINDOW),
+    Mutation("causal off by one", (PAGED,), _one_key_ahead),
+    of_each("scale missing", PAGED, scale=lambda scale: 1.0),
+    of_each("scale twice", PAGED, scale=lambda scale: scale**2),
+    _of_metadata(
+        "block table of the next request",
+        lambda m, size: {"block_table": m.block_table.roll(1, 0)} if m.num_requests > 1 else None,
+    ),
+    _of_metadata(
+        "block table off by one",
+        lambda m, size: {"block_table": m.block_table.roll(-1, 1)} if max(m.seq_lens) > size else None,
+    ),
+    _of_metadata("keys one too short", _short_keys),
+    of_inputs("keys for values", PAGED, value_cache=lambda i: i["key_cache"]),
+    Mutation("key heads in turn, not in groups", (PAGED,), _heads_in_turn),
+    of_result("padded rows not zeroed", PAGED, change=_tail_kept),
+    of_each("slot off by one", WRITE, metadata=_slots(lambda slots: slots + 1)),
+    of_each("slots in reverse order", WRITE, metadata=_reversed),
+    of_inputs("values for keys", WRITE, key=lambda i: i["value"]),
+    of_each("rows one too far", WRITE, key=lambda t: t.roll(1, 0)),
+)
+
+# --- experts
+
+
+def _of_weights(name: str, **changes: Callable[[Tensor], Tensor | None]) -> Mutation:
+    """Changes of the fields that this format has; where it has none of them, the call cannot show it."""
+
+    def change(weights: AnyExperts) -> AnyExperts | None:
+        changed = {field: f(getattr(weights, field)) for field, f in changes.items() if hasattr(weights, field)}
+        shown = changed and not any(tensor is None for tensor in changed.values())
+        return dataclasses.replace(weights, **changed) if shown else None
+
+    return of_each(name, EXPERTS, weights=change)
+
+
+def _columns(change: Callable[[Tensor], Tensor]) -> Callable[[AnyExperts], AnyExperts]:
+    """On gate_up's outputs and bias: columns in floats, rows in the packed formats."""
+
+    def changed(weights: AnyExperts) -> AnyExperts:
+        floats = isinstance(weights, ExpertWeights)
+
+        def moved(tensor: Tensor) -> Tensor:
+            axis = tensor.dim() - 1 if floats else 1
+            return tensor.index_select(axis, change(torch.arange(tensor.shape[axis])))
+
+        names = [f.name for f in dataclasses.fields(weights) if f.name.startswith("gate_up")]
+        return dataclasses.replace(weights, **{name: moved(getattr(weights, name)) for name in names})
+
+    return changed
+
+
+def _while(name: str, target: str, value: object) -> Mutation:
+    """The definition while a part of it is another."""
+
+    def answer(inputs: Inputs, definition: Definition) -> Outputs:
+        with mock.patch(target, value):
+            return definition(inputs)
+
+    return Mutation(name, (EXPERTS,), answer)
+
+
+def _silu(gate_up: Tensor, limit: float) -> Tensor:
+    return torch.nn.functional.silu(gate_up[..., 0::2]) * gate_up[..., 1::2]
+
+
+def _no_one(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return up * gate * torch.sigmoid(1.702 * gate)
+
+
+def _has_padding(inputs: Inputs) -> bool:
+    return bool((inputs["topk_ids"] < 0).any())
+
+
+def _softmax_over_all(inputs: Inputs) -> Tensor | None:
+    return None if _has_padding(inputs) else torch.softmax(inputs["logits"], -1).gather(1, inputs["topk_ids"])
+
+
+def _first_only(weights: Tensor) -> Tensor | None:
+    top_k = weights.shape[1]
+    return weights * (torch.arange(top_k) == 0) if top_k > 1 else None
+
+
+def _map_ignored(weights: AnyExperts) -> AnyExperts | None:
+    """Global ids taken for local ones, round the number that is here."""
+    if weights.expert_map is None:
+        return None
+    return dataclasses.replace(weights, expert_map=torch.arange(len(weights.expert_map)) % weights.num_experts)
+
+
+def _nibbles_swapped(blocks: Tensor) -> Tensor:
+    return (blocks << 4) | (blocks >> 4)
+
+
+def _scale_off(weights: AnyExperts) -> AnyExperts | None:
+    if not isinstance(weights, Mxfp4Experts):
+        return None
+    return dataclasses.replace(weights, gate_up_proj_scales=weights.gate_up_proj_scales + 1)
+
+
+def _where_several(change: Callable[[Outputs], Outputs]) -> Callable[[Inputs, Outputs], Outputs | None]:
+    """For calls that choose more than one expert."""
+    return lambda inputs, right: change(right) if inputs["top_k"] > 1 else None
+
+
+def _all_experts(inputs: Inputs, right: Outputs) -> Outputs | None:
+    logits, k = inputs["logits"].float(), inputs["top_k"]
+    return {"weights": torch.softmax(logits, -1).topk(k).values} if k < logits.shape[1] else None
+
+
+MOE = (
+    of_result("softmax over all experts", ROUTE, change=_all_experts),
+    of_result("weights not normalised", ROUTE, change=lambda i, right: {"weights": right["logits"]}),
+    of_result(
+        "all weights equal",
+        ROUTE,
+        change=_where_several(lambda r: {"weights": torch.full_like(r["weights"], 1 / r["weights"].shape[1])}),
+    ),
+    of_each("smallest logits chosen", ROUTE, logits=lambda t: -t),
+    of_result("smallest of them first", ROUTE, change=_where_several(lambda r: {"logits": r["logits"].flip(-1)})),
+    of_result("one expert twice", ROUTE, change=_where_several(lambda r: {"distinct": r["distinct"] - 1})),
+    _of_weights("gate and up bias dropped", gate_up_proj_bias=torch.zeros_like),
+    _of_weights("gate and up bias twice", gate_up_proj_bias=lambda t: 2 * t),
+    _of_weights("down bias dropped", down_proj_bias=torch.zeros_like),
+    _of_weights("down bias twice", down_proj_bias=lambda t: 2 * t),
+    _of_weights("bias of the next expert", down_proj_bias=lambda t: t.roll(1, 0) if len(t) > 1 else None),
+    of_each("gate and up swapped", EXPERTS, weights=_columns(lambda i: i.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))),
+    of_each("interleaved read as halves", EXPERTS, weights=_columns(lambda i: i.unflatten(-1, (2, -1)).mT.flatten(-2))),
+    of_each("clamp left out", EXPERTS, swiglu_limit=lambda limit: 1e9),
+    _while("alpha 1.0", "npu_gptoss.moe.activation.ALPHA", 1.0),
+    _while("up without one added", "npu_gptoss.moe.reference.swigluoai", _no_one),
+    _while("plain SwiGLU", "npu_gptoss.moe.reference.swigluoai", _silu),
+    of_inputs("routing weight dropped", EXPERTS, topk_weights=lambda i: (i["topk_ids"] >= 0).float()),
+    of_inputs("routing softmax over all experts", EXPERTS, topk_weights=_softmax_over_all),
+    of_each("only the first expert", EXPERTS, topk_weights=_first_only),
+    of_each("expert_map ignored", EXPERTS, weights=_map_ignored),
+    of_inputs(
+        "padding rows computed", EXPERTS, topk_ids=lambda i: i["topk_ids"].clamp(min=0) if _has_padding(i) else None
+    ),
+    _of_weights("high nibble first in gate and up", gate_up_proj_blocks=_nibbles_swapped),
+    _of_weights("high nibble first in down", down_proj_blocks=_nibbles_swapped),
+    of_each("scale exponent off by one", EXPERTS, weights=_scale_off),
+    _of_weights("scale of the next row", down_proj_scales=lambda t: t.roll(1, 1)),
+)
+
+# --- the rest of a layer
+
+
+def _scales(weight: Any) -> Any:
+    return None if isinstance(weight, Tensor) else dataclasses.replace(weight, scales=weight.scales.roll(1))
+
+
+def _turned(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], Tensor]:
+    return lambda cos_sin: torch.cat(change(*cos_sin.chunk(2, -1)), -1)
+
+
+def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
+    logits = inputs["logits"]
+    last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
+    return {"ids": torch.where(right["ids"] < 0, right["ids"], last)}
+
+
+DENSE = (
+    of_each("norm weight dropped", *STREAM, norm_weight=torch.ones_like),
+    of_each("norm weight with one added", *STREAM, norm_weight=lambda t: t + 1),
+    of_each("residual dropped", *STREAM, OUTPUT, residual=torch.zeros_like),
+    of_each("delta dropped", *STREAM, delta=torch.zeros_like),
+    of_each("delta twice", *STREAM, delta=lambda t: 2 * t.float()),
+    of_each("bias dropped", *BIASED, bias=torch.zeros_like),
+    of_each("bias twice", *BIASED, bias=lambda t: 2 * t),
+    of_each("scale of the next row", *EIGHT_BIT, weight=_scales),
+    of_each("RoPE halves swapped", QKV, cos_sin=_turned(lambda cos, sin: (cos, -sin))),
+    of_each("cosine and sine swapped", QKV, cos_sin=_turned(lambda cos, sin: (sin, cos))),
+    of_each("angles in reverse order", QKV, cos_sin=_turned(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))),
+    of_each("RoPE left out", QKV, cos_sin=_turned(lambda c, s: (torch.ones_like(c), torch.zeros_like(s)))),
+    of_each("position one too far", QKV, positions=lambda t: t - 1),
+    of_each("slot off by one", QKV, metadata=_slots(lambda slots: (slots + 1) % (BLOCKS * BLOCK_SIZE))),
+    of_each("smallest logits chosen", ROUTER, weight=lambda t: -t, bias=lambda t: -t),
+    of_each("padding rows routed", ROUTER, live=lambda t: torch.ones_like(t) if bool((t == 0).any()) else None),
+    of_result(
+        "routing weight dropped",
+        ROUTER,
+        change=_where_several(lambda right: {"weights": (right["ids"] >= 0).float()}),
+    ),
+    of_each("no epsilon", ADD_NORM, eps=lambda eps: 0.0),
+    of_each("rows one too far", LOGITS, normed=lambda t: t.roll(1, 0) if len(t) > 1 else None),
+    of_result("last of equals", GREEDY, change=_last_of_equals),
+    of_result("damage not reported", GREEDY, change=lambda i, right: {"ids": i["logits"].nan_to_num().argmax(-1)}),
+    of_result("one token further", GREEDY, change=lambda i, right: {"ids": right["ids"] + 1}),
+)
+
+# --- a decode step's beginning
+
+
+def _cursor(change: Callable[[Tensor], Tensor]) -> Callable[[DecodeState], DecodeState]:
+    """Another position of each row."""
+    return lambda state: dataclasses.replace(state, cursor=torch.stack((state.cursor[0], change(state.cursor[1]))))
+
+
+def _where_padded(change: Callable[[DecodeState], DecodeState]) -> Callable[[DecodeState], DecodeState | None]:
+    return lambda state: change(state) if bool((state.cursor[1] == NOBODY).any()) else None
+
+
+GRAPHS = (
+    of_each("position one too far", ADVANCE, state=_cursor(lambda positions: positions + (positions >= 0))),
+    of_each(
+        "block table off by one", ADVANCE, state=lambda s: dataclasses.replace(s, block_table=s.block_table.roll(1, 1))
+    ),
+    of_each("padding rows in use", ADVANCE, state=_where_padded(_cursor(lambda positions: positions.clamp(min=0)))),
+    of_each("another spare slot", ADVANCE, state=_where_padded(lambda s: dataclasses.replace(s, spare_slot=0))),
+    of_result(
+        "the cursor stays", ADVANCE, change=lambda i, right: {n: right[n.replace("second", "first")] for n in right}
+    ),
+)
+
+# --- functions that are no registered operations
+
+
+def _yarn(**change: object) -> Callable[[Any], Any]:
+    return lambda yarn: (
+        None if all(getattr(yarn, n) == v for n, v in change.items()) else dataclasses.replace(yarn, **change)
+    )
+
+
+def _in_turn(tensor: Tensor) -> Tensor:
+    """The two halves of the last axis, element by element."""
+    return tensor.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+def _by_neighbours(inputs: Inputs, definition: Definition) -> Outputs:
+    """Pairs (0, 1), (2, 3) for the two halves."""
+    paired = inputs["x"].unflatten(-1, (-1, 2)).mT.flatten(-2)
+    return {"x": _in_turn(definition({**inputs, "x": paired})["x"])}
+
+
+FUNCTIONS = (
+    of_each("high nibble first", EXPAND, blocks=_nibbles_swapped),
+    of_each("scale exponent off by one", EXPAND, scales=lambda t: t + 1),
+    of_each("sign dropped", EXPAND, blocks=lambda t: t & 0x77),
+    of_each("scale of the next group", EXPAND, scales=lambda t: t.roll(1, 0)),
+    of_each("mantissa bit dropped", EXPAND, blocks=lambda t: t & 0xEE),
+    of_result("high nibble first", COMPRESS, change=lambda i, right: {"blocks": _nibbles_swapped(right["blocks"])}),
+    of_result("scale exponent off by one", COMPRESS, change=lambda i, right: {"scales": right["scales"] + 1}),
+    of_each("sign dropped", COMPRESS, weight=torch.abs),
+    of_each("ramp truncated to whole pairs", TABLES, yarn=_yarn(truncate=True)),
+    of_inputs("ramp rounded to whole pairs", TABLES, rounded=lambda i: None if i["yarn"].truncate else True),
+    of_each("truncate ignored", TABLES, yarn=_yarn(truncate=False)),
+    of_each("no YaRN", TABLES, yarn=_yarn(factor=1.0)),
+    of_inputs("cos and sin not scaled", TABLES, attention_factor=lambda i: 1.0 if i["yarn"].factor > 1 else None),
+    of_each("original context of the whole model", TABLES, yarn=_yarn(original_max_position_embeddings=131072)),
+    of_each("theta 10000", TABLES, theta=lambda theta: 10000.0),
+    of_result("cosines and sines in turn", TABLES, change=lambda i, right: {"cos_sin": _in_turn(right["cos_sin"])}),
+    of_each("RoPE halves swapped", ROTATE, sin=lambda t: -t),
+    of_inputs("cosine and sine swapped", ROTATE, sin=lambda i: i["cos"], cos=lambda i: i["sin"]),
+    Mutation("neighbours for halves", (ROTATE,), _by_neighbours),
+)
+
+MUTATIONS: tuple[Mutation, ...] = (*ATTENTION, *MOE, *DENSE, *GRAPHS, *FUNCTIONS)
+
+
+def mutations_of(check: str) -> tuple[Mutation, ...]:
+    return tuple(mutation for mutation in MUTATIONS if check in mutation.checks)
