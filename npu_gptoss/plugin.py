@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 
-from npu_gptoss.supported import SERVED_DEVICES, VLLM, installed_vllm
+from npu_gptoss.serving.lines import LINES, SERVED_DEVICES, installed_vllm, line_of
 
-SUPPORTED_VLLM = VLLM.recommended
+SUPPORTED_VLLM = " or ".join(line.vllm.recommended for line in LINES)
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 def version_objection(installed: str | None) -> str | None:
     """Why this vLLM is outside of the supported window, in words; None when it is inside."""
-    if VLLM.has(installed):
+    if line_of(installed):
         return None
     found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
     return (
@@ -52,7 +52,7 @@ def register() -> None:
             logger.warning("%s", sentence)
     compat.apply()
 
-    from vllm.platforms import current_platform
+    from npu_gptoss.serving.lines.vllm import current_platform
 
     if current_platform.device_type not in SERVED_DEVICES:
         logger.info(
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def _register_model() -> None:
-    from vllm import ModelRegistry
+    from npu_gptoss.serving.lines.vllm import ModelRegistry
 
     module, _, name = MODEL.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)

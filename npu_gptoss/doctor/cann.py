@@ -17,8 +17,9 @@ from npu_gptoss import cann as installed
 from npu_gptoss.cann import toolkit_version
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
-from npu_gptoss.supported import CANN, DRIVER, DRIVER_OLDEST, TORCH_NPU
+from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, here
 
+LINE = here()
 ATB_VARIABLE = "ATB_HOME_PATH"
 NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER_FOLDER = f"/{installed.DRIVER_FOLDER}"
@@ -69,7 +70,7 @@ def toolkit(here: Machine) -> Iterator[Finding]:
         yield not_applicable("cann", "CANN is for Ascend machines.")
         return
     place, variable = find_toolkit(here)
-    install = f"Install CANN {CANN.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
+    install = f"Install CANN {LINE.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
     if place is None:
         yield failed(
             "cann", "No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install
@@ -96,13 +97,13 @@ def toolkit(here: Machine) -> Iterator[Finding]:
 def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
     version = parse(text)
     named = f"CANN {text} ({place})"
-    lowest = parse(CANN.releases[0])
+    lowest = parse(LINE.cann.releases[0])
     if version is None:
         return warning("cann", f"{named}: this is no version that can be compared.", install)
     if version.series < lowest.series:
         return failed(
             "cann",
-            f"{named} is older than {CANN.releases[0]}, the first whose attention operator takes gpt-oss's sinks.",
+            f"{named} is older than {LINE.cann.releases[0]}, the first whose attention operator takes gpt-oss's sinks.",
             install,
         )
     if version.series == lowest.series and version.prerelease:
@@ -113,19 +114,19 @@ def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
             install,
         )
     release = f"{version.series[0]}.{version.series[1]}.{version.release}"
-    if release in CANN.releases and not version.prerelease:
-        if release == CANN.recommended or emulated:
+    if release in LINE.cann.releases and not version.prerelease:
+        if release == LINE.cann.recommended or emulated:
             return ok("cann", f"{named}.")
         return warning(
             "cann",
-            f"{named} may serve; {CANN.recommended} came later, and what was mended in the operators since can only be "
-            "there.",
-            f"Where you are free to choose, take {CANN.recommended}: {IMAGE}.",
+            f"{named} may serve; {LINE.cann.recommended} came later, and what was mended in the operators since "
+            "can only be there.",
+            f"Where you are free to choose, take {LINE.cann.recommended}: {IMAGE}.",
         )
     return warning(
         "cann",
-        f"{named} is not one of {', '.join(CANN.releases)}, for which torch-npu {TORCH_NPU.recommended} and this "
-        "package's operator calls are made.",
+        f"{named} is not one of {', '.join(LINE.cann.releases)}, for which torch-npu {LINE.torch_npu.recommended} "
+        "and this package's operator calls are made.",
         install,
     )
 
@@ -200,9 +201,9 @@ def driver(here: Machine) -> Iterator[Finding]:
     elif (int(match[1]), int(match[2])) < DRIVER_OLDEST:
         yield warning(
             "driver",
-            f"The driver {text} is older than what users report with CANN {CANN.releases[0]} "
+            f"The driver {text} is older than what users report with CANN {LINE.cann.releases[0]} "
             f"({DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on); it may refuse to capture graphs (error 207000).",
-            f"Upgrade to Ascend HDK {DRIVER}, which is published with CANN {CANN.releases[0]}, or serve with "
+            f"Upgrade to Ascend HDK {DRIVER}, which is published with CANN {LINE.cann.releases[0]}, or serve with "
             "--enforce-eager.",
         )
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from npu_gptoss.supported import find_vllm
+from npu_gptoss.serving.lines import find_vllm
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)

@@ -10,17 +10,9 @@ from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.supported import (
-    PYTHON,
-    PYTHON_ON_ASCEND,
-    TORCH_NPU,
-    TORCH_OLDEST,
-    TORCH_ON_ASCEND,
-    VLLM,
-    VLLM_ASCEND,
-    silent_defect,
-)
+from npu_gptoss.serving.lines import TORCH_OLDEST, here, silent_defect
 
+LINE = here()
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}
@@ -44,28 +36,30 @@ def python(here: Machine) -> Iterator[Finding]:
     release = ".".join(map(str, here.python))
     minor = ".".join(map(str, here.python[:2]))
     ascend = here.platform()[0] == ASCEND
-    if minor in (PYTHON_ON_ASCEND if ascend else PYTHON):
+    if minor in (LINE.python_on_ascend if ascend else LINE.python):
         yield ok("python", f"Python {release}.")
-    elif ascend and minor in PYTHON and here.python < (3, 12):
+    elif ascend and minor in LINE.python and here.python < (3, 12):
         yield warning(
             "python",
-            f"Python {release}: vllm-ascend {VLLM_ASCEND.recommended} has wheels for it, but everything here is "
-            f"tested on {PYTHON_ON_ASCEND[0]}.",
-            f"Use Python {PYTHON_ON_ASCEND[0]}.",
+            f"Python {release}: vllm-ascend {LINE.vllm_ascend.recommended} has wheels for it, but everything here is "
+            f"tested on {LINE.python_on_ascend[0]}.",
+            f"Use Python {LINE.python_on_ascend[0]}.",
         )
     elif ascend:
         yield failed(
             "python",
-            f"Python {release}: vllm-ascend {VLLM_ASCEND.recommended} has no wheel for it.",
-            f"Make the environment with Python {PYTHON_ON_ASCEND[0]}.",
+            f"Python {release}: vllm-ascend {LINE.vllm_ascend.recommended} has no wheel for it.",
+            f"Make the environment with Python {LINE.python_on_ascend[0]}.",
         )
-    elif here.python[:2] < tuple(map(int, PYTHON[0].split("."))):
-        yield failed("python", f"Python {release} is older than {PYTHON[0]}.", f"Use Python {' or '.join(PYTHON)}.")
+    elif here.python[:2] < tuple(map(int, LINE.python[0].split("."))):
+        yield failed(
+            "python", f"Python {release} is older than {LINE.python[0]}.", f"Use Python {' or '.join(LINE.python)}."
+        )
     else:
         yield warning(
             "python",
-            f"Python {release} is newer than what is tested ({', '.join(PYTHON)}).",
-            f"Use Python {PYTHON[1]} when something does not install.",
+            f"Python {release} is newer than what is tested ({', '.join(LINE.python)}).",
+            f"Use Python {LINE.python[1]} when something does not install.",
         )
 
 
@@ -78,17 +72,17 @@ def numbers(release: str) -> tuple[int, ...]:
 def torch(here: Machine) -> Iterator[Finding]:
     release = here.version("torch")
     if here.platform()[0] == ASCEND:
-        recommended = TORCH_ON_ASCEND.recommended
+        recommended = LINE.torch.recommended
         remedy = f"Install torch {recommended}: `pip install torch=={recommended}` (on x86_64 its CPU build)."
         if release is None:
             yield failed("torch", "torch is not installed.", remedy)
-        elif TORCH_ON_ASCEND.has(release):
+        elif LINE.torch.has(release):
             yield ok("torch", f"torch {release}.")
         else:
             yield failed(
                 "torch",
-                f"torch {release}: torch-npu {TORCH_NPU.recommended} is compiled against torch {recommended} and does "
-                "not load with another.",
+                f"torch {release}: torch-npu {LINE.torch_npu.recommended} is compiled against torch {recommended} and "
+                "does not load with another.",
                 remedy,
             )
         return
@@ -106,10 +100,10 @@ def torch_npu(here: Machine) -> Iterator[Finding]:
         yield not_applicable("torch-npu", "torch-npu is for Ascend machines.")
         return
     release = here.version("torch-npu") or here.version("torch_npu")
-    remedy = f"`pip install torch-npu=={TORCH_NPU.recommended}`."
+    remedy = f"`pip install torch-npu=={LINE.torch_npu.recommended}`."
     if release is None:
         yield failed("torch-npu", "torch-npu is not installed, so torch knows no NPU.", remedy)
-    elif TORCH_NPU.has(release):
+    elif LINE.torch_npu.has(release):
         yield ok("torch-npu", f"torch-npu {release}.")
     elif (post := re.match(r"\d+\.\d+\.\d+\.post(\d+)", release)) and int(post[1]) > 1 and cann.series(here) == (8, 3):
         yield failed(
@@ -118,24 +112,25 @@ def torch_npu(here: Machine) -> Iterator[Finding]:
             "kernel there (npu_clipped_swiglu is one).",
             remedy,
         )
-    elif numbers(release)[:3] == numbers(TORCH_NPU.recommended):
+    elif numbers(release)[:3] == numbers(LINE.torch_npu.recommended):
         yield warning(
             "torch-npu",
-            f"torch-npu {release} is not one of {', '.join(TORCH_NPU.releases)}, which are made for CANN 8.3 (.post2 "
-            "is made for CANN 8.5, .dev builds are older than the operator with sinks).",
+            f"torch-npu {release} is not one of {', '.join(LINE.torch_npu.releases)}, which are made for CANN 8.3 "
+            "(.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks).",
             remedy,
         )
     else:
         yield failed(
             "torch-npu",
-            f"torch-npu {release}: vllm-ascend {VLLM_ASCEND.recommended} rides on torch-npu {TORCH_NPU.recommended}.",
+            f"torch-npu {release}: vllm-ascend {LINE.vllm_ascend.recommended} rides on torch-npu "
+            f"{LINE.torch_npu.recommended}.",
             remedy,
         )
 
 
 def vllm(here: Machine) -> Iterator[Finding]:
     platform, release = here.platform()[0], here.vllm
-    remedy = f"For vLLM {VLLM.recommended}, {INSTALL_VLLM}."
+    remedy = f"For vLLM {LINE.vllm.recommended}, {INSTALL_VLLM}."
     if release is None:
         sentence = "vLLM is not installed, so there is no `vllm serve`"
         if platform == ASCEND:
@@ -165,7 +160,7 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
         yield not_applicable("vllm-ascend", "vllm-ascend is for Ascend machines.")
         return
     release = here.vllm_ascend
-    remedy = f"`pip install vllm-ascend=={VLLM_ASCEND.recommended}`."
+    remedy = f"`pip install vllm-ascend=={LINE.vllm_ascend.recommended}`."
     if release is None:
         yield failed("vllm-ascend", "vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
     elif objection := limits.version_objection(release):

@@ -8,13 +8,21 @@ window reaches the implementation as an argument of our own, beside the sinks.
 from __future__ import annotations
 
 import torch
-from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType
-from vllm.config import VllmConfig
-from vllm.v1.attention.backends.utils import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
+from npu_gptoss.serving.lines.vllm import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    AttentionType,
+    CommonAttentionMetadata,
+    FullAttentionSpec,
+    VllmConfig,
+    host_lengths,
+)
 
 
 class SinkAttentionBackend(AttentionBackend):
@@ -47,6 +55,19 @@ class SinkAttentionBackend(AttentionBackend):
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
+def step_metadata(common_prefix_len: int, common: CommonAttentionMetadata) -> AttentionMetadata:
+    """A step of the scheduler, of its real requests and tokens only (padding is left out)."""
+    if common_prefix_len:
+        raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
+    query_start_loc, seq_lens = host_lengths(common)
+    return AttentionMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=common.block_table_tensor[: len(seq_lens)],
+        slot_mapping=common.slot_mapping[: query_start_loc[-1]],
+    )
+
+
 class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
     """One scheduler step in host integers, so that no kernel copies lengths back from the device."""
 
@@ -65,18 +86,7 @@ class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> AttentionMetadata:
-        """The step's `AttentionMetadata`, of the real requests and tokens only (padding is left out)."""
-        if common_prefix_len:
-            raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
-        common = common_attn_metadata
-        query_start_loc = tuple(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
-        num_tokens = query_start_loc[-1]
-        return AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=tuple(common.seq_lens_cpu[: common.num_reqs].tolist()),
-            block_table=common.block_table_tensor[: common.num_reqs],
-            slot_mapping=common.slot_mapping[:num_tokens],
-        )
+        return step_metadata(common_prefix_len, common_attn_metadata)
 
     def use_cascade_attention(self, *args: object, **kwargs: object) -> bool:
         return False
@@ -170,14 +180,3 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             sliding_window=self.window,
             out=output,
         )
-
-
-def attention_backend() -> type[AttentionBackend]:
-    """The backend that our model hands to vLLM's attention layers on this platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type != "npu":
-        return SinkAttentionBackend
-    from npu_gptoss.serving.ascend.attention import AscendSinkBackend
-
-    return AscendSinkBackend

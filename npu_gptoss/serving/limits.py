@@ -13,7 +13,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -69,7 +69,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 
     Raises InputError with every objection at once, and logs the sentence, because vLLM wraps the exception in its own.
     """
-    from vllm.platforms import current_platform
+    from npu_gptoss.serving.lines.vllm import current_platform
 
     found = objections(config, current_platform.device_type)
     checked = None
@@ -86,10 +86,8 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 
 def register(architecture: str) -> None:
     """Puts our verification before vLLM's own of this architecture. Idempotent."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.platforms import current_platform
-
     from npu_gptoss.serving.ascend import sizes as ascend_sizes
+    from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, current_platform
 
     known = MODELS_CONFIG_MAP[architecture]
     if getattr(known, "limits_of_npu_gptoss", False):

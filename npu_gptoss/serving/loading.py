@@ -25,9 +25,7 @@ from npu_gptoss.model.values import checked_values
 from npu_gptoss.moe.mxfp4 import GROUP
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe import FusedMoE
-
-    from npu_gptoss.serving.model import Attention, GptOssForCausalLM
+    from npu_gptoss.serving.lines.vllm import FusedMoE
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +46,7 @@ class Placement:
 
 
 def load_weights(
-    model: GptOssForCausalLM,
+    model: nn.Module,
     weights: Iterable[tuple[str, torch.Tensor]],
     config: GptOssConfig,
     *,
@@ -123,7 +121,7 @@ def _cut(
         del tensor  # or it would stay in memory while the next one is read
 
 
-def _placements(model: GptOssForCausalLM) -> dict[str, Placement]:
+def _placements(model: nn.Module) -> dict[str, Placement]:
     """One entry for each official tensor that has a parameter on this rank."""
     parameters = dict(model.named_parameters())
     found: dict[str, Placement] = {}
@@ -154,7 +152,7 @@ def _sharded(parameter: nn.Parameter, *shard: str) -> Callable[[torch.Tensor], N
     return place
 
 
-def _heads(parameter: nn.Parameter, attention: Attention) -> Callable[[torch.Tensor], None]:
+def _heads(parameter: nn.Parameter, attention: nn.Module) -> Callable[[torch.Tensor], None]:
     """The sinks of this rank's query heads."""
 
     def place(tensor: torch.Tensor) -> None:

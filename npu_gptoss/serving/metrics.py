@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving.lines import installed_vllm, line_of
+from npu_gptoss.serving.lines.vllm import StatLoggerBase
 from npu_gptoss.serving.steps import EAGER, MODES, Step, take
-from npu_gptoss.supported import VLLM, installed_vllm
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 NO_BUCKET = "none"
 LABELS = ("model_name", "engine")  # as on vLLM's own metrics
@@ -61,7 +61,7 @@ class StatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        supported = VLLM.has(installed_vllm())
+        supported = line_of(installed_vllm()) is not None
         self._active = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         if self._active:  # series exist before their first event, so that rates see it
             for mode in MODES:

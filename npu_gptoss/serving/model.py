@@ -1,4 +1,4 @@
-"""gpt-oss for vLLM 0.11.0: the class that replaces vLLM's own `GptOssForCausalLM`.
+"""gpt-oss for vLLM: the class that replaces vLLM's own `GptOssForCausalLM`.
 
 The blocks are our own, written on vLLM's layers, not upstream's with names rebound: upstream's blocks build attention,
 rope and experts from names of their module, and its loader moves tensors to CUDA. What is ours is what gpt-oss needs
@@ -15,41 +15,54 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from vllm.attention import Attention as AttentionLayer
-from vllm.compilation.decorators import support_torch_compile
-from vllm.config import CacheConfig, VllmConfig
-from vllm.distributed import (
-    get_pp_group,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-)
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsPP
-from vllm.model_executor.models.utils import (
-    PPMissingLayer,
-    extract_layer_index,
-    make_empty_intermediate_tensors_factory,
-    make_layers,
-    maybe_prefix,
-    sequence_parallel_chunk,
-)
-from vllm.sequence import IntermediateTensors
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import score_scale
 from npu_gptoss.serving import compat, limits, loading
-from npu_gptoss.serving.attention import attention_backend
-from npu_gptoss.serving.moe import ExpertsConfig
+from npu_gptoss.serving.attention import SinkAttentionBackend
+from npu_gptoss.serving.lines.vllm import (
+    Attention,
+    AttentionBackend,
+    CacheConfig,
+    FusedMoE,
+    IntermediateTensors,
+    LogitsProcessor,
+    ParallelLMHead,
+    PPMissingLayer,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    SupportsPP,
+    VllmConfig,
+    VocabParallelEmbedding,
+    current_platform,
+    extract_layer_index,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+    sequence_parallel_chunk,
+    support_torch_compile,
+    tensor_model_parallel_all_gather,
+)
+from npu_gptoss.serving.moe import ExpertsConfig, GptOssExpertsMethod
 from npu_gptoss.serving.rotary import rotary_embedding
 
 
-class Attention(nn.Module):
+def for_this_platform() -> tuple[type[AttentionBackend], type[GptOssExpertsMethod]]:
+    """The attention backend and the experts' method that vLLM's layers get on this platform."""
+    if current_platform.device_type != "npu":
+        return SinkAttentionBackend, GptOssExpertsMethod
+    from npu_gptoss.serving.ascend.attention import AscendSinkBackend
+    from npu_gptoss.serving.ascend.moe import AscendExpertsMethod
+
+    return AscendSinkBackend, AscendExpertsMethod
+
+
+class GptOssAttention(nn.Module):
     """One layer's attention on this rank's heads."""
 
     def __init__(self, config: GptOssConfig, cache_config: CacheConfig | None, prefix: str) -> None:
@@ -72,14 +85,14 @@ class Attention(nn.Module):
         # NaN until loaded: the backend refuses sinks that nobody filled
         self.sinks = nn.Parameter(torch.full((self.num_heads,), float("nan")), requires_grad=False)
         # The window goes to our backend as `window`, not as `per_layer_sliding_window`: see attention.py.
-        self.attn = AttentionLayer(
+        self.attn = Attention(
             self.num_heads,
             config.head_dim,
             score_scale(config),
             num_kv_heads=num_kv_heads,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
-            attn_backend=attention_backend(),
+            attn_backend=for_this_platform()[0],
             sinks=self.sinks,
             window=config.window(extract_layer_index(prefix)),
             owner=prefix,
@@ -108,7 +121,7 @@ class MixtureOfExperts(nn.Module):
             intermediate_size=config.intermediate_size,
             reduce_results=True,
             renormalize=True,
-            quant_config=ExpertsConfig(config.swiglu_limit),
+            quant_config=ExpertsConfig(for_this_platform()[1], config.swiglu_limit),
             prefix=f"{prefix}.experts",
             has_bias=True,
             activation="swigluoai",
@@ -129,7 +142,7 @@ class MixtureOfExperts(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: GptOssConfig, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.self_attn = Attention(config, vllm_config.cache_config, f"{prefix}.self_attn")
+        self.self_attn = GptOssAttention(config, vllm_config.cache_config, f"{prefix}.self_attn")
         self.mlp = MixtureOfExperts(config, vllm_config.parallel_config.use_sequence_parallel_moe, f"{prefix}.mlp")
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -12,35 +12,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
-
-# Options of vLLM's layer that this model does not use, with the value that means so.
-UNUSED_OPTIONS: dict[str, Any] = {
-    "use_grouped_topk": False,
-    "topk_group": None,
-    "num_expert_group": None,
-    "custom_routing_function": None,
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
-    "e_score_correction_bias": None,
-    "apply_router_weight_on_input": False,
-    "enable_eplb": False,
-    "expert_load_view": None,
-    "logical_to_physical_map": None,
-    "logical_replica_count": None,
-}
+from npu_gptoss.serving.lines.vllm import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    UNUSED_EXPERTS_OPTIONS,
+    FusedMoE,
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    QuantizationConfig,
+)
 
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of one layer (of this rank)."""
 
-    unused_options: ClassVar[dict[str, Any]] = UNUSED_OPTIONS
+    unused_options: ClassVar[dict[str, Any]] = UNUSED_EXPERTS_OPTIONS
 
     def __init__(self, layer: FusedMoE, swiglu_limit: float) -> None:
         super().__init__(layer.moe_config)
@@ -126,20 +114,15 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
 
 
 class ExpertsConfig(QuantizationConfig):
-    """Carries `GptOssExpertsMethod` to the layer. Not a format: the weights are BF16 (or FP32) as the model runs."""
+    """Carries the experts' method to the layer. Not a format: the weights are BF16 (or FP32) as the model runs."""
 
-    def __init__(self, swiglu_limit: float) -> None:
+    def __init__(self, method: type[GptOssExpertsMethod], swiglu_limit: float) -> None:
         super().__init__()
+        self.method = method
         self.swiglu_limit = swiglu_limit
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> GptOssExpertsMethod:
-        from vllm.platforms import current_platform
-
-        if current_platform.device_type != "npu":
-            return GptOssExpertsMethod(layer, self.swiglu_limit)
-        from npu_gptoss.serving.ascend.moe import AscendExpertsMethod
-
-        return AscendExpertsMethod(layer, self.swiglu_limit)
+        return self.method(layer, self.swiglu_limit)
 
     def get_name(self) -> str:
         return "gptoss_experts"

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from npu_gptoss import envs
-from npu_gptoss.supported import find_vllm
+from npu_gptoss.serving.lines import find_vllm
 
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"

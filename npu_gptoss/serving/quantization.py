@@ -19,7 +19,8 @@ RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked fi
 def _config_class() -> type:
     import torch
     from torch import nn
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+    from npu_gptoss.serving.lines.vllm import QuantizationConfig, QuantizeMethodBase
 
     class GptOssMxfp4Config(QuantizationConfig):
         """Stands for "MXFP4 on disk, the model's dtype in memory"."""
@@ -64,12 +65,11 @@ def _config_class() -> type:
 
 def register() -> None:
     """Registers the format with vLLM, ahead of every rival, and with a platform that keeps a list. Idempotent."""
-    from vllm.model_executor.layers import quantization
-    from vllm.platforms import current_platform
+    from npu_gptoss.serving.lines.vllm import QUANTIZATION_METHODS, current_platform, register_quantization_config
 
-    methods = quantization.QUANTIZATION_METHODS
+    methods = QUANTIZATION_METHODS
     if NAME not in methods:
-        quantization.register_quantization_config(NAME)(_config_class())
+        register_quantization_config(NAME)(_config_class())
     if methods.index(NAME) > min((methods.index(rival) for rival in RIVALS if rival in methods), default=len(methods)):
         # vLLM asks in this order; the list itself is what vLLM's parser and config refer to
         methods.remove(NAME)

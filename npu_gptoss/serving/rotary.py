@@ -10,12 +10,11 @@ buffer.
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import rotation_cache
+from npu_gptoss.serving.lines.vllm import RotaryEmbedding, yarn_rotary
 
 _OWNER = "npu_gptoss_config"
 _first_table: list[tuple[object, ...]] = []  # of this process
@@ -23,22 +22,7 @@ _first_table: list[tuple[object, ...]] = []  # of this process
 
 def rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
     """vLLM's rotary object for this model in the current default dtype and device; vLLM shares it between layers."""
-    yarn = config.rope_scaling
-    rotary = get_rope(
-        config.head_dim,
-        rotary_dim=config.head_dim,
-        max_position=config.max_position_embeddings,
-        base=config.rope_theta,
-        is_neox_style=True,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        },
-        dtype=torch.get_default_dtype(),
-    )
+    rotary = yarn_rotary(config, torch.get_default_dtype())
     if getattr(rotary, _OWNER, None) != config:  # another layer of this model has not filled it yet
         cache = rotary.cos_sin_cache
         if cache.device.type == "npu":

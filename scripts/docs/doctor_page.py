@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from npu_gptoss import supported
 from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.memory import preset_lines
+from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, SILENT_DEFECTS, TORCH_OLDEST, here
 from scripts.docs.page_tables import Tables
 
 
@@ -23,17 +23,18 @@ def checks() -> str:
 
 
 def window() -> str:
-    oldest = ".".join(map(str, supported.TORCH_OLDEST))
+    oldest = ".".join(map(str, TORCH_OLDEST))
+    line = here()
     rows = [
-        ("Python", ", ".join(supported.PYTHON_ON_ASCEND), ", ".join(supported.PYTHON)),
-        ("torch", ", ".join(supported.TORCH_ON_ASCEND.releases), f"≥ {oldest}"),
-        ("torch-npu", ", ".join(supported.TORCH_NPU.releases), "–"),
-        ("vLLM, built with `VLLM_TARGET_DEVICE=empty`", *[", ".join(supported.VLLM.releases)] * 2),
-        ("vllm-ascend", ", ".join(supported.VLLM_ASCEND.releases), "–"),
-        ("CANN and NNAL", ", ".join(supported.CANN.releases) + "; no alpha build", "–"),
+        ("Python", ", ".join(line.python_on_ascend), ", ".join(line.python)),
+        ("torch", ", ".join(line.torch.releases), f"≥ {oldest}"),
+        ("torch-npu", ", ".join(line.torch_npu.releases), "–"),
+        ("vLLM, built with `VLLM_TARGET_DEVICE=empty`", *[", ".join(line.vllm.releases)] * 2),
+        ("vllm-ascend", ", ".join(line.vllm_ascend.releases), "–"),
+        ("CANN and NNAL", ", ".join(line.cann.releases) + "; no alpha build", "–"),
         (
             "driver (Ascend HDK)",
-            f"{supported.DRIVER}; from {supported.DRIVER_OLDEST[0]}.{supported.DRIVER_OLDEST[1]} on",
+            f"{DRIVER}; from {DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on",
             "–",
         ),
     ]
@@ -41,9 +42,7 @@ def window() -> str:
 
 
 def silent() -> str:
-    rows = [
-        (".".join(map(str, first)), ".".join(map(str, last)), what) for first, last, what in supported.SILENT_DEFECTS
-    ]
+    rows = [(".".join(map(str, first)), ".".join(map(str, last)), what) for first, last, what in SILENT_DEFECTS]
     lines = ["| vllm-ascend | gpt-oss there |", "|---|---|"]
     return "\n".join(
         [*lines, *(f"| {'to' if first == '0.0' else f'{first} to'} {last} | {what} |" for first, last, what in rows)]

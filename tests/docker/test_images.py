@@ -17,7 +17,7 @@ import yaml
 
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.supported import CANN
+from npu_gptoss.serving.lines import here
 from scripts.serve_cpu import cpu_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_a_server_has_a_health_check_and_an_entry_point_that_were_copied(image: 
 def test_the_base_image_has_a_cann_that_is_supported() -> None:
     tag = next(value for name, value in steps("910b") if name == "ARG" and value.startswith("CANN_TAG="))
     release, chip, system, python = tag.partition("=")[2].split("-")
-    assert release.upper() == CANN.recommended
+    assert release.upper() == here().cann.recommended
     assert (chip, system, python) == ("910b", "ubuntu22.04", "py3.11")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.doctor import stack
-from npu_gptoss.supported import PYTHON, TORCH_NPU, TORCH_OLDEST, TORCH_ON_ASCEND, VLLM, VLLM_ASCEND
+from npu_gptoss.serving.lines import TORCH_OLDEST, here
 from tests.doctor.machines import ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
 from tests.doctor.test_cann import install_toolkit
 from tests.markdown import ROOT
@@ -167,13 +167,15 @@ def test_what_is_for_ascend_does_not_apply_elsewhere(tmp_path):
 
 def test_the_emulated_environment_is_within_the_window():
     text = (ROOT / "scripts/setup/setup_emulated.py").read_text()
-    releases = (TORCH_ON_ASCEND.recommended, TORCH_NPU.recommended, VLLM_ASCEND.recommended)
+    line = here()
+    releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)
     listed = ", ".join(f'"{release}"' for release in releases)
     assert f"TORCH, TORCH_NPU, VLLM_ASCEND = {listed}" in text
 
 
 def test_the_window_is_that_of_the_readme_and_of_the_package():
+    line = here()
     readme, project = (ROOT / "README.md").read_text(), (ROOT / "pyproject.toml").read_text()
-    assert f"**stock vLLM {VLLM.recommended}**" in readme
-    assert f'requires-python = ">={PYTHON[0]}"' in project
+    assert f"**stock vLLM {line.vllm.recommended}**" in readme
+    assert f'requires-python = ">={line.python[0]}"' in project
     assert f'"torch>={".".join(map(str, TORCH_OLDEST))}"' in project

@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import rotary
-from npu_gptoss.serving.ascend import full_graph, limits, probe, sizes, start_check
+from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
 from tests.model.published import gpt_oss_20b
 
 pytestmark = pytest.mark.serving
@@ -199,15 +199,15 @@ def metadata(rows: list[int], keys: list[int]) -> AttentionMetadata:
 def test_three_requests_in_a_graph_of_four_get_lists_of_four():
     """Upstream's list of query ends is one short in this case."""
     step = metadata([1, 1, 1], [700, 3, 129])
-    assert full_graph.padded_lengths(step, 4) == ([1, 2, 3, 4], [700, 3, 129, 1])
-    assert full_graph.padded_lengths(step, 4) is full_graph.padded_lengths(step, 4), "once for all layers of a step"
-    assert full_graph.padded_lengths(step, 3) == ([1, 2, 3], [700, 3, 129])
+    assert captured.padded_lengths(step, 4) == ([1, 2, 3, 4], [700, 3, 129, 1])
+    assert captured.padded_lengths(step, 4) is captured.padded_lengths(step, 4), "once for all layers of a step"
+    assert captured.padded_lengths(step, 3) == ([1, 2, 3], [700, 3, 129])
 
 
 @pytest.mark.parametrize(("rows", "graph"), [([1, 1, 1], 2), ([1, 2], 4)])
 def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
     with pytest.raises(RuntimeError, match=f"a graph of {graph} decode rows was chosen"):
-        full_graph.padded_lengths(metadata(rows, [200] * len(rows)), graph)
+        captured.padded_lengths(metadata(rows, [200] * len(rows)), graph)
 
 
 @pytest.mark.parametrize(("blocks", "fits"), [(9, True), (8, True), (7, False), (None, True)])
@@ -216,7 +216,7 @@ def test_a_graphs_call_needs_a_block_for_each_padding_row(blocks, fits):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(num_gpu_blocks=blocks), scheduler_config=SimpleNamespace(max_num_seqs=4)
     )
-    assert full_graph.fits_one_call((256, 129), 128, config) is fits
+    assert captured.fits_one_call((256, 129), 128, config) is fits
 
 
 def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeypatch):
@@ -230,15 +230,15 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
     operators = SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=most)
     monkeypatch.setitem(__import__("sys").modules, "torch_npu", operators)
     for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
-        monkeypatch.setattr(full_graph, name, empty)
+        monkeypatch.setattr(captured, name, empty)
 
     def given(rows: int, window: int | None) -> torch.Tensor:
-        return full_graph.workspace({"query": torch.empty(rows, 8, 64)}, window)
+        return captured.workspace({"query": torch.empty(rows, 8, 64)}, window)
 
     four, eight, two = given(4, 128), given(8, 128), given(2, 128)
     assert (len(four), len(eight)) == (400, 800)
     assert two is given(8, 128) is given(4, 128) is eight
-    assert any(kept is four for kept in full_graph._kept)
+    assert any(kept is four for kept in captured._kept)
     assert len(given(1, None)) == 100, "layers without a window have one of their own"
     assert asked == [4, 8, 2, 1], "once for each size"
 
@@ -255,15 +255,15 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
         SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=refused),
     )
     for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
-        monkeypatch.setattr(full_graph, name, empty)
+        monkeypatch.setattr(captured, name, empty)
     query = {"query": torch.empty(4, 8, 64)}
-    monkeypatch.setattr(full_graph.importlib.metadata, "version", lambda name: "2.7.1")
-    brought = full_graph.workspace(query, None)
+    monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1")
+    brought = captured.workspace(query, None)
     assert brought.numel() * brought.element_size() >= 100 << 20
-    assert full_graph.workspace(query, 128) is brought, "calls run one by one and share it"
-    monkeypatch.setattr(full_graph.importlib.metadata, "version", lambda name: "2.7.1.post2")
+    assert captured.workspace(query, 128) is brought, "calls run one by one and share it"
+    monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1.post2")
     with pytest.raises(RuntimeError, match="not supported"):
-        full_graph.workspace({"query": torch.empty(8, 8, 64)}, None)
+        captured.workspace({"query": torch.empty(8, 8, 64)}, None)
 
 
 def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> SimpleNamespace:
@@ -359,12 +359,13 @@ def test_full_graphs_without_their_patch_are_refused(monkeypatch):
         "vllm_ascend.compilation": {},
         "vllm_ascend.compilation.acl_graph": {"get_graph_params": None},
         "vllm_ascend.utils": {"weak_ref_tensors": None},
-        "vllm_ascend.worker": {"model_runner_v1": SimpleNamespace(update_attn_params=lambda *_: None)},
+        "vllm_ascend.worker": {},
+        "vllm_ascend.worker.model_runner_v1": {"update_attn_params": lambda *_: None},
     }
     for name, contents in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(__path__=[], **contents))
     with pytest.raises(RuntimeError, match="FULL_DECODE_ONLY needs the patch ascend-full-graph"):
-        full_graph.capture(None, "layer", *[None] * 5)
+        captured.capture(None, "layer", *[None] * 5)
 
 
 def test_a_second_rotary_table_in_a_process_is_refused(monkeypatch):
@@ -399,7 +400,7 @@ def test_rotary_tables_are_compared_on_an_npu_only(monkeypatch, device):
 
     monkeypatch.setattr(rotary, "_first_table", [])
     tables = iter([Table(64), Table(128)])
-    monkeypatch.setattr(rotary, "get_rope", lambda *_, **__: SimpleNamespace(cos_sin_cache=next(tables)))
+    monkeypatch.setattr(rotary, "yarn_rotary", lambda *_: SimpleNamespace(cos_sin_cache=next(tables)))
     first = rotary.rotary_embedding(gpt_oss_20b())
     assert first.cos_sin_cache.filled.shape == (64, 64)
     if device == "cpu":

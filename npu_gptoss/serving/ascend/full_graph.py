@@ -1,225 +1,28 @@
-"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included.
-
-A captured operator keeps the host arguments of its capture, so each attention call is recorded as a task group behind
-an event, and every replay issues the same call once more with the step's lengths on another stream, then the event
-(torch_npu: `graph_task_group_*`, `graph_task_update_*`, `ExternalEvent`). vllm-ascend 0.11.0 does so for its paged
-attention only. Here are the same two halves for the operator with sinks. Graphs, streams and the moment of the update
-stay vllm-ascend's, and so do its lists of handles and events; what we add to them carries the layer's name, so that a
-window layer never gets the lengths or the arguments of another.
+"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`).
 
 No hardware has run this yet, and CANN 8.3 as published refuses to say how much workspace the call needs in TND, which
-is then reckoned here. So it is tried out when the runner starts; if anything fails, graphs are captured around
+is then reckoned. So it is tried out when the runner starts (`probe`); if anything fails, graphs are captured around
 attention (PIECEWISE) instead.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CUDAGraphMode
 
-from npu_gptoss.attention import AttentionMetadata
-from npu_gptoss.attention.ascend import call_arguments, no_lse
+from npu_gptoss.attention import ascend
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import select_kernel, signature
-from npu_gptoss.supported import TORCH_NPU
+from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving.ascend import probe, start_check
+from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
-
-    from npu_gptoss.serving.attention import SinkAttentionImpl
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
-
-ARCHITECTURE = "gpt_oss"
-
-# Workspaces by the layer's window: one, of the largest size asked for, serves all graphs, whose calls run one by one.
-_workspaces: dict[int | None, torch.Tensor] = {}
-_kept: list[torch.Tensor] = []  # smaller ones too, while graphs use them
-_asked: set[tuple[int | None, int]] = set()  # (window, rows) for which the operator was asked
-
-
-@dataclass(frozen=True)
-class Call:
-    """One layer's captured attention call: all that a later one with other lengths has to repeat."""
-
-    layer_name: str
-    arguments: dict[str, Any]
-    workspace: torch.Tensor
-    out: list[torch.Tensor]
-
-    def issue(self, query_ends: list[int], seq_lens: list[int]) -> None:
-        import torch_npu
-
-        torch_npu.npu_fused_infer_attention_score_v2.out(
-            **{**self.arguments, "actual_seq_qlen": query_ends, "actual_seq_kvlen": seq_lens},
-            workspace=self.workspace,
-            out=self.out,
-        )
-
-
-def capturing(context: ForwardContext) -> bool:
-    return context.capturing and context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-
-
-def padded_lengths(metadata: AttentionMetadata, requests: int) -> tuple[list[int], list[int]]:
-    """Both lists for a graph of `requests` decode rows: a padding row sees one key, which the operator wants."""
-    key = ("full_graph", requests)
-    if key not in metadata.plans:
-        real = metadata.num_requests
-        if metadata.num_tokens != real or real > requests:
-            raise RuntimeError(
-                f"a graph of {requests} decode rows was chosen for {real} requests with {metadata.num_tokens} rows"
-            )
-        metadata.plans[key] = list(range(1, requests + 1)), [*metadata.seq_lens, *[1] * (requests - real)]
-    return metadata.plans[key]
-
-
-def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
-    """Scratch memory for a call of this size; kept for good, because graphs hold its address."""
-    import torch_npu
-
-    asked = (window, arguments["query"].shape[0])
-    if asked not in _asked:
-        try:
-            largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
-        except RuntimeError:
-            if not TORCH_NPU.has(importlib.metadata.version("torch-npu")):
-                raise
-            largest = own_workspace(arguments["query"].device)
-        if window not in _workspaces or _workspaces[window].numel() < largest.numel():
-            _kept.append(largest)
-            _workspaces[window] = largest
-        _asked.add(asked)
-    return _workspaces[window]
-
-
-@functools.cache
-def own_workspace(device: torch.device) -> torch.Tensor:
-    """128 MiB for calls whose need CANN 8.3 refuses to tell: as published it does so for packed tokens (R37).
-
-    The call itself takes any pointer and size. What it needs follows from its tiling, at most 24 cores times
-    4 * (3 * 512 * 512 + 4 * 512 * 64) bytes, plus 16 MiB: 100 MiB (prompt_flash_attention_tiling.cpp of 8.3.RC1; from
-    8.5 on another kernel runs, with another need). The probe says whether it is enough.
-    """
-    return torch.empty(128 << 20, dtype=torch.uint8, device=device)
-
-
-def capture(
-    impl: SinkAttentionImpl,
-    layer_name: str,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    output: torch.Tensor,
-) -> torch.Tensor:
-    """Records the layer's call into the graph under capture. Shapes as in `paged_attention`, one row a request."""
-    from vllm_ascend.compilation.acl_graph import get_graph_params
-    from vllm_ascend.utils import weak_ref_tensors
-    from vllm_ascend.worker import model_runner_v1
-
-    if not hasattr(model_runner_v1.update_attn_params, "__npu_gptoss_replaces__"):
-        raise RuntimeError(
-            "FULL_DECODE_ONLY needs the patch ascend-full-graph, which was left out: "
-            'use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
-        )
-    rows = query.shape[0]
-    query_ends, seq_lens = padded_lengths(metadata, rows)
-    arguments = call_arguments(
-        query,
-        key_cache,
-        value_cache,
-        query_ends=query_ends,
-        seq_lens=seq_lens,
-        block_table=metadata.block_table,
-        sinks=impl.sinks,
-        scale=impl.scale,
-        sliding_window=impl.window,
-    )
-    # The graph's pool owns query and output; a reference of ours would keep their memory from being used again.
-    call = Call(
-        layer_name,
-        {**arguments, "query": weak_ref_tensors(query)},
-        workspace(arguments, impl.window),
-        [weak_ref_tensors(output), no_lse(query.device)],
-    )
-    handle, event = record(call, query_ends, seq_lens)
-    params = get_graph_params()
-    params.attn_params[rows].append(call)
-    params.handles[rows].append(handle)
-    params.events[rows].append(event)
-    return output
-
-
-def record(call: Call, query_ends: list[int], seq_lens: list[int]) -> tuple[Any, Any]:
-    """The call as a task group that waits for an event; returns its handle and the event."""
-    stream = torch.npu.current_stream()
-    event = torch.npu.ExternalEvent()
-    event.wait(stream)
-    event.reset(stream)
-    torch.npu.graph_task_group_begin(stream)
-    call.issue(query_ends, seq_lens)
-    return torch.npu.graph_task_group_end(stream), event
-
-
-def update(stream: Any, call: Call, handle: Any, event: Any, lengths: tuple[list[int], list[int]]) -> None:
-    """Gives a replayed call its lengths; `stream` is current and is not the one that replays."""
-    torch.npu.graph_task_update_begin(stream, handle)
-    call.issue(*lengths)
-    torch.npu.graph_task_update_end(stream)
-    event.record(stream)
-
-
-def update_attn_params(
-    update_stream: Any, forward_context: ForwardContext, runtime_shape: int, kv_transfer_config: object = None
-) -> bool:
-    """For each of our calls in the graph of this size the step's lengths; False when its calls are not ours."""
-    from vllm_ascend.compilation.acl_graph import get_graph_params
-
-    params = get_graph_params()
-    calls = params.attn_params[runtime_shape]
-    if not calls or not isinstance(calls[0], Call):
-        return False
-    recorded = list(zip(calls, params.handles[runtime_shape], params.events[runtime_shape], strict=True))
-    updated = 0
-    try:
-        with torch.npu.stream(update_stream):
-            for call, handle, event in recorded:
-                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], runtime_shape)
-                update(update_stream, call, handle, event, lengths)
-                updated += 1
-    except BaseException:
-        release([event for _, _, event in recorded[updated:]])
-        raise
-    return True
-
-
-def release(events: Sequence[Any]) -> None:
-    """Lets a replayed graph end whose calls got no lengths: its numbers are of no use, but the engine can die in words.
-
-    On a stream of its own, since the update's may stand in the middle of a refused update.
-    """
-    stream = torch.npu.Stream()
-    for event in events:
-        event.record(stream)
-
-
-def fits_one_call(seq_lens: tuple[int, ...], block_size: int, config: VllmConfig) -> bool:
-    """Whether a graph's single call takes this step: with a shared prefix its count of blocks may exceed the cache.
-
-    The operator counts a shared block for each request that reads it, and one for each padding row.
-    """
-    blocks = config.cache_config.num_gpu_blocks
-    needed = sum(-(-length // block_size) for length in seq_lens) + config.scheduler_config.max_num_seqs
-    return blocks is None or needed <= blocks
 
 
 def guard(runner: Any) -> None:
@@ -245,9 +48,6 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         # a rank without requests replays its decode graph while another computes a prompt of a captured size: the
         # graph gathers, the other multicasts, and each takes the other's data for its own
         return "vllm-ascend 0.11.0 lets one rank of data parallelism replay decodes while another computes a prompt"
-    from npu_gptoss.attention import ascend
-    from npu_gptoss.serving.ascend import probe, start_check
-
     model = config.model_config
     if other := _other_kernel(model.dtype, model.get_head_size(), config.cache_config.block_size):
         return f"attention runs {other}, and a full decode graph holds CANN's operator"
@@ -282,10 +82,8 @@ def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | N
 def prepare(config: VllmConfig, device: torch.device) -> None:
     """Before the runner reads its configuration: makes sure that this card computes rightly, and keeps FULL_DECODE_ONLY
     if it works here; else turns to PIECEWISE."""
-    from npu_gptoss.serving.ascend import start_check
-
     model, compilation = config.model_config, config.compilation_config
-    if model.hf_config.model_type != ARCHITECTURE:
+    if model.hf_config.model_type != MODEL_TYPE:
         return
     start_check.rest(config, device)
     if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
@@ -294,10 +92,6 @@ def prepare(config: VllmConfig, device: torch.device) -> None:
     if objection is None:
         return
     logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)
-    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    # what vllm-ascend's platform does for PIECEWISE, in its order
-    missing = {"vllm.unified_ascend_attention_with_output", "vllm.mla_forward"} - set(compilation.splitting_ops)
-    compilation.splitting_ops.extend(sorted(missing))
-    from vllm_ascend.utils import update_aclgraph_sizes
+    from npu_gptoss.serving.lines.ascend import capture_piecewise
 
-    update_aclgraph_sizes(config)
+    capture_piecewise(config)

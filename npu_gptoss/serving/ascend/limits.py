@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
-from npu_gptoss.supported import TORCH_NPU, VLLM_ASCEND
+from npu_gptoss.serving.lines import here
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 _ON = ("1", "true", "True")
 
@@ -28,11 +28,12 @@ def installed() -> str | None:
 
 def version_objection(release: str | None) -> str | None:
     """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
-    if VLLM_ASCEND.has(release):
+    window = here().vllm_ascend
+    if window.has(release):
         return None
     found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
-    oldest, newest = VLLM_ASCEND.releases[0], VLLM_ASCEND.releases[-1]
-    return f"{found}: gpt-oss is served on vllm-ascend {oldest} to {newest}; install {VLLM_ASCEND.recommended}"
+    served = f"{window.releases[0]} to {window.releases[-1]}"
+    return f"{found}: gpt-oss is served on vllm-ascend {served}; install {window.recommended}"
 
 
 def operator_objection() -> str | None:
@@ -41,7 +42,7 @@ def operator_objection() -> str | None:
     import torch_npu
 
     name = "npu_fused_infer_attention_score_v2"
-    remedy = f"install torch-npu {TORCH_NPU.recommended} (made for CANN 8.3)"
+    remedy = f"install torch-npu {here().torch_npu.recommended} (made for CANN 8.3)"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, name, None)
     if overloads is None:
@@ -81,7 +82,7 @@ def _environment_objections() -> list[str]:
 
 def _has_graphs(config: VllmConfig) -> bool:
     """Asked before vLLM has filled in its default, which is to capture."""
-    from vllm.config import CUDAGraphMode
+    from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 

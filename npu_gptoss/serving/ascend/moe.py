@@ -10,27 +10,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.forward_context import get_forward_context
-from vllm_ascend.ops.moe.moe_comm_method import MoECommMethod
-from vllm_ascend.ops.moe.token_dispatcher import TokenDispatcherWithAllGather
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import PreparedExperts, expert_mlp, route
 from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
+from npu_gptoss.serving.lines.ascend import UNUSED_EXPERTS_OPTIONS, MoECommMethod, TokenDispatcherWithAllGather
+from npu_gptoss.serving.lines.vllm import get_forward_context
 from npu_gptoss.serving.moe import GptOssExpertsMethod
-
-# What vllm-ascend's layer passes beyond vLLM's, with the value that means that it is not used.
-UNUSED_OPTIONS: dict[str, Any] = {
-    "quantized_x_for_share": None,
-    "dynamic_scale_for_share": None,
-    "shared_experts": None,
-    "log2phy": None,
-    "global_redundant_expert_num": 0,
-}
 
 
 class AscendExpertsMethod(GptOssExpertsMethod):
-    unused_options: ClassVar[dict[str, Any]] = {**GptOssExpertsMethod.unused_options, **UNUSED_OPTIONS}
+    unused_options: ClassVar[dict[str, Any]] = {**GptOssExpertsMethod.unused_options, **UNUSED_EXPERTS_OPTIONS}
 
     def apply(
         self,

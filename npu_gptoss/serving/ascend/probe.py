@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.attention.ascend import call_arguments, no_lse
-from npu_gptoss.serving.ascend import full_graph
+from npu_gptoss.serving.ascend import captured
 
 BLOCK_SIZE = 128
 CAPTURED = 77  # keys of each request
@@ -67,21 +67,21 @@ def _eager_and_replayed(
     The update comes before the replay. The other way round, as in service, a replay whose update is refused would wait
     for ever, and take the card along into PIECEWISE.
     """
-    query, workspace = arguments["query"], full_graph.workspace(arguments, window)
-    ends, captured = arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"]
+    query, workspace = arguments["query"], captured.workspace(arguments, window)
+    ends, at_capture = arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"]
     got, lse = torch.zeros_like(query), no_lse(query.device)
-    call = full_graph.Call("probe", arguments, workspace, [got, lse])
+    call = captured.Call("probe", arguments, workspace, [got, lse])
     torch.npu.synchronize()
     graph, update_stream = torch.npu.NPUGraph(), torch.npu.Stream()
     with torch.npu.graph(graph):
-        handle, event = full_graph.record(call, ends, captured)
+        handle, event = captured.record(call, ends, at_capture)
     pairs = []
     for lengths in replays:
         want = torch.zeros_like(query)
-        full_graph.Call("eager", arguments, workspace, [want, lse]).issue(ends, lengths)
+        captured.Call("eager", arguments, workspace, [want, lse]).issue(ends, lengths)
         torch.npu.synchronize()
         with torch.npu.stream(update_stream):
-            full_graph.update(update_stream, call, handle, event, (ends, lengths))
+            captured.update(update_stream, call, handle, event, (ends, lengths))
         graph.replay()
         torch.npu.synchronize()
         pairs.append((want.cpu(), got.cpu()))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from npu_gptoss.graphs import buckets
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 STREAMS = 1984  # of an A2 or A3 device, by CANN's documents; all processes on it share them
 BUDGET = 1800  # of them vllm-ascend 0.11.0 hands out to graphs

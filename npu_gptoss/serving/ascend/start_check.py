@@ -25,9 +25,10 @@ from npu_gptoss.selftest.attention import CASES, Case, Outcome, outcomes
 from npu_gptoss.selftest.experts import Sizes
 from npu_gptoss.selftest.record import Record, stack
 from npu_gptoss.selftest.steps import BLOCK, HEAD_DIM
+from npu_gptoss.serving.lines.vllm import expert_share
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from npu_gptoss.serving.lines.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -80,17 +81,9 @@ def rest(config: VllmConfig, device: torch.device) -> None:
 
 def _share(config: VllmConfig) -> Sizes:
     """This rank's part of each layer's experts, as vLLM will cut them."""
-    from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
-
     hf = config.model_config.hf_config
-    cut = FusedMoEParallelConfig.make(
-        get_tensor_model_parallel_world_size(), get_dp_group().world_size, config.parallel_config
-    )
-    count, expert_map = determine_expert_map(cut.ep_size, cut.ep_rank, hf.num_local_experts)
-    first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
-    return Sizes(hf.hidden_size, hf.intermediate_size // cut.tp_size, hf.num_local_experts, (first, first + count))
+    parts, experts_here = expert_share(config)
+    return Sizes(hf.hidden_size, hf.intermediate_size // parts, hf.num_local_experts, experts_here)
 
 
 @functools.cache

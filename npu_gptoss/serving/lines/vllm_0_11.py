@@ -1,0 +1,126 @@
+"""vLLM 0.11.0: where its names are, and the shapes that other releases have changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.lines import resolve
+
+if TYPE_CHECKING:
+    import torch
+
+    from npu_gptoss.model.config import GptOssConfig
+
+_LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
+
+# The names that serving takes from vLLM, by module.
+MODULES: dict[str, tuple[str, ...]] = {
+    "vllm": ("ModelRegistry",),
+    "vllm.attention": ("Attention",),
+    "vllm.attention.backends.abstract": ("AttentionBackend", "AttentionImpl", "AttentionLayer", "AttentionType"),
+    "vllm.compilation.decorators": ("support_torch_compile",),
+    "vllm.config": ("CUDAGraphMode", "CacheConfig", "VllmConfig"),
+    "vllm.distributed": (
+        "get_dp_group",
+        "get_pp_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "tensor_model_parallel_all_gather",
+    ),
+    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
+    f"{_LAYERS}.fused_moe": ("FusedMoE",),
+    f"{_LAYERS}.fused_moe.config": (
+        "FUSED_MOE_UNQUANTIZED_CONFIG",
+        "FusedMoEParallelConfig",
+        "FusedMoEQuantConfig",
+    ),
+    f"{_LAYERS}.fused_moe.layer": ("FusedMoEMethodBase", "determine_expert_map"),
+    f"{_LAYERS}.layernorm": ("RMSNorm",),
+    f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
+    f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
+    f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
+    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig", "QuantizeMethodBase"),
+    f"{_LAYERS}.rotary_embedding": ("get_rope",),
+    f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
+    f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
+    f"{_MODELS}.config": ("MODELS_CONFIG_MAP",),
+    f"{_MODELS}.interfaces": ("SupportsPP",),
+    f"{_MODELS}.utils": (
+        "PPMissingLayer",
+        "extract_layer_index",
+        "make_empty_intermediate_tensors_factory",
+        "make_layers",
+        "maybe_prefix",
+        "sequence_parallel_chunk",
+    ),
+    "vllm.platforms": ("current_platform",),
+    "vllm.plugins": ("load_general_plugins",),
+    "vllm.sequence": ("IntermediateTensors",),
+    "vllm.v1.attention.backends.utils": ("AttentionMetadataBuilder", "CommonAttentionMetadata"),
+    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
+    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(MODULES, name)
+
+
+# What vLLM's experts layer passes to `apply` and this model does not use, with the value that means so.
+UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
+    "use_grouped_topk": False,
+    "topk_group": None,
+    "num_expert_group": None,
+    "custom_routing_function": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "e_score_correction_bias": None,
+    "apply_router_weight_on_input": False,
+    "enable_eplb": False,
+    "expert_load_view": None,
+    "logical_to_physical_map": None,
+    "logical_replica_count": None,
+}
+
+
+def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A step's `query_start_loc` and `seq_lens` as host integers, of its real requests only."""
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+    return tuple(starts), tuple(common.seq_lens_cpu[: common.num_reqs].tolist())
+
+
+def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
+    """vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    yarn = config.rope_scaling
+    return get_rope(
+        config.head_dim,
+        rotary_dim=config.head_dim,
+        max_position=config.max_position_embeddings,
+        base=config.rope_theta,
+        is_neox_style=True,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+        },
+        dtype=dtype,
+    )
+
+
+def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
+    """As vLLM cuts each layer's experts: in how many parts by width, and this rank's experts [first, end)."""
+    from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.layer import determine_expert_map
+
+    cut = FusedMoEParallelConfig.make(
+        get_tensor_model_parallel_world_size(), get_dp_group().world_size, config.parallel_config
+    )
+    count, expert_map = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
+    first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
+    return cut.tp_size, (first, first + count)

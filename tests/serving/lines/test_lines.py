@@ -1,0 +1,123 @@
+"""The names that serving takes from vLLM and vllm-ascend are in the releases of its line, and nowhere else in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss.emulator.launch import Machine, environment
+from npu_gptoss.serving import lines
+from npu_gptoss.serving.lines import ascend_0_11, vllm_0_11, vllm_0_33
+from tests.emulator.machine import venv
+
+SERVING = Path(lines.__file__).parent.parent
+FOREIGN = ("vllm", "vllm_ascend")
+WHEEL_0_33 = os.environ.get("NPU_GPTOSS_WHEEL_VLLM_0_33", "")  # the folder of an unpacked wheel
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of every `from … import …` of a file; name is "" for `import module`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+    return found
+
+
+def foreign(path: Path) -> list[tuple[str, str]]:
+    return [(module, name) for module, name in imports(path) if module.split(".")[0] in FOREIGN]
+
+
+FILES = sorted(SERVING.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if not {"lines", "compat"} & set(path.parts)], ids=lambda path: path.name
+)
+def test_foreign_names_are_reached_through_the_line(path):
+    assert not foreign(path)
+
+
+@pytest.mark.parametrize("package", ["vllm", "ascend"])
+def test_every_line_has_the_names_that_serving_uses_and_no_other(package):
+    used = {name for path in FILES for module, name in imports(path) if module == f"{lines.__name__}.{package}"}
+    used |= {"ModelRegistry"} if package == "vllm" else set()  # plugin.py
+    for line in lines.LINES:
+        module = line.module(package)
+        has = {name for names in module.MODULES.values() for name in names}
+        own = {name for name in vars(module) if not name.startswith("_")}
+        source = Path(module.__file__).read_text()
+        assert used <= has | own
+        assert {name for name in has - used if source.count(name) < 2} == set(), "nobody uses these"
+
+
+def test_versions_are_compared_in_lines_only():
+    for path in Path(lines.__file__).parents[2].rglob("*.py"):
+        if {"lines", "emulator"} & set(path.parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                assert not [text for text in constants if re.match(r"0\.\d+\.\d+", str(text))], f"{path}:{node.lineno}"
+
+
+@pytest.mark.serving
+def test_vllm_has_every_name_of_its_line_and_of_the_repairs():
+    pytest.importorskip("vllm")
+    for module, names in lines.here().module("vllm").MODULES.items():
+        assert not [name for name in names if not hasattr(importlib.import_module(module), name)], module
+    for path in (SERVING / "compat").glob("*.py"):
+        for module, name in foreign(path):
+            if name and module != "vllm._C":
+                found = importlib.import_module(module)
+                assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), f"{path.name}: {module}"
+
+
+@pytest.mark.emulated
+def test_vllm_ascend_has_every_name_of_its_line():
+    place = venv()
+    code = (
+        "import importlib, json, sys; modules = json.loads(sys.argv[1]); "
+        "print([(m, n) for m, ns in modules.items() for n in ns if not hasattr(importlib.import_module(m), n)])"
+    )
+    run = subprocess.run(
+        [str(place / "bin/python"), "-c", code, json.dumps(ascend_0_11.MODULES)],
+        env=environment(Machine(), place),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr[-3000:]
+
+
+def test_a_release_belongs_to_one_line_and_each_line_has_its_two_files():
+    for line in lines.LINES:
+        for release in line.vllm.releases:
+            assert lines.line_of(release) is lines.line_of(f"{release}+empty") is line
+        assert all(line.module(package).MODULES for package in ("vllm", "ascend"))
+    assert lines.line_of("0.10.2") is lines.line_of(None) is None
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_there_are():
+    with pytest.raises(AttributeError, match=r"FusedMo.*; it has .*FusedMoE"):
+        lines.resolve(vllm_0_11.MODULES, "FusedMo")
+
+
+@pytest.mark.skipif(not WHEEL_0_33, reason="NPU_GPTOSS_WHEEL_VLLM_0_33 names no unpacked wheel")
+def test_the_names_of_0_33_are_in_its_wheel():
+    missing = []
+    for module, names in vllm_0_33.MODULES.items():
+        place = Path(WHEEL_0_33, *module.split("."))
+        tree = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
+        missing += [(module, name) for name in names if not re.search(rf"\b{name}\b", tree)]
+    # `vllm.distributed` hands on all that its modules have
+    assert {module for module, _ in missing} <= {"vllm.distributed"}, missing
