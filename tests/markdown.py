@@ -1,27 +1,76 @@
-"""Reads the documentation as a user would: its pages and their code blocks."""
+"""Reads the pages as a user does: blocks of code, commands, names between backticks."""
 
 from __future__ import annotations
 
+import re
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/**/*.md"), *ROOT.glob("docker/**/*.md")]
-)
+    page for pattern in ("*.md", "docs/**/*.md", "patches/*.md", "docker/*.md", "emulator/*.md")
+    for page in ROOT.glob(pattern)
+)  # fmt: skip
+FENCED = re.compile(r"^[ ]*```(?P<language>\S*)\n(?P<body>.*?)^[ ]*```[ ]*$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `line` is that of its first inner line."""
+
+    language: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a block of `sh`, with the lines that a backslash appends. `page`: path in the repository."""
+
+    page: str
+    line: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], text.count("\n", 0, found.start("body")) + 1, textwrap.dedent(found["body"]))
+        for found in FENCED.finditer(text)
+    ]
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
-    """The contents of the fenced blocks of a language, in order, without their indentation. "" is a plain block."""
-    blocks, inside, lines = [], None, []
-    for line in page.read_text(encoding="utf-8").splitlines():
-        fence = line.strip()
-        if inside is None and fence.startswith("```"):
-            inside, lines = fence[3:], []
-        elif inside is not None and fence == "```":
-            if inside == language:
-                blocks.append(textwrap.dedent("\n".join(lines) + "\n"))
-            inside = None
-        else:
-            lines.append(line)
-    return blocks
+    """The contents of the fenced blocks of a language, in order. "" is a plain block."""
+    return [block.text for block in blocks(page) if block.language == language]
+
+
+def commands(page: Path) -> list[Command]:
+    found = []
+    for block in blocks(page):
+        if block.language == "sh":
+            joined = block.text.replace("\\\n", "\0").splitlines()  # a command of several lines is one
+            line = block.line
+            for text in joined:
+                if text.strip() and not text.startswith("#"):
+                    found.append(Command(name_of(page), line, re.sub(r"\0\s*", "", text)))
+                line += 1 + text.count("\0")
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks in sentences and tables."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`((?:[^`\n]|\n(?!\s*\n))+)`", prose)]
+
+
+ALL_COMMANDS = [command for page in PAGES for command in commands(page)]

@@ -1,0 +1,112 @@
+"""Tables that a script writes are what it writes now; tables of memory are the doctor's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from npu_gptoss import envs
+from npu_gptoss.doctor.memory import (
+    CARD,
+    PUBLISHED_20B,
+    PUBLISHED_120B,
+    fit,
+    gib,
+    hccl_bytes,
+    kv_bytes_per_token,
+    thousands,
+)
+from npu_gptoss.serving.ascend.sizes import most_sizes
+from scripts.docs import configuration_page, doctor_page, soak_page, upstream_page
+from scripts.serve_cpu import serve_command
+from tests.markdown import ROOT
+from tests.soak import report
+from tests.soak.server import Stack
+from tests.soak.test_soak import record
+
+WRITERS = (configuration_page, doctor_page, soak_page, upstream_page)
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.TABLES.page)
+def test_a_generated_table_is_what_its_script_writes(writer: object) -> None:
+    text = (ROOT / writer.TABLES.page).read_text(encoding="utf-8")
+    assert writer.TABLES.written(text) == text, f"python {writer.TABLES.script} --write"
+
+
+def test_a_variable_that_the_page_lacks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = envs.Variable("NPU_GPTOSS_NEW", str, "", "something new")
+    monkeypatch.setitem(envs.VARIABLES, new.name, new)
+    assert "| `NPU_GPTOSS_NEW` | text | unset | something new |" in configuration_page.TABLES.written(CONFIGURATION)
+
+
+def test_runs_of_one_kind_are_added_up(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        report.save(record(seed=seed, stack=str(Stack("emulated", "full"))), tmp_path)
+    assert "| emulated, full, fcfs | 2 | 6 | 2 of 2 |" in soak_page.soaked(tmp_path)
+    assert "No full run" in soak_page.soaked(tmp_path / "empty")
+
+
+def table(page: str, mark: str) -> list[list[str]]:
+    """The cells of the first table behind a text, without its head."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(mark)[2]
+    lines = [line for line in text.partition("\n|")[2].partition("\n\n")[0].splitlines()[2:] if line.startswith("|")]
+    assert lines, f"{page} has no table behind {mark!r}"
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("page", "config", "cards"),
+    [
+        ("docs/tutorials/gpt-oss-20b-on-one-910b.md", PUBLISHED_20B, (1,)),
+        ("docs/tutorials/gpt-oss-120b-on-4-or-8.md", PUBLISHED_120B, (4, 8)),
+    ],
+)
+def test_the_table_of_memory_is_the_doctors_arithmetic(page: str, config: object, cards: tuple[int, ...]) -> None:
+    wanted = []
+    for ranks in cards:
+        for utilisation in (0.85, 0.9, 0.95, 0.97):
+            found = fit(config, ranks, 16384, CARD, utilisation, hccl=hccl_bytes(ranks))
+            token = f"{kv_bytes_per_token(config, ranks) // 1024} KiB"
+            whole = [f"{found.tokens // length}" for length in (16384, 131072)]
+            wanted.append([str(utilisation), gib(found.weights), token, thousands(found.tokens), *whole])
+            if len(cards) > 1:
+                wanted[-1].insert(0, str(ranks))
+    assert table(page, "checked by tests/docs/test_generated.py -->") == wanted
+
+
+def test_the_table_of_sizes_is_vllm_ascends_arithmetic() -> None:
+    assert table("docs/tuning.md", "checked by tests/docs/test_generated.py -->") == [
+        [name, f"{most_sizes(layers)} sizes", *(str(most_sizes(layers, groups=1, aiv=aiv)) for aiv in (False, True))]
+        for name, layers in (("20b", 24), ("120b", 36))
+    ]
+
+
+def test_the_table_of_vllms_options_has_what_the_scripts_pass() -> None:
+    rows = table("docs/configuration.md", "## Options of `vllm serve`")
+    named = {option: row for row in rows for option in re.findall(r"`(--[\w-]+)`", row[0])}
+    dry = ["sh", str(ROOT / "scripts/serve.sh"), "--model", "openai/gpt-oss-20b", "--dry-run"]
+    printed = subprocess.run(dry, capture_output=True, text=True, check=True).stdout
+    for column, words in ((2, shlex.split(printed)), (3, serve_command(Path("DIR"), "name", "127.0.0.1", 8000, []))):
+        for option, value in zip(words, [*words[1:], "--"], strict=True):
+            if option.startswith("--") and option != "--served-model-name":
+                assert option in named, f"the page lacks {option}"
+                if not value.startswith("--") and "{" not in value:
+                    assert value in named[option][column], f"{option} {value}"
+
+
+def test_speeds_in_the_table_of_features_are_those_of_the_committed_sweep() -> None:
+    text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
+    for row, size, context, batch, layouts in (
+        ("X16", "20b", 1024, 1, ("tp1", "tp2")),
+        ("P37", "20b", 8192, 8, ("ep4",)),
+    ):
+        records = json.loads((ROOT / f"docs/benchmarks/sweep_{size}/decode.json").read_text())["records"]
+        found = {r["layout"]: r["tpot_ms"] for r in records if (r["context"], r["batch"]) == (context, batch)}
+        (shown,) = re.findall(rf"^\| {row} \|.*$", text, re.M)
+        assert [layout for layout in layouts if f"{1e3 / found[layout]:.0f}" not in shown] == []

@@ -1,0 +1,60 @@
+"""README, its translation, CONTRIBUTING and docs/tour.md say what the repository has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.docs.docs_site import links
+from scripts.serve_cpu import TINY_NAME, TINY_QUESTION, example_request
+from tests.markdown import ROOT, blocks, code_blocks, commands
+
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+
+
+def test_the_chinese_readme_has_the_same_commands_and_links() -> None:
+    other = {"README.md", "README.zh.md"}
+    english, chinese = (
+        ([block.text for block in blocks(page)], [t for _, t in links(page.read_text("utf-8")) if t not in other])
+        for page in (README, CHINESE)
+    )
+    assert english[0]
+    assert chinese == english
+
+
+def test_the_readmes_request_is_the_one_that_make_serve_prints() -> None:
+    printed = shlex.split(example_request("http://127.0.0.1:8000", TINY_NAME, TINY_QUESTION))
+    request = next(shlex.split(command.text) for command in commands(README) if command.text.startswith("curl"))
+    assert (request[:-1], json.loads(request[-1])) == (printed[:-1], json.loads(printed[-1]))
+
+
+def test_every_make_target_is_listed_with_its_meaning() -> None:
+    phony = set(re.findall(r"^\.PHONY: ([\w-]+)", (ROOT / "Makefile").read_text(), re.M))
+    listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {line.split()[1] for line in listed.splitlines()} == phony
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_guide_is_found_verified_and_selected(tmp_path: Path) -> None:
+    """Steps 2 to 5 of "Add a kernel in five steps", with the import of step 3 done by pytest's -p."""
+    (kernel,) = code_blocks(ROOT / "CONTRIBUTING.md", "python")
+    (tmp_path / "kernel_of_the_guide.py").write_text(kernel)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def python(*arguments: str) -> str:
+        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
+
+    tests = ["tests/moe/test_kernels.py", "-k", "one_sort", "-v", "-p", "no:cacheprovider"]
+    verified = python("-m", "pytest", "-p", "kernel_of_the_guide", *tests)
+    assert len(re.findall(r"moe\.route\.one_sort.* PASSED", verified)) >= 2, verified
+    explained = python("-c", "import kernel_of_the_guide, npu_gptoss.cli as c; c.main(['kernels', 'explain'])")
+    assert re.search(r"moe\.route\.one_sort \(priority 8\): selected", explained), explained
