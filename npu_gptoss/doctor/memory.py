@@ -21,6 +21,7 @@ from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warn
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling
+from npu_gptoss.model.sharding import tensor_parallel_objection
 from npu_gptoss.nominal import MEMORY
 
 UTILISATION = 0.9  # vLLM's default
@@ -192,7 +193,7 @@ def memory(
             f"Ask for at most {config.max_position_embeddings}.",
         )
         return
-    if objection := config.sharding_objection(ranks):
+    if objection := tensor_parallel_objection(config, ranks):
         yield failed("memory", f"{objection}.", "Use 1, 2, 4 or 8.")
         return
     if device is None:

@@ -1,4 +1,4 @@
-"""From a checkpoint's stream of tensors to the model's weights: every tensor used, every parameter filled once.
+"""From a checkpoint's complete stream of tensors to the model's weights.
 
 A layer is built as soon as its last tensor has come, so that loading needs about one layer of memory above the result.
 """
@@ -11,8 +11,8 @@ from dataclasses import fields
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import CheckpointError
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import layer_tensors, split_layer
 from npu_gptoss.model.weights import AttentionWeights, Layer, ModelWeights, MoEWeights
 from npu_gptoss.moe import (
     AnyExperts,
@@ -25,19 +25,6 @@ from npu_gptoss.moe import (
 
 # What `weights` may be: the experts' format on the device. auto: the checkpoint's where a kernel computes with it.
 AUTO, FLOATS, MXFP4, FP8 = WEIGHTS = ("auto", "bf16", "mxfp4", "fp8")
-
-# The official names of a layer's tensors, in the BF16 layout, without their prefix `model.layers.N.`
-LAYER_TENSORS = frozenset(
-    {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.sinks"}
-    | {f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")}
-    | {f"mlp.router.{kind}" for kind in ("weight", "bias")}
-    | {f"mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")}
-)
-# The same in the MXFP4 layout
-PACKED_LAYER_TENSORS = LAYER_TENSORS - {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"} | {
-    f"mlp.experts.{name}_{half}" for name in ("gate_up_proj", "down_proj") for half in ("blocks", "scales")
-}
-SHARED_TENSORS = frozenset({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
 
 
 def expert_format(config: GptOssConfig, weights: str, dtype: torch.dtype) -> str:
@@ -68,42 +55,26 @@ def assemble(
     *,
     fp8: bool = False,
 ) -> ModelWeights:
-    """Builds the weights from a stream of (official name, tensor) in any order.
+    """Builds the weights from a complete stream of (official name, tensor), in any order (`layout.accounted`).
 
     The experts stay in the layout in which the stream has them, BF16 or MXFP4, and go to their kernel so.
     expert_map: where the stream holds one rank's experts only, their places among all (`ExpertWeights`).
     fp8: quantizes the experts.
-    Raises CheckpointError for a tensor that nothing reads or that comes twice, and for parameters that none filled.
     """
     shared: dict[str, torch.Tensor] = {}
     pending: dict[int, dict[str, torch.Tensor]] = {}
-    layers: list[Layer | None] = [None] * config.num_hidden_layers
+    layers: dict[int, Layer] = {}
+    complete = [layer_tensors(config, packed).keys() for packed in (False, True)]
     for name, tensor in tensors:
-        index, suffix = _split_layer(name)
-        if index is None:
-            parts, known = shared, SHARED_TENSORS
-        elif index >= len(layers):
-            raise CheckpointError(f"{name} belongs to layer {index}, but the model has {len(layers)} layers")
-        else:
-            parts, known = pending.setdefault(index, {}), LAYER_TENSORS | PACKED_LAYER_TENSORS
-        if suffix not in known:
-            raise CheckpointError(f"{name} is no tensor of gpt-oss; nothing would read it")
-        if suffix in parts or (index is not None and layers[index] is not None):
-            raise CheckpointError(f"{name} came twice; every parameter is filled once")
+        index, suffix = split_layer(name)
+        parts = shared if index is None else pending.setdefault(index, {})
         parts[suffix] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
         del tensor  # or it would stay in memory while the next one is read
-        if index is not None and parts.keys() in (LAYER_TENSORS, PACKED_LAYER_TENSORS):
+        if index is not None and parts.keys() in complete:
             layers[index] = _build_layer(config, index, pending.pop(index), expert_map, fp8)
-    missing = sorted(SHARED_TENSORS - shared.keys())
-    for index in (index for index, layer in enumerate(layers) if layer is None):
-        found = pending.get(index, {}).keys()
-        wanted = PACKED_LAYER_TENSORS if found & (PACKED_LAYER_TENSORS - LAYER_TENSORS) else LAYER_TENSORS
-        missing += [f"model.layers.{index}.{suffix}" for suffix in sorted(wanted - found)]
-    if missing:
-        raise CheckpointError(f"the checkpoint did not fill {len(missing)} parameters: {', '.join(missing[:5])} …")
     return ModelWeights(
         embedding=shared["model.embed_tokens.weight"],
-        layers=tuple(layer for layer in layers if layer is not None),
+        layers=tuple(layers[index] for index in range(config.num_hidden_layers)),
         norm=shared["model.norm.weight"].float(),
         lm_head=shared["lm_head.weight"],
     )
@@ -116,7 +87,7 @@ def _build_layer(
     expert_map: torch.Tensor | None,
     fp8: bool,
 ) -> Layer:
-    """Consumes all of one layer's tensors (LAYER_TENSORS or PACKED_LAYER_TENSORS)."""
+    """Consumes all of one layer's tensors (`layout.layer_tensors`)."""
 
     def fused(kind: str) -> torch.Tensor:
         return torch.cat([parts.pop(f"self_attn.{projection}_proj.{kind}") for projection in "qkv"])
@@ -149,13 +120,3 @@ def _take_experts(parts: dict[str, torch.Tensor], expert_map: torch.Tensor | Non
     kind = ExpertWeights if "mlp.experts.gate_up_proj" in parts else Mxfp4Experts
     names = [field.name for field in fields(kind) if field.name != "expert_map"]
     return kind(**{name: parts.pop(f"mlp.experts.{name}") for name in names}, expert_map=expert_map)
-
-
-def _split_layer(name: str) -> tuple[int | None, str]:
-    """`model.layers.3.mlp.router.bias` -> (3, `mlp.router.bias`); a name outside the layers -> (None, name)."""
-    prefix = "model.layers."
-    if name.startswith(prefix):
-        index, _, suffix = name[len(prefix) :].partition(".")
-        if index.isdigit():
-            return int(index), suffix
-    return None, name

@@ -188,17 +188,6 @@ class GptOssConfig:
             if not holds(self):
                 refuse(name, expected.format(c=self), getattr(self, name), remedy)
 
-    def sharding_objection(self, ranks: int) -> str | None:
-        """Why `ranks` ranks of tensor parallelism cannot share this model, in words; None when they can."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        sizes = (("query heads", heads), ("intermediate size", self.intermediate_size))
-        uneven = [f"{name} {size}" for name, size in sizes if size % ranks]
-        if kv_heads % ranks and ranks % kv_heads:
-            uneven.append(f"key/value heads {kv_heads}")
-        if uneven:
-            return f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint"
-        return None
-
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """All the tokens that end an answer; empty when the file names none."""

@@ -10,8 +10,8 @@ float32: tools that fine-tune leave some (norms, an lm_head) in float32 beside b
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from npu_gptoss.moe.mxfp4 import GROUP
 FLOATS = (torch.bfloat16, torch.float32)
 BYTES = (torch.uint8,)
 PACKED = re.compile(r"(?P<name>.*\.mlp\.experts\.(?:gate_up|down)_proj)_(?P<half>blocks|scales)")
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
 _PLAIN = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
 
 
@@ -34,36 +35,72 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
 
+def layer_tensors(config: GptOssConfig, packed: bool) -> dict[str, TensorSpec]:
+    """A layer's tensors in the order of their use, without their prefix `model.layers.N.`; packed: the MXFP4 layout."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    specs = {"input_layernorm.weight": TensorSpec((hidden,))}
+    for name, rows, columns in (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query)):
+        specs[f"self_attn.{name}_proj.weight"] = TensorSpec((rows, columns))
+        specs[f"self_attn.{name}_proj.bias"] = TensorSpec((rows,))
+    specs["self_attn.sinks"] = TensorSpec((config.num_attention_heads,))
+    specs["post_attention_layernorm.weight"] = TensorSpec((hidden,))
+    specs["mlp.router.weight"] = TensorSpec((experts, hidden))
+    specs["mlp.router.bias"] = TensorSpec((experts,))
+    for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        stem = f"mlp.experts.{name}"
+        if packed:
+            groups = columns // GROUP
+            specs[stem + "_blocks"] = TensorSpec((experts, rows, groups, GROUP // 2), BYTES)
+            specs[stem + "_scales"] = TensorSpec((experts, rows, groups), BYTES)
+        else:
+            specs[stem] = TensorSpec((experts, columns, rows))
+        specs[stem + "_bias"] = TensorSpec((experts, rows))
+    return specs
+
+
 def expected_tensors(config: GptOssConfig) -> dict[str, TensorSpec]:
     """The official name of every tensor, in the order in which the model uses them; MXFP4 layout if the config says so.
 
     Each floating-point one is bfloat16 or float32.
     """
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    specs = {"model.embed_tokens.weight": TensorSpec((config.vocab_size, hidden))}
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        specs[prefix + "input_layernorm.weight"] = TensorSpec((hidden,))
-        for name, rows, columns in (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query)):
-            specs[f"{prefix}self_attn.{name}_proj.weight"] = TensorSpec((rows, columns))
-            specs[f"{prefix}self_attn.{name}_proj.bias"] = TensorSpec((rows,))
-        specs[prefix + "self_attn.sinks"] = TensorSpec((config.num_attention_heads,))
-        specs[prefix + "post_attention_layernorm.weight"] = TensorSpec((hidden,))
-        specs[prefix + "mlp.router.weight"] = TensorSpec((experts, hidden))
-        specs[prefix + "mlp.router.bias"] = TensorSpec((experts,))
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            stem = f"{prefix}mlp.experts.{name}"
-            if config.quantization:
-                groups = columns // GROUP
-                specs[stem + "_blocks"] = TensorSpec((experts, rows, groups, GROUP // 2), BYTES)
-                specs[stem + "_scales"] = TensorSpec((experts, rows, groups), BYTES)
-            else:
-                specs[stem] = TensorSpec((experts, columns, rows))
-            specs[stem + "_bias"] = TensorSpec((experts, rows))
-    specs["model.norm.weight"] = TensorSpec((hidden,))
-    specs["lm_head.weight"] = TensorSpec((config.vocab_size, hidden))
-    return specs
+    rows = TensorSpec((config.vocab_size, config.hidden_size))
+    layer = layer_tensors(config, bool(config.quantization))
+    return {
+        "model.embed_tokens.weight": rows,
+        **{f"model.layers.{i}.{suffix}": s for i in range(config.num_hidden_layers) for suffix, s in layer.items()},
+        "model.norm.weight": TensorSpec((config.hidden_size,)),
+        "lm_head.weight": rows,
+    }
+
+
+def split_layer(name: str) -> tuple[int | None, str]:
+    """`model.layers.3.mlp.router.bias` -> (3, `mlp.router.bias`); a name outside the layers -> (None, name)."""
+    found = _LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (None, name)
+
+
+def accounted(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: object, *, expanded: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes tensors on: each known, once, in its shape and dtype; and at the end all of them must have come.
+
+    expanded: MXFP4 experts may come in the BF16 layout. Raises CheckpointError, which names the tensor.
+    """
+    expected, seen = expected_tensors(config), set()
+    for name, tensor in tensors:
+        if expanded and name not in expected and _PLAIN.fullmatch(name):
+            expected = expected_tensors(replace(config, quantization=None))
+        if name in seen:
+            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.")
+        seen.add(name)
+        if name not in expected:
+            check_layout([name], config, where)
+            check_names([*expected, name], expected, where)
+        check_tensor(name, tuple(tensor.shape), tensor.dtype, expected[name], where)
+        yield name, tensor
+        del tensor  # or it would stay in memory while the next one is read
+    check_names(seen, expected, where)
 
 
 def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> None:

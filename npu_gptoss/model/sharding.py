@@ -15,6 +15,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import split_layer
 from npu_gptoss.moe.mxfp4 import GROUP
 
 TENSOR, EXPERT = "tensor", "expert"
@@ -35,24 +36,22 @@ _INTERMEDIATE = {
     "mlp.experts.down_proj_blocks": 2,
     "mlp.experts.down_proj_scales": 2,
 }
+_PACKED_DOWN = ("experts.down_proj_blocks", "experts.down_proj_scales")
 
 
-def intermediate_part(name: str, tensor: torch.Tensor, first: int, last: int, of: int) -> torch.Tensor:
-    """Columns `first` to `last` of an intermediate size of `of`, in an experts' tensor of either layout: a view.
+def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
+    """Why vLLM's tensor parallelism cannot cut this model for `ranks` ranks; None when it can.
 
-    Gate and up count as one column, so they stay pairs. Of a packed down_proj the ends must lie between groups of 32.
-    The bias of down_proj has no such column and comes back whole.
+    vLLM copies key/value heads where there are fewer than ranks, and pads the vocabulary.
     """
-    axis = _INTERMEDIATE.get(_suffix(name))
-    if axis is None:
-        return tensor
-    size = tensor.shape[axis]
-    return tensor.narrow(axis, first * size // of, (last - first) * size // of)
-
-
-def _suffix(name: str) -> str:
-    """What is left of an official name without its layer."""
-    return name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = (("query heads", heads), ("intermediate size", config.intermediate_size))
+    uneven = [f"{name} {size}" for name, size in sizes if size % ranks]
+    if kv_heads % ranks and ranks % kv_heads:
+        uneven.append(f"key/value heads {kv_heads}")
+    if uneven:
+        return f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint"
+    return None
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Shard:
 
     def axis(self, name: str) -> int | None:
         """The axis of a tensor that is cut; None: every rank has it whole."""
-        suffix = _suffix(name)
+        suffix = split_layer(name)[1]
         if suffix in _HEADS:
             return _HEADS[suffix]
         if suffix.startswith("mlp.experts."):
@@ -127,7 +126,11 @@ class Shard:
         )
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor, with memory of its own where it is smaller."""
+        """This rank's part of a tensor, with memory of its own where it is smaller.
+
+        Of a packed down_proj whose groups of 32 the ranks do not divide: the whole groups around the part (720 columns
+        are 22.5 groups). `trim` takes the rest away, once it is expanded.
+        """
         if self.size == 1:
             return tensor
         if self.only_on_rank_0(name) and self.rank:
@@ -135,8 +138,17 @@ class Shard:
         axis = self.axis(name)
         if axis is None:
             return tensor
+        unit = GROUP if self.experts == TENSOR and name.endswith(_PACKED_DOWN) else 1
+        width = tensor.shape[axis] * unit // self.size
+        first, last = self.rank * width // unit, -(-(self.rank + 1) * width // unit)
         # a view of the first axis is contiguous as it is, and would keep the whole in memory
-        return tensor.chunk(self.size, dim=axis)[self.rank].clone(memory_format=torch.contiguous_format)
+        return tensor.narrow(axis, first, last - first).clone(memory_format=torch.contiguous_format)
+
+    def trim(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+        """Of a down_proj [experts, in, out] that was cut packed and expanded: the `width` inputs of this rank."""
+        if not name.endswith("experts.down_proj") or tensor.shape[1] == width:
+            return tensor
+        return tensor.narrow(1, self.rank * width % GROUP, width)
 
     def cut_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's stream, in either layout."""

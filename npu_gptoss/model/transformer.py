@@ -24,6 +24,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import accounted
 from npu_gptoss.model.memory import check_memory
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.rope import cos_sin_cache
@@ -148,6 +149,7 @@ class GptOss:
         config and tensors are those of the whole model, whatever the rank. fp8: quantizes the experts.
         """
         expert_map = None
+        tensors = accounted(tensors, config, "the model's tensors", expanded=True)
         if ranks is not None:
             expert_map = ranks.shard.expert_map(config, torch.device(device))
             config, tensors = ranks.shard.local(config), ranks.shard.cut_all(tensors)

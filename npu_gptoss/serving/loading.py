@@ -19,10 +19,9 @@ from torch import nn
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint, expand_stream
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.layout import PACKED, check_layout, check_names, check_tensor, expected_tensors
-from npu_gptoss.model.sharding import intermediate_part
+from npu_gptoss.model.layout import PACKED, accounted
+from npu_gptoss.model.sharding import Shard
 from npu_gptoss.model.values import checked_values
-from npu_gptoss.moe.mxfp4 import GROUP
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import FusedMoE
@@ -58,14 +57,14 @@ def load_weights(
     where: names the checkpoint in errors. Raises CheckpointError naming the tensor that is missing, unknown, repeated,
     or of another shape or dtype than `config` says.
     """
-    placements = _placements(model)
+    placements = _placements(model, config)
     if not any(".experts." in name for name in placements):  # every stage has a layer, and every layer experts
         raise InputError(
             f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
             "a second time: restart the server."
         )
     filled: set[str] = set()
-    tensors = checked_values(_accounted(weights, config, where), dtype, where)
+    tensors = checked_values(accounted(_readable(weights, config, where), config, where), dtype, where)
     for name, tensor in expand_stream(_cut(tensors, placements), dtype):
         placements[name].place(tensor)
         filled.add(name)
@@ -73,25 +72,6 @@ def load_weights(
     if unfilled:  # the checkpoint was complete, so a name of ours is not an official one
         raise RuntimeError(f"no tensor of gpt-oss fills {', '.join(unfilled)}")
     return {placement.parameter for placement in placements.values()}
-
-
-def _accounted(
-    weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes the tensors on, each checked against what config.json promises; at the end, all must have come."""
-    expected = expected_tensors(config)
-    seen: set[str] = set()
-    for name, tensor in _readable(weights, config, where):
-        if name in seen:
-            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.")
-        seen.add(name)
-        if name not in expected:
-            check_layout([name], config, where)
-            check_names([*expected, name], expected, where)
-        check_tensor(name, tuple(tensor.shape), tensor.dtype, expected[name], where)
-        yield name, tensor
-        del tensor  # or it would stay in memory while the next one is read
-    check_names(seen, expected, where)
 
 
 def _readable(
@@ -121,7 +101,7 @@ def _cut(
         del tensor  # or it would stay in memory while the next one is read
 
 
-def _placements(model: nn.Module) -> dict[str, Placement]:
+def _placements(model: nn.Module, config: GptOssConfig) -> dict[str, Placement]:
     """One entry for each official tensor that has a parameter on this rank."""
     parameters = dict(model.named_parameters())
     found: dict[str, Placement] = {}
@@ -133,7 +113,8 @@ def _placements(model: nn.Module) -> dict[str, Placement]:
                 official = name.replace(".qkv_proj.", f".{shard}_proj.")
                 found[official] = Placement(name, _sharded(parameter, shard))
         elif name.endswith(".sinks"):
-            found[name] = Placement(name, _heads(parameter, module))
+            heads = Shard(module.first_head // module.num_heads, config.num_attention_heads // module.num_heads)
+            found[name] = Placement(name, parameter.data.copy_, heads.cut)
         elif ".experts." in name:
             found[name] = _experts(name, parameter, module)
         elif hasattr(parameter, "weight_loader"):
@@ -152,32 +133,17 @@ def _sharded(parameter: nn.Parameter, *shard: str) -> Callable[[torch.Tensor], N
     return place
 
 
-def _heads(parameter: nn.Parameter, attention: nn.Module) -> Callable[[torch.Tensor], None]:
-    """The sinks of this rank's query heads."""
-
-    def place(tensor: torch.Tensor) -> None:
-        parameter.data.copy_(tensor[attention.first_head :][: attention.num_heads])
-
-    return place
-
-
 def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement:
     """This rank's experts, and of each its share of the intermediate size (gate and up columns stay pairs)."""
-    width, size = experts.intermediate_size_per_partition, experts.intermediate_size_per_partition * experts.tp_size
-    first = begin = experts.tp_rank * width
-    end = first + width
-    if name.endswith(".down_proj"):  # packed along this axis: the whole groups around the share (720 columns: 22.5)
-        begin, end = first // GROUP * GROUP, min(size, -(-end // GROUP) * GROUP)
+    shard = Shard(experts.tp_rank, experts.tp_size)
 
     def cut(official: str, tensor: torch.Tensor) -> torch.Tensor:
         if experts.expert_map is not None:
             tensor = tensor[_local_experts(experts.expert_map).to(tensor.device)]
-        return intermediate_part(official, tensor, begin, end, size)
+        return shard.cut(official, tensor)
 
     def place(tensor: torch.Tensor) -> None:
-        if name.endswith(".down_proj_bias") and experts.tp_rank:
-            tensor = torch.zeros_like(tensor)  # the partial sums of all ranks are added up: one of them brings the bias
-        parameter.data.copy_(intermediate_part(name, tensor, first - begin, first - begin + width, end - begin))
+        parameter.data.copy_(shard.trim(name, tensor, experts.intermediate_size_per_partition))
 
     return Placement(name, place, cut)
 

@@ -19,6 +19,7 @@ from torch import nn
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import score_scale
+from npu_gptoss.model.sharding import tensor_parallel_objection
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import SinkAttentionBackend
 from npu_gptoss.serving.lines.vllm import (
@@ -256,5 +257,5 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
 
 def _check_sharding(config: GptOssConfig) -> None:
     ranks = get_tensor_model_parallel_world_size()
-    if objection := config.sharding_objection(ranks):
+    if objection := tensor_parallel_objection(config, ranks):
         raise InputError(objection)

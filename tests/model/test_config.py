@@ -124,27 +124,6 @@ def test_whole_numbers_stand_for_floats() -> None:
         assert isinstance(value, float)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "uneven"),
-    [
-        (1, []),
-        (8, []),
-        (16, []),  # each pair of ranks has a copy of one key/value head
-        (64, []),
-        (3, ["query heads 64", "key/value heads 8"]),  # 2880 can be cut in three
-        (12, ["query heads 64", "key/value heads 8"]),
-        (128, ["query heads 64", "intermediate size 2880"]),
-    ],
-)
-def test_ranks_that_cannot_share_the_model_are_told_why(ranks: int, uneven: list[str]) -> None:
-    objection = gpt_oss_20b().sharding_objection(ranks)
-    if not uneven:
-        assert objection is None
-    else:
-        assert objection is not None
-        assert objection.startswith(f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of")
-
-
 def test_list_of_end_tokens_is_kept_whole() -> None:
     config = GptOssConfig.from_dict(changed({"eos_token_id": [200002, 199999, 200012]}))
     assert config.eos_token_id == 200002

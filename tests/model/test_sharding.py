@@ -10,8 +10,9 @@ import torch
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.layout import expected_tensors
-from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
+from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard, tensor_parallel_objection
 from tests.checkpoints import random_config, random_tensors
+from tests.model.published import gpt_oss_20b
 
 
 def shares(name: str, tensor: torch.Tensor, size: int, experts: str) -> list[torch.Tensor]:
@@ -124,3 +125,24 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         Shard(2, 2)
     with pytest.raises(InputError, match="shared by 'tensor' or 'expert', got 'pipeline'"):
         Shard(0, 2, "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "uneven"),
+    [
+        (1, []),
+        (8, []),
+        (16, []),  # each pair of ranks has a copy of one key/value head
+        (64, []),
+        (3, ["query heads 64", "key/value heads 8"]),  # 2880 can be cut in three
+        (12, ["query heads 64", "key/value heads 8"]),
+        (128, ["query heads 64", "intermediate size 2880"]),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_told_why(ranks: int, uneven: list[str]) -> None:
+    objection = tensor_parallel_objection(gpt_oss_20b(), ranks)
+    if not uneven:
+        assert objection is None
+    else:
+        assert objection is not None
+        assert objection.startswith(f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of")

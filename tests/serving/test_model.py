@@ -30,10 +30,11 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.utils import get_distributed_init_method, get_open_port
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model import checkpoint
+from npu_gptoss.model import checkpoint, sharding
 from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import apply_rotary, rotation_cache, score_scale
+from npu_gptoss.model.sharding import Shard
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.mxfp4 import expand_transposed
 from npu_gptoss.serving import compat, loading
@@ -466,21 +467,20 @@ def test_what_a_rank_cuts_before_it_expands_is_to_the_bit_what_it_would_cut_afte
     assert first_different(packed) is None
 
 
-@pytest.mark.parametrize("moved", [-32, -1, 1, 32])
+@pytest.mark.parametrize("moved", [-1, 1])
 def test_a_cut_at_another_place_would_be_seen(moved: int, packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(name: str, tensor: torch.Tensor, first: int, last: int, of: int) -> torch.Tensor:
-        shift = moved if first + moved >= 0 and last + moved <= of else 0
-        return right(name, tensor, first + shift, last + shift, of)
+    def elsewhere(shard: Shard, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axis = shard.axis(name)
+        return right(shard, name, tensor if axis is None else tensor.roll(moved, axis))
 
-    right = loading.intermediate_part
-    monkeypatch.setattr(loading, "intermediate_part", elsewhere)
+    right = Shard.cut
+    monkeypatch.setattr(Shard, "cut", elsewhere)
     assert first_different(packed) is not None
 
 
 def test_a_cut_through_a_group_would_be_seen(packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "GROUP", 16)
-    with pytest.raises(RuntimeError):  # half a group has no columns, so the share is too narrow
-        first_different(packed)
+    monkeypatch.setattr(sharding, "GROUP", 16)
+    assert first_different(packed) is not None
 
 
 def expanded_bytes(packed: dict[str, torch.Tensor], experts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -508,9 +508,13 @@ def test_a_rank_expands_its_own_share_and_not_the_whole(packed, monkeypatch: pyt
 def test_each_rank_gets_the_sinks_of_its_heads() -> None:
     sinks = torch.arange(8.0)
     for first in (0, 4):
-        parameter = torch.nn.Parameter(torch.empty(4), requires_grad=False)
-        loading._heads(parameter, SimpleNamespace(first_head=first, num_heads=4))(sinks)
-        assert parameter.tolist() == sinks[first : first + 4].tolist()
+        attention = torch.nn.Module()
+        attention.first_head, attention.num_heads = first, 4
+        attention.sinks = torch.nn.Parameter(torch.empty(4), requires_grad=False)
+        model = torch.nn.ModuleDict({"self_attn": attention})
+        placement = loading._placements(model, random_config(heads=8))["self_attn.sinks"]
+        placement.place(placement.cut("self_attn.sinks", sinks))
+        assert attention.sinks.tolist() == sinks[first : first + 4].tolist()
 
 
 @pytest.mark.parametrize(
