@@ -1,11 +1,11 @@
 """The offline engine: paged cache, continuous batching and sampling on the same public ops that serving uses.
 
-In the order in which a request travels: `request` (what is asked), `chat` and `text` (words to tokens), `scheduler` and
+In the order in which a request travels: `request` (what is asked), `text` (words to tokens), `scheduler` and
 `kv_cache` (when it computes and where its keys live), `batch` (the tensors of one step), the model, `sampling` (logits
 to a token), `engine` (the loop). `command` is `npu-gptoss generate`.
 """
 
 from npu_gptoss.engine.engine import Engine
-from npu_gptoss.engine.request import Result, SamplingParams, TokenLogprobs
+from npu_gptoss.engine.request import Request, Result, SamplingParams, TokenLogprobs
 
-__all__ = ["Engine", "Result", "SamplingParams", "TokenLogprobs"]
+__all__ = ["Engine", "Request", "Result", "SamplingParams", "TokenLogprobs"]

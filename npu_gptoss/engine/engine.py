@@ -2,6 +2,13 @@
 
 engine = Engine("gpt-oss-20b", device="cuda")
 results = engine.generate(["Hello", [9906, 11]], SamplingParams(max_tokens=64))
+
+Or step by step, where requests come while others run:
+
+request = engine.add_request("Hello", SamplingParams(max_tokens=64))
+while engine.busy:
+    for ended in engine.step():
+        print(engine.result(ended).text)
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ class NonFiniteLogits(InputError):
 
 
 class Engine:
-    """A model on one device with its cache. Not thread-safe; `generate` returns when all its requests are done."""
+    """A model on one device with its cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -113,6 +120,7 @@ class Engine:
         self.kv_caches = allocate_kv_caches(config, num_blocks + 1, block_size, dtype, self.device)
         self.graphs = self._capture(graphs, graph_sizes, progress)
         self._ahead: Launch | None = None
+        self._ended: list[Request] = []  # by the step that runs
 
     def _capture(self, mode: str, sizes: Sequence[int] | None, progress: bool) -> DecodeGraphs | None:
         if mode == AUTO:  # plain torch operations ask the device, and cannot be captured
@@ -170,7 +178,63 @@ class Engine:
             except InputError as error:
                 raise InputError(f"prompt {number} (the first is 0): {error}") from None
         self._run(requests, on_step)
-        return [self._result(request) for request in requests]
+        return [self.result(request) for request in requests]
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queues a prompt, text or token ids; `step` computes it as soon as there is room, in the order of arrival.
+
+        The request shows what has been generated so far (`token_ids` after `prompt_length`). Raises InputError.
+        """
+        request = self._request(self.encode(prompt), params or SamplingParams())
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[Request]:
+        """One step of the model over the requests under way; returns those that it ended, for `result`.
+
+        After an error all requests are cancelled: what the step had written is not known.
+        """
+        if not self.busy:
+            return []
+        self._ended = []
+        try:
+            with kernels_for(self.device):
+                self._advance()
+        except BaseException:
+            for request in (*self.scheduler.running, *self.scheduler.waiting):
+                self.cancel(request)
+            raise
+        return self._ended
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request wherever it is, with finish_reason "cancelled"; one that has ended stays as it is."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = "cancelled"
+        if self._ahead is not None:  # what it still writes, later steps overwrite: the device takes them one by one
+            for launched in self._ahead.requests:
+                launched.num_computed -= 1
+            self._ahead = None
+        self.scheduler.cancel(request)
+
+    def result(self, request: Request) -> Result:
+        """What a request has generated, all of it once it has ended."""
+        generated = tuple(request.token_ids[request.prompt_length :])
+        stopped = request.finish_reason == "stop"
+        prompt_logprobs = None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
+        return Result(
+            prompt_token_ids=tuple(request.token_ids[: request.prompt_length]),
+            token_ids=generated,
+            text=self.text.decode(generated[:-1] if stopped else generated) if self.text.available else None,
+            finish_reason=request.finish_reason or "",
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The logits after every token of a prompt, [tokens, vocab] float32; computed in chunks like any prompt."""
@@ -235,19 +299,17 @@ class Engine:
             self.scheduler.add(request)
         try:
             while any(request.finish_reason is None for request in requests):
-                with kernels_for(self.device):
-                    self._step()
+                self.step()
                 if on_step is not None:
                     on_step(requests)
-        finally:  # an error or Ctrl-C leaves no request behind to turn up in the next call
-            self._ahead = None  # what it still writes, later steps overwrite: the device takes them one by one
+        finally:  # Ctrl-C leaves no request behind to turn up in the next call
             for request in requests:
-                self.scheduler.cancel(request)
+                self.cancel(request)
 
     @torch.inference_mode()
-    def _step(self) -> None:
+    def _advance(self) -> None:
         launch, self._ahead = self._ahead, None
-        if launch is None:
+        if launch is None or all(request.finish_reason is not None for request in launch.requests):
             chunks = self.scheduler.schedule()
             assert chunks, "every request fits the empty cache, so the oldest one always advances"
             if self.graphs is None or not self.graphs.takes(chunks):
@@ -280,10 +342,11 @@ class Engine:
 
         Its rows must be the same whatever the tokens are (but for stop tokens: what follows one is thrown away), the
         tokens must be those that the device chose, and each request needs a place for the token to come. They are the
-        same as long as none of them ends: all that run are in every step, and what waits has no room until then.
+        same as long as none of them ends and none arrives: all that run are in every step, what waits has no room.
         """
         requests = launch.requests
-        return all(request.is_greedy and request.goes_on for request in requests) and self.scheduler.reserve(requests)
+        go_on = all(request.is_greedy and request.goes_on for request in requests)
+        return go_on and not self.scheduler.arrived and self.scheduler.reserve(requests)
 
     def _collect(self, launch: Launch) -> None:
         """The tokens of a launched step. A request that has ended since takes none."""
@@ -314,6 +377,7 @@ class Engine:
         request.append(token_id)
         if request.finish_reason is not None:
             self.scheduler.finish(request)
+            self._ended.append(request)
 
     def _report_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> None:
         """Logits or log-probabilities of a chunk's prompt rows but those already reported; hidden [rows, hidden]."""
@@ -344,17 +408,4 @@ class Engine:
         return NonFiniteLogits(
             f"the model computed NaN or infinity on {self.device} in {self.model.dtype}: the weights are damaged "
             "or a kernel is wrong. Try another kernel (`npu-gptoss kernels list`) or download the checkpoint again"
-        )
-
-    def _result(self, request: Request) -> Result:
-        generated = tuple(request.token_ids[request.prompt_length :])
-        stopped = request.finish_reason == "stop"
-        prompt_logprobs = None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
-        return Result(
-            prompt_token_ids=tuple(request.token_ids[: request.prompt_length]),
-            token_ids=generated,
-            text=self.text.decode(generated[:-1] if stopped else generated) if self.text.available else None,
-            finish_reason=request.finish_reason or "",
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            prompt_logprobs=prompt_logprobs,
         )

@@ -67,9 +67,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Result:
-    """One finished request. `token_ids` ends with the stop token if one ended it; `text` leaves out special tokens.
+    """What a request generated. `token_ids` ends with the stop token if one ended it; `text` leaves out special tokens.
 
-    finish_reason: "stop" (a stop token) or "length" (max_tokens, or the context or the cache is full).
+    finish_reason: "stop" (a stop token), "length" (max_tokens, or the context or the cache is full), "cancelled", or ""
+    for a request that still runs.
     text is None when the model directory has no tokenizer.json. prompt_logprobs has None for the first token.
     """
 

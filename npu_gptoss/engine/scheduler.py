@@ -43,13 +43,16 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self.arrived = False  # a request that no `schedule` has seen
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self.arrived = True
 
     def schedule(self) -> list[Chunk]:
         """The next step: running requests first, then waiting ones, as far as tokens and blocks go."""
+        self.arrived = False
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
         index = 0

@@ -177,6 +177,31 @@ def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call
     assert tokens(graphed, prompts[1:3], params) == tokens(plain, prompts[1:3], params)
 
 
+def test_a_request_that_arrives_or_is_cancelled_between_steps_launched_ahead_changes_no_tokens(
+    plain: Engine, graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that runs ahead for ever would never admit the second, and the third's end would leave a gap."""
+    counts = count_launches(graphed, monkeypatch)
+    first, third = (graphed.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in prompts[:2])
+    for _ in range(5):
+        graphed.step()
+    second = graphed.add_request(prompts[2], SamplingParams(max_tokens=3))
+    graphed.step()
+    graphed.step()
+    assert second.num_generated == 1
+    graphed.step()
+    graphed.cancel(third)
+    ended = []
+    while graphed.busy:
+        ended += graphed.step()
+    assert ended == [second, first]
+    want = tokens(plain, prompts[:3], SamplingParams(max_tokens=30))
+    got = [graphed.result(request).token_ids for request in (first, third, second)]
+    assert got == [want[0], want[1][: len(got[1])], want[2][:3]]
+    assert len(got[1]) == 8
+    assert counts["launch_next"] > 20
+
+
 def test_a_cache_too_small_for_all_preempts_and_loses_nothing(
     directory: Path, plain: Engine, prompts: list[list[int]]
 ) -> None:

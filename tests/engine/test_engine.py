@@ -116,6 +116,46 @@ def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None
     assert torch.equal(*logits)
 
 
+# Step by step
+
+
+def finished(engine: Engine) -> dict[Request, Result]:
+    ended: dict[Request, Result] = {}
+    while engine.busy:
+        ended |= {request: engine.result(request) for request in engine.step()}
+    return ended
+
+
+def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(
+    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
+) -> None:
+    params, requests, ended = SamplingParams(max_tokens=GREEDY), [], {}
+    for prompt in prompts[:6]:
+        requests.append(engine.add_request(prompt, params))
+        ended |= {request: engine.result(request) for request in engine.step() + engine.step()}
+    ended |= finished(engine)
+    assert [ended[request].token_ids for request in requests] == expected_tokens[:6]
+    assert is_idle(engine)
+    assert engine.step() == []
+
+
+def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(
+    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
+) -> None:
+    cancelled, waiting, other = (engine.add_request(prompt, SamplingParams(max_tokens=9)) for prompt in prompts[:3])
+    engine.cancel(waiting)
+    for _ in range(4):
+        engine.step()
+    engine.cancel(cancelled)
+    assert finished(engine).keys() == {other}
+    results = [engine.result(request) for request in (cancelled, waiting, other)]
+    assert [result.finish_reason for result in results] == ["cancelled", "cancelled", "length"]
+    assert tokens(results) == [expected_tokens[0][:4], (), expected_tokens[2][:9]]
+    engine.cancel(other)
+    assert other.finish_reason == "length"
+    assert is_idle(engine)
+
+
 # A full cache
 
 
