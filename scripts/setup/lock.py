@@ -1,0 +1,202 @@
+"""Write requirements/910b.txt, cpu-image.txt, cuda-image.txt and docs.txt: pinned and hashed, or those that are named.
+
+The images' versions come from the locks that the tests run on (emulated.txt, cpu.txt, dev.txt); those of the site are
+what pip resolves once. For each version the package index is asked, through pip, for the wheel of each Python and
+machine; the hashes are those that the index publishes. A version without a wheel for one of them is an error. `--check`
+writes nothing and says whether the files are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.setup.environments import REQUIREMENTS, TORCH, TORCH_NPU, TORCH_ON_ASCEND, VLLM_ASCEND
+from scripts.setup.machine import read_pins
+
+MACHINES = ("x86_64", "aarch64")
+NEWEST_GLIBC = 35  # Ubuntu 22.04's; Debian 12 has a newer one
+# PyTorch's builds for CPUs on x86_64 are on its own index only (on aarch64 the package index's build is one):
+# SHA-256 of torch-<version>-cp311-cp311-manylinux_2_28_x86_64.whl.
+CPU_BUILDS = {
+    f"{TORCH_ON_ASCEND}+cpu": "a1684793e352f03fa14f78857e55d65de4ada8405ded1da2bf4f452179c4b779",
+    f"{TORCH}+cpu": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+}
+ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
+# what the tests on an NVIDIA GPU import, besides torch and what make check needs
+ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
+
+Place = tuple[str, str]  # Python, machine
+Wheels = Mapping[str, tuple[str, str]]  # name -> version, SHA-256
+
+
+class LockError(Exception):
+    """What was expected, what was got, what to do."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """`pins`: name -> version. `cpu_build`: on x86_64, torch is PyTorch's build for CPUs.
+
+    bounds: None where the pins lack nothing, so that nothing is resolved; else what limits the versions of the rest.
+    """
+
+    name: str
+    title: str
+    pins: Mapping[str, str]
+    machines: tuple[str, ...] = MACHINES
+    pythons: tuple[str, ...] = ("3.11",)
+    cpu_build: bool = True
+    bounds: Mapping[str, str] | None = None
+
+    @property
+    def path(self) -> Path:
+        return REQUIREMENTS / f"{self.name}.txt"
+
+    @property
+    def places(self) -> list[Place]:
+        return [(python, machine) for python in self.pythons for machine in self.machines]
+
+
+def locks() -> dict[str, Lock]:
+    emulated, cpu, tools = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("emulated", "cpu", "dev"))
+    ascend = {name: version for name, version in emulated.items() if name not in ONLY_FOR_TESTS}
+    found = (
+        Lock(
+            "910b",
+            "docker/910b.Dockerfile: the emulated 910B's packages with torch and the Ascend wheels; vLLM comes from\n"
+            "# its source release. Left out on purpose: torchvision, cmake and triton, which gpt-oss does not import.",
+            ascend | {"torch": TORCH_ON_ASCEND, "torch-npu": TORCH_NPU, "vllm-ascend": VLLM_ASCEND},
+        ),
+        Lock(
+            "cpu-image",
+            "docker/cpu.Dockerfile: cpu.txt with torch; vLLM comes from its source release.",
+            cpu | {"torch": TORCH},
+        ),
+        Lock(
+            "cuda-image",
+            "docker/cuda.Dockerfile: what make test-cuda runs on, with torch's CUDA build and what that asks for.",
+            {name: (cpu | tools)[name] for name in (*ON_CUDA, *tools)} | {"torch": TORCH},
+            machines=("x86_64",),
+            cpu_build=False,
+            bounds=cpu | tools,
+        ),
+        Lock(
+            "docs",
+            "The environment of `make docs`: MkDocs with its theme.",
+            {"mkdocs": "1.6.1", "mkdocs-material": "9.7.7"},
+            pythons=("3.10", "3.11", "3.12"),  # the oldest decides which versions all get
+            bounds={},
+        ),
+    )
+    return {lock.name: lock for lock in found}
+
+
+def platform_flags(python: str, machine: str) -> list[str]:
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(NEWEST_GLIBC, 4, -1)]
+    tags += [f"{old}_{machine}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
+    flags = ["--python-version", python, "--implementation", "cp"]
+    for tag in tags:
+        flags += ["--platform", tag]
+    for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
+        flags += ["--abi", abi]
+    return flags
+
+
+def wheels(lock: Lock, place: Place, pins: Mapping[str, str], *options: str) -> dict[str, tuple[str, str]]:
+    """name -> (version, SHA-256) of the wheels that pip would install there for these pins. Raises LockError."""
+    # `==` would also take torch's +cpu build, where pip is configured to find one
+    wanted = [f"{name}{'===' if name == 'torch' else '=='}{version}" for name, version in pins.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--no-cache-dir", "--only-binary", ":all:", "--report", str(report)]
+        command += ["--target", str(Path(folder) / "nowhere")]
+        run = subprocess.run([*command, *platform_flags(*place), *options, *wanted], capture_output=True, text=True)
+        if run.returncode:
+            where = f"{lock.name} on Python {place[0]}, {place[1]}"
+            raise LockError(f"{where} cannot be resolved. pip says:\n{run.stdout}{run.stderr}")
+        installs = json.loads(report.read_text())["install"]
+    found = {}
+    for item in installs:
+        name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
+        digest = item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256")
+        if not digest:
+            raise LockError(f"the index names no SHA-256 for {name}; ask another one (pip config list)")
+        found[name] = (item["metadata"]["version"], digest)
+    return found
+
+
+def resolve(lock: Lock) -> dict[Place, Wheels]:
+    """The wheels of every place. Raises LockError."""
+    pins = dict(lock.pins)
+    if lock.bounds is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            bounds = Path(folder) / "bounds.txt"
+            bounds.write_text("".join(f"{name}=={version}\n" for name, version in lock.bounds.items()))
+            resolved = wheels(lock, lock.places[0], pins, "--constraint", str(bounds))
+        pins = {name: version for name, (version, _) in resolved.items()}
+    found: dict[Place, Wheels] = {}
+    for place in lock.places:
+        own, external = dict(pins), {}
+        if lock.cpu_build and place[1] == "x86_64" and "torch" in pins:
+            build = f"{own.pop('torch')}+cpu"
+            external = {"torch": (build, CPU_BUILDS[build])}
+        found[place] = wheels(lock, place, own, "--no-deps") | external
+    return found
+
+
+def render(lock: Lock, resolved: Mapping[Place, Wheels]) -> str:
+    pythons = " to ".join(dict.fromkeys((lock.pythons[0], lock.pythons[-1])))
+    lines = [
+        f"# {lock.title}",
+        f"# Written by scripts/setup/lock.py for Python {pythons}; install it with --require-hashes.",
+    ]
+    for name in sorted({name for found in resolved.values() for name in found}):
+        here = {place: found[name] for place, found in resolved.items() if name in found}
+        for version in sorted({version for version, _ in here.values()}):
+            holders = [place for place in here if here[place][0] == version]
+            digests = dict.fromkeys(here[place][1] for place in holders)
+            marker = "" if len(holders) == len(resolved) else f' ; platform_machine == "{holders[0][1]}"'
+            lines.append(" \\\n".join([f"{name}=={version}{marker}", *(f"    --hash=sha256:{d}" for d in digests)]))
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    known = locks()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; without any, all of them")
+    parser.add_argument("--check", action="store_true", help="write nothing; say whether the files are right")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no such lock: {', '.join(unknown)}; there are {', '.join(known)}")
+    wrong = []
+    try:
+        for lock in (known[name] for name in options.names or known):
+            text = render(lock, resolve(lock))
+            print(f"requirements/{lock.path.name}: {text.count('==')} requirements", flush=True)
+            if options.check:
+                wrong += [] if lock.path.is_file() and lock.path.read_text() == text else [lock.path.name]
+                continue
+            half = lock.path.with_suffix(".part")
+            half.write_text(text)
+            half.replace(lock.path)
+    except LockError as error:
+        print(f"lock: {error}", file=sys.stderr)
+        return 1
+    if wrong:
+        print(f"lock: not as the index and the locks say: {', '.join(wrong)}. Write anew without --check.")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

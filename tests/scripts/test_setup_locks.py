@@ -1,0 +1,169 @@
+"""The locks in requirements/: exact, complete, with a hash for each file where scripts/setup/lock.py writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.setup.environments import CLIENTS, ENVIRONMENTS, REQUIREMENTS
+from scripts.setup.lock import ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
+from scripts.setup.machine import ROOT, read_pins
+
+HASHED = locks()
+IMAGES = [name for name in HASHED if name != "docs"]
+EXACT = ["evalscope", *(f"clients-{year}" for year in CLIENTS)]
+A, B = "a" * 64, "b" * 64
+# what evalscope asks for and only other benchmarks import, and two programs of the command line
+LEFT_OUT = {"jieba", "nltk", "rouge-chinese", "rouge-score", "sacrebleu", "zhconv", "typer", "hf-xet"}
+# clients' versions beyond what a package asks for, as the lock says: (what is asked too little, by whom)
+BEYOND = {("openai", "litellm"), ("jiter", "instructor")}
+
+
+def read(name: str) -> list[tuple[str, str, str, list[str]]]:
+    """(name, version, marker, hashes) of each requirement."""
+    text = (REQUIREMENTS / f"{name}.txt").read_text().replace("\\\n", " ")
+    found = []
+    for line in (line for line in text.splitlines() if line and not line.startswith("#")):
+        match = re.fullmatch(r"([\w.-]+)==(\S+)(?: ; (\S+ == \S+))?((?: +--hash=sha256:[0-9a-f]{64})+)", line.rstrip())
+        assert match, line
+        found.append((match[1], match[2], match[3] or "", match[4].split()))
+    return found
+
+
+@pytest.mark.parametrize("name", HASHED)
+def test_a_hashed_lock_has_the_versions_that_the_tests_ran_with(name: str) -> None:
+    lock, written = HASHED[name], read(name)
+    versions = {name: version.partition("+")[0] for name, version, _, _ in written}
+    assert {name: versions.get(name) for name in lock.pins} == dict(lock.pins)
+    if lock.bounds is None:
+        assert set(versions) == set(lock.pins)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_torch_is_the_build_without_cuda_unless_cuda_is_wanted(name: str) -> None:
+    lock, torch = HASHED[name], HASHED[name].pins["torch"]
+    entries = [(version, marker) for name, version, marker, _ in read(name) if name == "torch"]
+    builds = [(torch, 'platform_machine == "aarch64"'), (f"{torch}+cpu", 'platform_machine == "x86_64"')]
+    assert entries == (builds if lock.cpu_build else [(torch, "")])
+    assert any(name.startswith("nvidia-") for name, *_ in read(name)) != lock.cpu_build
+
+
+def test_the_emulated_910b_and_the_image_differ_in_nothing_but_tests_and_the_wheels() -> None:
+    emulated, image = set(read_pins(REQUIREMENTS / "emulated.txt")), {name for name, *_ in read("910b")}
+    assert emulated - image == ONLY_FOR_TESTS
+    assert image - emulated == {"torch", "torch-npu", "vllm-ascend"}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_version_is_exact_and_listed_once(name: str) -> None:
+    path = REQUIREMENTS / f"{name}.txt"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert len(read_pins(path)) == len(lines)
+
+
+def test_no_giant_came_back_to_evalscope() -> None:
+    pins = set(read_pins(REQUIREMENTS / "evalscope.txt"))
+    assert pins.isdisjoint({"torch", "triton", "vllm", "scipy", "tensorflow"} | LEFT_OUT)
+    assert not [name for name in pins if name.startswith("nvidia")]
+
+
+def test_the_years_have_the_same_clients_in_other_versions() -> None:
+    old, new = (read_pins(REQUIREMENTS / f"clients-{year}.txt") for year in CLIENTS)
+    for client in ("openai", "openai-agents", "langchain-openai", "pydantic-ai-slim", "litellm", "instructor"):
+        assert old[client] != new[client]
+
+
+@pytest.mark.parametrize("year", CLIENTS)
+def test_javascript_s_lock_is_of_its_list_and_names_no_host(year: str) -> None:
+    folder = ROOT / "tests/clients/js" / year
+    wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+    packages = json.loads((folder / "package-lock.json").read_text())["packages"]
+    assert packages[""]["dependencies"] == wanted
+    assert {name: packages[f"node_modules/{name}"]["version"] for name in wanted} == wanted
+    assert not [name for name, package in packages.items() if "resolved" in package]
+    assert not [name for name, package in packages.items() if name and not package.get("integrity")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("docs", marks=pytest.mark.docs),
+        pytest.param("evalscope", marks=pytest.mark.evalscope),
+        *(pytest.param(f"clients-{year}", marks=pytest.mark.clients) for year in CLIENTS),
+    ],
+)
+def test_nothing_is_missing_and_versions_fit(name: str) -> None:
+    """The locks are installed without a resolver, so pip has to be asked whether they are complete."""
+    venv = ROOT / ENVIRONMENTS[name].folder
+    if not (venv / "bin/python").exists():
+        pytest.skip(f"{venv.name} is not set up")
+    check = [str(venv / "bin/python"), "-m", "pip", "check"]
+    said = subprocess.run(check, capture_output=True, text=True, check=False).stdout
+    missing = set(re.findall(r"requires ([\w-]+), which is not installed", said))
+    unlocked = (venv / ".npu-gptoss/unlocked").exists()  # by the resolver, which left nothing out
+    assert missing == (LEFT_OUT if name == "evalscope" and not unlocked else set()), said
+    unfit = {(asked, by) for by, asked in re.findall(r"^(\S+) \S+ has requirement (\w+)", said, re.M)}
+    assert unfit <= (BEYOND if name.startswith("clients") else set()), said
+
+
+def test_one_wheel_for_all_places_has_one_hash_and_others_have_each_their_own() -> None:
+    x86_64 = {"p": ("1", A), "q": ("2", A), "t": ("3+cpu", A)}
+    aarch64 = {"p": ("1", A), "q": ("2", B), "t": ("3", B)}
+    lines = render(HASHED["910b"], {("3.11", "x86_64"): x86_64, ("3.11", "aarch64"): aarch64}).splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        "p==1 \\",
+        f"    --hash=sha256:{A}",
+        "q==2 \\",
+        f"    --hash=sha256:{A} \\",
+        f"    --hash=sha256:{B}",
+        't==3 ; platform_machine == "aarch64" \\',
+        f"    --hash=sha256:{B}",
+        't==3+cpu ; platform_machine == "x86_64" \\',
+        f"    --hash=sha256:{A}",
+    ]
+
+
+def test_the_oldest_python_decides_the_versions_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def wheels(lock: Lock, place: tuple[str, str], pins: dict[str, str], *options: str) -> dict:
+        asked.append((place, dict(pins), options[0]))
+        return {"mkdocs": ("1.6.1", A), "built": (f"2.{len(asked)}", A)}
+
+    monkeypatch.setattr("scripts.setup.lock.wheels", wheels)
+    places = resolve(HASHED["docs"])
+    assert len(places) == 6
+    assert asked[0] == (("3.10", "x86_64"), dict(HASHED["docs"].pins), "--constraint")
+    assert asked[1:] == [(place, {"mkdocs": "1.6.1", "built": "2.1"}, "--no-deps") for place in places]
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which pip looks."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # a machine's constraints may name another torch
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_version_that_the_index_lacks_is_an_error_with_pips_words(index: Path) -> None:
+    with pytest.raises(LockError, match=r"x on Python 3\.11, aarch64 cannot be resolved(.*\n)*.*numpy==0\.0\.1"):
+        resolve(Lock("x", "x", {"numpy": "0.0.1"}, machines=("aarch64",)))
+
+
+def test_a_cpu_build_that_pip_finds_here_does_not_get_into_the_cuda_image(index: Path) -> None:
+    for version in ("9.0", "9.0+cpu"):
+        name = f"torch-{version}.dist-info"
+        with zipfile.ZipFile(index / f"torch-{version}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+            archive.writestr(f"{name}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{name}/RECORD", "")
+    lock = Lock("x", "x", {"torch": "9.0"}, machines=("x86_64",), cpu_build=False, bounds={})
+    assert {version for found in resolve(lock).values() for version, _ in found.values()} == {"9.0"}
