@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,27 +25,50 @@ from scripts import serve_cpu
 from scripts.serve_cpu import ServeError
 from tests.serving.server import free_port
 
+SLEEPS = "import time; time.sleep(60)"
 
-def test_a_taken_port_gives_a_sentence_and_a_way_out(capsys: pytest.CaptureFixture) -> None:
+
+@contextlib.contextmanager
+def started(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A stand-in for the server: this Python with these arguments."""
+    process = serve_cpu.start([sys.executable, *words], os.environ, log)
+    try:
+        yield process
+    finally:
+        serve_cpu.stop(process, patience=0.1)
+
+
+def read_when_written(log: Path) -> str:
+    while not log.read_text():
+        time.sleep(0.05)
+    return log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("127.0.0.1", None, "make serve PORT="),
+        ("127.0.0.1", 99999, "PORT=99999"),
+        ("127.0.0.1", 0, "PORT=0"),
+        ("no.such.host.invalid", 8000, "HOST"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(
+    host: str, port: int | None, words: str, capsys: pytest.CaptureFixture
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        assert serve_cpu.main(["--port", str(port)]) == 2
-    assert f"make serve PORT={port + 1}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99999), ("127.0.0.1", 0), ("no.such.host.invalid", 8000)])
-def test_an_address_that_cannot_be_gives_a_sentence(host: str, port: int, capsys: pytest.CaptureFixture) -> None:
-    assert serve_cpu.main(["--host", host, "--port", str(port)]) == 2
-    assert capsys.readouterr().err.startswith("\nmake serve: ")
+        number = taken.getsockname()[1] if port is None else port
+        assert serve_cpu.main(["--host", host, "--port", str(number)]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (None, "is not a directory"),
-        ((), r"no config\.json"),
+        (None, "MODEL="),
+        ((), r"config\.json"),
         (("config.json",), "model_type"),
         (("config.json", "model.safetensors"), r"config\.json: model_type"),
     ],
@@ -68,7 +93,6 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
 
     def slowly(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         folder = Path(command[-2])
-        assert not folder.exists()
         folder.mkdir()
         time.sleep(0.3)
         (folder / "model.safetensors").touch()
@@ -78,112 +102,92 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
     monkeypatch.setattr(serve_cpu.subprocess, "run", slowly)
     place = tmp_path / "checkpoints/gpt-oss-tiny"
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(serve_cpu.tiny_checkpoint, [place, place]))
-    assert both == [place, place]
+        assert list(pool.map(serve_cpu.tiny_checkpoint, [place, place])) == [place, place]
     assert written == [str(place)]
-    assert (place / "model.safetensors").exists()
 
 
-def test_a_ctrl_c_before_the_server_starts_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> Path:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve_cpu, "tiny_checkpoint", interrupted)
     assert serve_cpu.main(["--port", str(free_port())]) == 130
-    assert "make serve: interrupted" in capsys.readouterr().err
 
 
 def test_what_the_user_sets_wins(tmp_path: Path) -> None:
     environment = serve_cpu.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
-    assert environment["OMP_NUM_THREADS"] == "7"
-    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert (environment["OMP_NUM_THREADS"], environment["HF_HUB_OFFLINE"]) == ("7", "1")
     command = serve_cpu.serve_command(tmp_path, "name", "127.0.0.1", 8000, ["--max-model-len", "99"])
     assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
 
 
-def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "timeout", "words"),
+    [
+        ("print('first'); raise SystemExit('no memory')", 20, r"exit code 1 before(.|\n)*no memory"),
+        (SLEEPS, 1, "not ready after 1 s"),
+    ],
+)
+def test_a_server_that_dies_or_never_answers_is_given_up(tmp_path: Path, code: str, timeout: int, words: str) -> None:
     log = tmp_path / "log"
-    process = serve_cpu.start([sys.executable, "-c", "print('first'); raise SystemExit('no memory')"], os.environ, log)
-    with pytest.raises(ServeError, match=r"exit code 1 before it was ready(.|\n)*no memory"):
-        serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=20)
+    with started(log, "-c", code) as process, pytest.raises(ServeError, match=words):
+        serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=timeout)
 
 
-def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    warning = (
-        "\x1b[1;36m(APIServer pid=1)\x1b[0;0m WARNING 11-21 this can cause errors like `OSError: [Errno 24] Too many`"
-    )
-    errors = [
-        "INFO npu-gptoss loads",
-        warning,
-        "\x1b[1;36m(Core)\x1b[0;0m ValueError: first",
-        "RuntimeError: see above",
-    ]
-    log.write_text("\n".join(errors))
-    assert serve_cpu.likely_reason(log) == "first"
-    log.write_text("\n".join([*errors, "  Value error, npu-gptoss cannot serve this: float16."]))
-    assert serve_cpu.likely_reason(log) == "npu-gptoss cannot serve this: float16."
-    own = "ERROR 11-21 [core.py:708] npu_gptoss.model.checkpoint_files.CheckpointError: m: the file is truncated"
-    log.write_text("\n".join([*errors, own]))
-    assert serve_cpu.likely_reason(log) == "m: the file is truncated"
-    log.write_text("all is well")
-    assert serve_cpu.likely_reason(log) == ""
+COLOURED = "\x1b[1;36m(APIServer pid=1)\x1b[0;0m"
+NOISE = f"""INFO npu-gptoss loads
+{COLOURED} WARNING 11-21 this can cause errors like `OSError: [Errno 24] Too many`
+{COLOURED} ValueError: first
+RuntimeError: see above
+"""
+DIED = "npu-gptoss: the engine died: RuntimeError: first. The server ends"
 
 
-def test_the_servers_last_word_is_the_reason(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    ended = "ERROR 11-22 [shutdown.py:1] npu-gptoss: the engine died: RuntimeError: first. The server ends"
-    log.write_text(f"(EngineCore pid=2) ValueError: a consequence\n(APIServer pid=1) {ended}\n(APIServer pid=1) bye\n")
-    assert serve_cpu.likely_reason(log) == "the engine died: RuntimeError: first. The server ends"
-    log.write_text("OSError: x\n(APIServer pid=1) vllm serve: the server cannot listen on a port\n")
-    assert serve_cpu.likely_reason(log) == "the server cannot listen on a port"
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (NOISE, "first"),
+        (NOISE + "  Value error, npu-gptoss cannot serve this: float16.", "npu-gptoss cannot serve this: float16."),
+        (NOISE + "ERROR [core.py:708] npu_gptoss.model.x.CheckpointError: m: the file is truncated", "m: the file is"),
+        (f"ValueError: a consequence\n(APIServer pid=1) ERROR {DIED}\n(APIServer pid=1) bye\n", "the engine died: "),
+        ("OSError: x\n(APIServer pid=1) vllm serve: cannot listen\n", "cannot listen"),
+        ("all is well", ""),
+    ],
+)
+def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path, log: str, reason: str) -> None:
+    (tmp_path / "log").write_text(log)
+    found = serve_cpu.likely_reason(tmp_path / "log")
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
 
 
 def test_a_second_server_does_not_cut_the_first_ones_log(tmp_path: Path) -> None:
     assert serve_cpu.log_of(8000) != serve_cpu.log_of(8001)
     log = tmp_path / "log"
-    command = [sys.executable, "-c", "print('mine', flush=True); import time; time.sleep(60)"]
-    first = serve_cpu.start(command, os.environ, log)
-    try:
-        while not log.read_text():
-            time.sleep(0.05)
-        with pytest.raises(ServeError, match="another server writes"):
-            serve_cpu.start(command, os.environ, log)
+    with started(log, "-c", f"print('mine', flush=True); {SLEEPS}"):
+        assert read_when_written(log) == "mine\n"
+        with pytest.raises(ServeError, match=str(log)):
+            serve_cpu.start([sys.executable, "-c", ""], os.environ, log)
         assert log.read_text() == "mine\n"
-    finally:
-        serve_cpu.stop(first, patience=0.1)
-    second = serve_cpu.start([sys.executable, "-c", ""], os.environ, log)
-    assert second.wait(20) == 0
+    with started(log, "-c", "") as second:
+        assert second.wait(20) == 0
     assert log.read_text() == "", "the log of a server that is gone makes room"
 
 
-def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match=r"cannot be written: .*--log"):
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="--log"):
         serve_cpu.start([sys.executable, "-c", ""], os.environ, tmp_path / "no folder" / "log")
 
 
 def test_a_second_ctrl_c_leaves_no_server_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
-
     def interrupted(signum: int) -> None:
         raise KeyboardInterrupt
 
+    process = serve_cpu.start([sys.executable, "-c", SLEEPS], os.environ, tmp_path / "log")
     monkeypatch.setattr(process, "send_signal", interrupted)
     with pytest.raises(KeyboardInterrupt):
         serve_cpu.stop(process)
     assert process.returncode == -signal.SIGKILL
-
-
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    process = serve_cpu.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, log)
-    try:
-        with pytest.raises(ServeError, match="not ready after 1 s"):
-            serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=1)
-    finally:
-        serve_cpu.stop(process)
 
 
 def test_the_proxy_is_not_asked_for_a_server_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,19 +198,15 @@ def test_the_proxy_is_not_asked_for_a_server_on_this_machine(tmp_path: Path, mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers what the environment was
     (tmp_path / "health").touch()
-    port, log = free_port(), tmp_path / "log"
-    words = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
-    process = serve_cpu.start(words, os.environ, log)
-    try:
+    port, log = str(free_port()), tmp_path / "log"
+    with started(log, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", str(tmp_path)) as process:
         assert serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=10) < 10
-    finally:
-        serve_cpu.stop(process, patience=1)
 
 
-STUBBORN = """
+STUBBORN = f"""
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "{SLEEPS}"])
 print(child.pid, flush=True)
 time.sleep(60)
 """
@@ -221,13 +221,10 @@ def _is_running(pid: int) -> bool:
 
 def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = serve_cpu.start([sys.executable, "-c", STUBBORN], os.environ, log)
-    while not log.read_text().strip():
-        time.sleep(0.05)
-    child = int(log.read_text())
-    assert _is_running(child)
-    serve_cpu.stop(process, patience=0.5)
-    serve_cpu.stop(process)
+    with started(log, "-c", STUBBORN) as process:
+        child = int(read_when_written(log))
+        assert _is_running(child)
+        serve_cpu.stop(process, patience=0.5)
     assert process.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 5
     while _is_running(child) and time.monotonic() < deadline:
@@ -238,8 +235,7 @@ def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
 def test_the_printed_request_survives_the_shell() -> None:
     words = shlex.split(serve_cpu.example_request("http://h:1", "it's", 'say "hi"'))
     body = json.loads(words[words.index("-d") + 1])
-    assert body["model"] == "it's"
-    assert body["messages"][0]["content"] == 'say "hi"'
+    assert (body["model"], body["messages"][0]["content"]) == ("it's", 'say "hi"')
 
 
 @pytest.mark.serving
@@ -249,7 +245,6 @@ def test_an_accelerator_does_not_keep_make_serve_from_the_cpu(tmp_path: Path, mo
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
-    here = platform.objections(tmp_path)
-    assert "an accelerator is present: /dev/nvidia0" in here
+    assert any("/dev/nvidia0" in reason for reason in platform.objections(tmp_path))
     monkeypatch.setenv("NPU_GPTOSS_PLATFORM", serve_cpu.cpu_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"])
     assert not any("accelerator" in reason for reason in platform.objections(tmp_path))

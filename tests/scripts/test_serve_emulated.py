@@ -19,9 +19,9 @@ from npu_gptoss.tiny.checkpoint import load_trained
 from research.tiny_data import evaluation_set
 from research.tiny_score import Example, tally
 from tests.emulator.machine import venv
-from tests.model.test_trained_tiny import build, score
 from tests.scripts.make_serve import made
 from tests.serving.server import Server
+from tests.tiny.test_trained import build, score
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 

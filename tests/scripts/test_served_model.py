@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import urllib.request
 
 import pytest
 
+from scripts import served_model
 from tests.scripts.fake_server import fake_server
-from tests.scripts.shell import SCRIPTS
 from tests.serving.server import free_port
-
-sys.path.insert(0, str(SCRIPTS))
-import served_model
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
@@ -24,22 +20,20 @@ def test_the_only_model_is_found_with_its_checkpoint(suffix: str, capsys: pytest
 
 def test_of_several_models_one_has_to_be_named(capsys: pytest.CaptureFixture) -> None:
     with fake_server({"a": "/a", "b": "/b"}) as url:
-        assert served_model.main([url]) == 2
-        assert "serves a, b; name one with --model" in capsys.readouterr().err
-        assert served_model.main([url, "b"]) == 0
-        assert capsys.readouterr().out == "b\t/b\t16384\n"
-        assert served_model.main([url, "c"]) == 2
-        assert "no model 'c'; it serves a, b" in capsys.readouterr().err
+        for wanted, status in (([], 2), (["c"], 2), (["b"], 0)):
+            assert served_model.main([url, *wanted]) == status
+            printed = capsys.readouterr()
+            assert printed.out == "b\t/b\t16384\n" if status == 0 else "serves a, b" in printed.err
 
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (401, "", "answers 401 Unauthorized; start it without --api-key"),
-        (404, "", "answers 404 Not Found; is it an OpenAI-compatible server?"),
-        (200, "<html>", "something else than a list of models"),
-        (200, '{"data": 3}', "something else than a list of models"),
-        (200, '{"data": []}', "serves no model"),
+        (401, "", "--api-key"),
+        (404, "", "404 Not Found"),
+        (200, "<html>", "something else"),
+        (200, '{"data": 3}', "something else"),
+        (200, '{"data": []}', "no model"),
     ],
 )
 def test_another_server_is_recognised(status: int, body: str, words: str, capsys: pytest.CaptureFixture) -> None:
@@ -60,12 +54,11 @@ def test_a_proxy_that_was_asked_instead_is_named(
             monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers what the environment was
             assert (served_model.main([url]) == 2) == asked
         printed = capsys.readouterr()
-    assert f"the proxy {proxy} was asked; for a server that it cannot reach, set no_proxy=127.0.0.1" in printed.err
+    assert proxy in printed.err
+    assert "no_proxy=127.0.0.1" in printed.err
     assert printed.out == "a\t/a\t16384\n"
 
 
 def test_no_server_is_told_with_what_to_do(capsys: pytest.CaptureFixture) -> None:
     assert served_model.main([f"http://127.0.0.1:{free_port()}"]) == 2
-    printed = capsys.readouterr().err
-    assert "no server answers" in printed
-    assert "scripts/serve.sh" in printed
+    assert "scripts/serve.sh" in capsys.readouterr().err
