@@ -33,6 +33,11 @@ def review(subject: str, index: int, right: bool, letter: str = "A", prompt: str
     return {"index": index, "target": ["A"], "messages": messages, "sample_score": {"score": score}}
 
 
+def ends(*reasons: str) -> list[dict[str, object]]:
+    """Predictions of replies that ended for these reasons."""
+    return [{"index": i, "model_output": {"choices": [{"stop_reason": end}]}} for i, end in enumerate(reasons)]
+
+
 def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -50,8 +55,7 @@ def write_run(
     for subject, rights in outcomes.items():
         reviews = [review(subject, index, right, "A" if right else "B") for index, right in enumerate(rights)]
         write_lines(folder / "reviews" / model / f"{benchmark}_{subject}.jsonl", reviews)
-        ends = [{"index": i, "model_output": {"choices": [{"stop_reason": "stop"}]}} for i in range(len(rights))]
-        write_lines(folder / "predictions" / model / f"{benchmark}_{subject}.jsonl", ends)
+        write_lines(folder / "predictions" / model / f"{benchmark}_{subject}.jsonl", ends(*["stop"] * len(rights)))
     everything = [right for rights in outcomes.values() for right in rights]
     report = {"metrics": [{"num": len(everything), "score": round(sum(everything) / len(everything), 4)}]}
     write_lines(folder / "reports" / model / f"{benchmark}.json", [report])

@@ -14,20 +14,16 @@ from eval_statistics import Paired, mcnemar, pair, sigma
 
 
 @pytest.mark.parametrize(
-    ("share", "total", "points"), [(0.84, 14_042, 0.31), (0.84, 1_000, 1.16), (0.95, 100, 2.18), (0.5, 4, 25.0)]
+    ("right", "total", "points"), [(11_795, 14_042, 0.31), (840, 1_000, 1.16), (95, 100, 2.18), (2, 4, 25.0), (7, 7, 0)]
 )
-def test_sigma_is_the_published_one(share: float, total: int, points: float) -> None:
-    assert 100 * sigma(round(share * total), total) == pytest.approx(points, abs=0.005)
-
-
-@pytest.mark.parametrize(("right", "total"), [(0, 7), (7, 7)])
-def test_sigma_of_a_full_and_an_empty_score_is_zero(right: int, total: int) -> None:
-    assert sigma(right, total) == 0
+def test_sigma_is_the_published_one(right: int, total: int, points: float) -> None:
+    assert 100 * sigma(right, total) == pytest.approx(points, abs=0.005)
+    assert sigma(total - right, total) == pytest.approx(sigma(right, total))
 
 
 @pytest.mark.parametrize(("right", "total"), [(1, 0), (-1, 5), (6, 5)])
-def test_sigma_refuses_what_is_no_score(right: int, total: int) -> None:
-    with pytest.raises(ValueError, match="is no score"):
+def test_what_is_no_score_is_refused(right: int, total: int) -> None:
+    with pytest.raises(ValueError, match=f"{right} of {total}"):
         sigma(right, total)
 
 
@@ -42,55 +38,56 @@ def test_sigma_refuses_what_is_no_score(right: int, total: int) -> None:
         (10, 2, 2 * (1 + 12 + 66) / 4096),
         (2, 10, 2 * (1 + 12 + 66) / 4096),
         (4, 3, 1.0),  # twice the tail is 1 exactly, and p is not above 1
+        (5000, 5000, 1.0),
     ],
 )
 def test_mcnemar_gives_the_p_worked_out_by_hand(only_first: int, only_second: int, p: float) -> None:
     assert mcnemar(only_first, only_second) == pytest.approx(p, rel=1e-12)
 
 
-def test_mcnemar_agrees_with_the_binomial_test_of_scipy() -> None:
+def test_mcnemar_agrees_with_the_binomial_test_of_scipy_and_does_not_overflow() -> None:
+    assert 0 < mcnemar(4000, 5000) < 1e-20
+    with pytest.raises(ValueError, match="-1"):
+        mcnemar(-1, 4)
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed; make setup")
     for first, second in itertools.product((0, 1, 4, 17, 60, 400), (1, 3, 20, 75, 512)):
         expected = stats.binomtest(first, first + second, 0.5).pvalue
         assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9), (first, second)
 
 
-def test_mcnemar_of_thousands_neither_overflows_nor_rounds_to_one() -> None:
-    assert mcnemar(5000, 5000) == 1
-    assert 0 < mcnemar(4000, 5000) < 1e-20
-
-
-def test_mcnemar_refuses_negative_counts() -> None:
-    with pytest.raises(ValueError, match="no counts"):
-        mcnemar(-1, 4)
-
-
 def answers(*outcomes: tuple[str, str, bool]) -> list[Answer]:
     return [Answer(subject, prompt, "A", "A" if right else "B", right, "stop") for subject, prompt, right in outcomes]
 
 
-def test_the_same_prompt_in_two_subjects_is_two_questions() -> None:
-    first = answers(("law", "q", True), ("art", "q", False))
-    second = answers(("art", "q", True), ("law", "q", True))
-    assert pair(first, second) == Paired(both_right=1, only_first=0, only_second=1, both_wrong=0, unpaired=0)
+LAW, ART = ("law", "q"), ("art", "q")
 
 
-def test_a_question_that_a_subject_has_twice_is_paired_twice() -> None:
-    first = answers(("law", "q", True), ("law", "q", False), ("law", "r", False))
-    second = answers(("law", "q", True), ("law", "r", False), ("law", "q", True))
-    assert pair(first, second) == Paired(both_right=1, only_first=0, only_second=1, both_wrong=1, unpaired=0)
-
-
-def test_questions_of_one_run_only_are_left_out_and_counted() -> None:
-    first = answers(("law", "q", True), ("law", "r", False), ("law", "s", True))
-    second = answers(("law", "q", False), ("law", "t", True))
-    paired = pair(first, second)
-    assert (paired.pairs, paired.only_first, paired.unpaired) == (1, 1, 3)
+@pytest.mark.parametrize(
+    ("first", "second", "paired"),
+    [
+        # the same prompt in two subjects is two questions
+        (((*LAW, True), (*ART, False)), ((*ART, True), (*LAW, True)), Paired(1, 0, 1, 0, 0)),
+        # a question that a subject has twice is paired twice
+        (
+            ((*LAW, True), (*LAW, False), ("law", "r", False)),
+            ((*LAW, True), ("law", "r", False), (*LAW, True)),
+            Paired(1, 0, 1, 1, 0),
+        ),
+        # questions of one run only are left out and counted
+        (
+            ((*LAW, True), ("law", "r", False), ("law", "s", True)),
+            ((*LAW, False), ("law", "t", True)),
+            Paired(0, 1, 0, 0, 3),
+        ),
+    ],
+)
+def test_answers_are_paired_by_subject_and_prompt(first: tuple, second: tuple, paired: Paired) -> None:
+    assert pair(answers(*first), answers(*second)) == paired
 
 
 def test_runs_without_a_common_prompt_are_not_compared() -> None:
     with pytest.raises(ValueError, match="no prompt in common"):
-        pair(answers(("law", "with examples: q", True)), answers(("law", "q", True)))
+        pair(answers(("law", "with examples: q", True)), answers((*LAW, True)))
 
 
 def test_the_paired_difference_and_its_error_are_those_of_plus_one_zero_minus_one() -> None:
