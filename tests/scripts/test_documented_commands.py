@@ -1,8 +1,7 @@
-"""Every command with a script that a page shows is taken by the script, as it stands there."""
+"""Every command with a shell script that a page shows is taken by the script, as it stands there."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -17,36 +16,18 @@ SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/eval.sh", "scripts/mm
 LAYERS = {"20b": 24, "120b": 36, "tiny": 4}
 
 
-def shown(page: Path) -> list[str]:
-    """Lines of code blocks and code of several words within sentences, comments left out."""
+def commands(page: Path) -> list[str]:
+    """Lines of code blocks and code of several words within sentences that start with one of the scripts."""
     lines = [line for block in code_blocks(page, "sh") for line in block.splitlines()]
     inline = re.findall(r"`([\w./]+ [^`\n]+)`", page.read_text())
-    return [line.partition(" #")[0] for line in (*lines, *inline)]
-
-
-def commands(page: Path) -> list[str]:
-    """Those that start with one of the scripts."""
-    return [line for line in shown(page) if line.startswith(SCRIPTS)]
+    return [line.partition(" #")[0] for line in (*lines, *inline) if line.startswith(SCRIPTS)]
 
 
 SHOWN = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)})
 
 
 def test_the_pages_show_commands() -> None:
-    shown = {line.split()[0] for _, line in SHOWN}
-    assert shown == set(SCRIPTS), "the pattern is wrong, or a script is documented nowhere"
-    assert {page for page, _ in SHOWN} >= {"README.md", "docs/running-on-910b.md", "docs/accuracy.md"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_program_that_a_page_runs_by_its_path_can_be_run(page: Path) -> None:
-    for line in shown(page):
-        program, _, rest = line.partition(" ")
-        if program.startswith(("scripts/", "docker/")):
-            assert os.access(ROOT / program, os.X_OK), f"{line}: permission denied"
-        elif program.rpartition("/")[2] in ("python", "python3"):
-            for script in [word for word in rest.split() if word.endswith(".py")][:1]:
-                assert (ROOT / script).is_file(), line
+    assert {line.split()[0] for _, line in SHOWN} == set(SCRIPTS), "the pattern is wrong, or a script is not documented"
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN)
@@ -64,7 +45,6 @@ def test_the_script_takes_the_command(page: str, line: str, tmp_path: Path) -> N
     if words[0] != "scripts/serve.sh":  # no server is asked
         words[1:1] = ["--model", "gpt-oss-20b", *(["--tokenizer", "/models/20b"] if "perf" in words[0] else [])]
     scripts = beside_a_fake_evalscope(tmp_path / "repository", status=1)
-    words.insert(1, "--dry-run")
-    done = run(Path(words[0]).name, *words[1:], scripts=scripts)
+    done = run(Path(words[0]).name, "--dry-run", *words[1:], scripts=scripts)
     assert done.returncode == 0, f"{page}: {line}"
     assert done.stdout.strip()
