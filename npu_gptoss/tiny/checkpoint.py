@@ -1,8 +1,7 @@
 """Tiny gpt-oss checkpoints in the official layout, with the real vocabulary: random of any shape, and a trained one.
 
 A checkpoint exists in two forms that are the same function: the MXFP4 layout, and the BF16 layout that is its exact
-expansion. The random weights are scaled so that what serving code gets wrong shows in the logits: sinks take a real
-share of the attention, biases are as large as what they are added to, and some pre-activations lie beyond the clamp.
+expansion. `random_weights.py` draws the random ones.
 
 The trained one (docs/tiny-checkpoint.md) is stored compactly: the rows of embedding and head that are in use, their
 token ids, experts in MXFP4, the rest in bfloat16. All other rows are zero, so their logits are exactly 0, and training
@@ -26,14 +25,14 @@ from safetensors.torch import save_file
 
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.model.checkpoint import expand_stream, write_checkpoint
-from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
-from npu_gptoss.moe.mxfp4 import compress
+from npu_gptoss.model.config import MXFP4, GptOssConfig
+from npu_gptoss.moe.mxfp4 import GROUP, compress
+from npu_gptoss.tiny.random_weights import published_config, random_tensors
 from npu_gptoss.tiny.tokenizer_files import PAD_ID, RETURN_ID, write_tokenizer_files
 
-VOCABULARY_ROWS = 201_088  # as published: 200 019 tokens and padding to a multiple of 128 and more
 TRAINED_FILE = Path(__file__).parents[1] / "assets" / "tiny_trained.safetensors"
 MARKER = "tiny.json"  # in every checkpoint that is written here: how it was asked for, and its files' sizes
-_FORMAT = 1  # of what is written; raised when the same options give other files
+_FORMAT = {True: 1, False: 2}  # by `trained`; raised when the same options give other files
 
 # the shape of a random checkpoint, and of the trained one; head size and window are the published ones
 SHAPE = {"layers": 4, "hidden": 128, "intermediate": 128, "experts": 8, "heads": 8, "kv_heads": 2}
@@ -62,84 +61,22 @@ class TrainedState:
         return {name: tensor.float() for name, tensor in expand_stream(self.tensors.items(), torch.float32)}
 
 
-def tiny_config(
-    *,
-    layers: int = SHAPE["layers"],
-    hidden: int = SHAPE["hidden"],
-    intermediate: int = SHAPE["intermediate"],
-    experts: int = SHAPE["experts"],
-    heads: int = SHAPE["heads"],
-    kv_heads: int = SHAPE["kv_heads"],
-    dtype: str = "bfloat16",
-    mxfp4: bool = False,
-) -> GptOssConfig:
-    """The published numbers (vocabulary, YaRN, window, limit, head size) in a small shape. Raises ConfigError."""
-    for name, value in (("--hidden", hidden), ("--intermediate", intermediate)):
-        if value % 32:
-            raise TinyError(f"{name} must be a multiple of 32 (values that share an MXFP4 scale), got {value}")
-    return GptOssConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        num_local_experts=experts,
-        num_experts_per_tok=min(4, experts),
-        vocab_size=VOCABULARY_ROWS,
-        sliding_window=128,
-        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
-        rope_theta=150_000.0,
-        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131_072,
+def tiny_config(*, mxfp4: bool = False, dtype: str = "bfloat16", **sizes: int) -> GptOssConfig:
+    """The published numbers in a small shape; sizes as in SHAPE. Raises TinyError, ConfigError."""
+    sizes = SHAPE | sizes
+    for name in ("hidden", "intermediate"):
+        if sizes[name] % GROUP:
+            raise TinyError(
+                f"--{name} must be a multiple of {GROUP} (values that share an MXFP4 scale), got {sizes[name]}"
+            )
+    return published_config(
+        **sizes,
+        experts_per_token=min(4, sizes["experts"]),
         eos_token_id=RETURN_ID,
         pad_token_id=PAD_ID,
-        quantization=MXFP4 if mxfp4 else None,
+        mxfp4=mxfp4,
         dtype=dtype,
     )
-
-
-def random_tensors(config: GptOssConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in the MXFP4 layout, the others in bfloat16; the same for the same shape and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-
-    def normal(*shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).mul_(std).add_(mean)
-
-    def plain() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "model.embed_tokens.weight", normal(config.vocab_size, hidden, std=1.0)
-        yield "lm_head.weight", normal(config.vocab_size, hidden, std=2.0 * hidden**-0.5)
-        yield "model.norm.weight", normal(hidden, std=0.1, mean=1.0)
-        for layer in range(config.num_hidden_layers):
-            base = f"model.layers.{layer}."
-            attention, mlp = base + "self_attn.", base + "mlp."
-            yield base + "input_layernorm.weight", normal(hidden, std=0.1, mean=1.0)
-            yield base + "post_attention_layernorm.weight", normal(hidden, std=0.1, mean=1.0)
-            for name, rows, columns in (
-                ("q", query, hidden),
-                ("k", kv, hidden),
-                ("v", kv, hidden),
-                ("o", hidden, query),
-            ):
-                yield f"{attention}{name}_proj.weight", normal(rows, columns, std=columns**-0.5)
-                yield f"{attention}{name}_proj.bias", normal(rows, std=0.5)
-            yield attention + "sinks", normal(config.num_attention_heads, std=1.5, mean=3.0)
-            yield mlp + "router.weight", normal(experts, hidden, std=hidden**-0.5)
-            yield mlp + "router.bias", normal(experts, std=0.5)
-            # pre-activations of about 3, so that the clamp at 7 cuts a few per cent
-            yield mlp + "experts.gate_up_proj", normal(experts, 2 * inner, hidden, std=3.0 * hidden**-0.5)
-            yield mlp + "experts.gate_up_proj_bias", normal(experts, 2 * inner, std=1.0)
-            yield mlp + "experts.down_proj", normal(experts, hidden, inner, std=0.2 * inner**-0.5)
-            yield mlp + "experts.down_proj_bias", normal(experts, hidden, std=0.5)
-
-    for name, tensor in plain():
-        if name.endswith(_EXPERTS):
-            yield from zip((f"{name}_blocks", f"{name}_scales"), compress(tensor), strict=True)
-        else:
-            yield name, tensor.to(torch.bfloat16)
 
 
 def load_trained(path: Path = TRAINED_FILE) -> TrainedState:
@@ -209,9 +146,10 @@ def write_tiny(
         config, tensors = state.config, trained_tensors(state)
     else:
         config = config or tiny_config()
-        tensors = random_tensors(config, seed)
+        tensors = random_tensors(replace(config, quantization=MXFP4, dtype="bfloat16"), seed)
     config = replace(config, quantization=MXFP4 if mxfp4 else None, dtype=dtype)
-    wanted = {"format": _FORMAT, "trained": trained, "seed": None if trained else seed, "config": config.to_dict()}
+    wanted = {"format": _FORMAT[trained], "trained": trained, "seed": None if trained else seed}
+    wanted["config"] = config.to_dict()
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise TinyError(f"{directory} is a file: name a directory that does not exist yet")
