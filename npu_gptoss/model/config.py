@@ -8,7 +8,7 @@ then: `_OPTIONAL` and the defaults of `YarnScaling` say which.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,29 @@ _ADAPTER = "adapter_config.json"
 _EXPECTED, _GIVE = "expected a gpt-oss checkpoint", "Give the path of a checkpoint, or download one."
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
-_MXFP4_REMEDY = f"An MXFP4 scale covers {_MXFP4_GROUP} values: change the size or use the BF16 layout."
-_MODULES_NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+_QUANTIZATION = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": MXFP4,
+}
+# What the published files say beside the numbers of `GptOssConfig`
+_CONSTANTS = {
+    "architectures": [ARCHITECTURE],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": MODEL_TYPE,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.9,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+}
 
 _YARN_RULES: dict[str, Rule] = {
     "factor": Rule("a number of at least 1 and at most 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6),
@@ -55,9 +76,8 @@ _YARN_RULES: dict[str, Rule] = {
 class YarnScaling:
     """YaRN's numbers, as in `rope_scaling` of config.json.
 
-    A file may leave out three: `beta_fast` and `beta_slow` are then the paper's 32 and 1, and `truncate` is true,
-    because that is what transformers computes for such a file. The published files say false, which is another
-    function (see rope.py).
+    The defaults are what transformers computes for a file without them. The published files say `truncate` false, which
+    is another function (see rope.py).
     """
 
     factor: float
@@ -104,51 +124,40 @@ _RULES: dict[str, Rule] = {
     "dtype": DTYPE,
 }
 
-# field, what must hold between it and others, the expectation (a template over the configuration c), what to do
-_RELATIONS: tuple[tuple[str, Callable[[GptOssConfig], bool], str, str], ...] = (
-    (
-        "num_attention_heads",
-        lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
-        "a multiple of num_key_value_heads ({c.num_key_value_heads})",
-        "Each key/value head serves the same number of query heads: correct one of the two.",
-    ),
-    (
-        "num_experts_per_tok",
-        lambda c: c.num_experts_per_tok <= c.num_local_experts,
-        "at most num_local_experts ({c.num_local_experts})",
-        "A token cannot be routed to more experts than there are: correct one of the two.",
-    ),
-    (
-        "layer_types",
-        lambda c: len(c.layer_types) == c.num_hidden_layers,
-        "as long as num_hidden_layers ({c.num_hidden_layers})",
-        "List one type for each layer.",
-    ),
-    (
-        "hidden_size",
-        lambda c: c.quantization is None or c.hidden_size % _MXFP4_GROUP == 0,
-        f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint",
-        _MXFP4_REMEDY,
-    ),
-    (
-        "intermediate_size",
-        lambda c: c.quantization is None or c.intermediate_size % _MXFP4_GROUP == 0,
-        f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint",
-        _MXFP4_REMEDY,
-    ),
-    (
-        "eos_token_id",
-        lambda c: all(token < c.vocab_size for token in c.eos_token_ids),
-        "below vocab_size ({c.vocab_size})",
-        "The model could never produce it, and no answer would end: correct one of the two.",
-    ),
-    (
-        "pad_token_id",
-        lambda c: c.pad_token_id is None or c.pad_token_id < c.vocab_size,
-        "below vocab_size ({c.vocab_size})",
-        "Correct one of the two.",
-    ),
-)
+_ONE_OF_TWO = "Correct one of the two."
+
+
+def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str, str], ...]:
+    """Field, whether what must hold between it and others does, the expectation, what to do."""
+    in_mxfp4 = f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint"
+    vocabulary = f"below vocab_size ({c.vocab_size})"
+    remedy = f"An MXFP4 scale covers {_MXFP4_GROUP} values: change the size or use the BF16 layout."
+    return (
+        (
+            "num_attention_heads",
+            c.num_attention_heads % c.num_key_value_heads == 0,
+            f"a multiple of num_key_value_heads ({c.num_key_value_heads})",
+            f"Each key/value head serves the same number of query heads. {_ONE_OF_TWO}",
+        ),
+        (
+            "num_experts_per_tok",
+            c.num_experts_per_tok <= c.num_local_experts,
+            f"at most num_local_experts ({c.num_local_experts})",
+            _ONE_OF_TWO,
+        ),
+        (
+            "layer_types",
+            len(c.layer_types) == c.num_hidden_layers,
+            f"as long as num_hidden_layers ({c.num_hidden_layers})",
+            "List one type for each layer.",
+        ),
+        *(
+            (name, c.quantization is None or getattr(c, name) % _MXFP4_GROUP == 0, in_mxfp4, remedy)
+            for name in ("hidden_size", "intermediate_size")
+        ),
+        ("eos_token_id", all(token < c.vocab_size for token in c.eos_token_ids), vocabulary, _ONE_OF_TWO),
+        ("pad_token_id", c.pad_token_id is None or c.pad_token_id < c.vocab_size, vocabulary, _ONE_OF_TWO),
+    )
 
 
 @dataclass(frozen=True)
@@ -184,9 +193,9 @@ class GptOssConfig:
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             rule.check(name, getattr(self, name))
-        for name, holds, expected, remedy in _RELATIONS:
-            if not holds(self):
-                refuse(name, expected.format(c=self), getattr(self, name), remedy)
+        for name, holds, expected, remedy in _relations(self):
+            if not holds:
+                refuse(name, expected, getattr(self, name), remedy)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -232,43 +241,18 @@ class GptOssConfig:
     def to_dict(self) -> dict[str, Any]:
         """The published (transformers 4.55) style, fields and order; transformers and vLLM read it."""
         yarn = asdict(self.rope_scaling) | {"rope_type": "yarn"}
-        quantization = {"modules_to_not_convert": list(_MODULES_NOT_CONVERTED), "quant_method": MXFP4}
-        values: dict[str, Any] = {
-            "architectures": [ARCHITECTURE],
-            "attention_bias": True,
-            "attention_dropout": 0.0,
+        values = _CONSTANTS | {name: getattr(self, name) for name in _SAME_NAME}
+        values |= {
             "eos_token_id": list(self.eos_token_ids) if self.other_eos_token_ids else self.eos_token_id,
             "experts_per_token": self.num_experts_per_tok,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
             "initial_context_length": self.rope_scaling.original_max_position_embeddings,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate_size,
             "layer_types": list(self.layer_types),
-            "max_position_embeddings": self.max_position_embeddings,
-            "model_type": MODEL_TYPE,
-            "num_attention_heads": self.num_attention_heads,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_key_value_heads": self.num_key_value_heads,
-            "num_local_experts": self.num_local_experts,
-            "output_router_logits": False,
-            "pad_token_id": self.pad_token_id,
-            "quantization_config": quantization if self.quantization else None,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_scaling": {name: yarn[name] for name in sorted(yarn)},
+            "quantization_config": _QUANTIZATION if self.quantization else None,
+            "rope_scaling": dict(sorted(yarn.items())),
             "rope_theta": int(self.rope_theta) if self.rope_theta == int(self.rope_theta) else self.rope_theta,
-            "router_aux_loss_coef": 0.9,
-            "sliding_window": self.sliding_window,
-            "swiglu_limit": self.swiglu_limit,
-            "tie_word_embeddings": False,
             "torch_dtype": self.dtype,
-            "transformers_version": "4.55.0.dev0",
-            "use_cache": True,
-            "vocab_size": self.vocab_size,
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
 # Absent in files that transformers writes: null token ids are left out, and up to 4.57 the limit 7 stands in its code.
@@ -279,3 +263,7 @@ _FLOATS = frozenset({"rope_theta", "rms_norm_eps", "swiglu_limit", "factor", "be
 def _floats(values: dict[str, Any]) -> dict[str, Any]:
     """A file may write 150000 for 150000.0; what is no number is left for the rules to refuse."""
     return {name: float(v) if name in _FLOATS and is_number(v) else v for name, v in values.items()}
+
+
+# Fields of the class that config.json has under the same name, as the same value
+_SAME_NAME = {field.name for field in fields(GptOssConfig)} - {"quantization", "dtype", "other_eos_token_ids"}

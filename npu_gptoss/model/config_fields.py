@@ -1,15 +1,10 @@
 """Reads the fields of a gpt-oss config.json: each becomes a value, is checked and dropped, or is refused in words.
 
-Contract: the config.json of openai/gpt-oss-20b and -120b (written by transformers 4.55), and what the class
-`GptOssConfig` of transformers writes: up to 4.57 `rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5
-on `rope_parameters` holds both. The tables say which way a field goes:
-
-* the fields of `config.GptOssConfig` are returned as they stand; that class checks them, however it is built;
-* `_FIXED`: gpt-oss has one value only, any other would be another function;
-* `_WITHOUT_EFFECT`, `_BOOKKEEPING`: inference does not depend on it;
-* anything else is unknown. Tools that fine-tune leave notes in the file (`unsloth_version`): one value, text, number or
-  truth value, is passed over with one warning that names it. Refused is what may change the function silently:
-  `_REMEDIES`, names that speak of a part of the model (`_CHANGES_THE_MODEL`), and lists and objects of any name.
+Contract: the config.json of openai/gpt-oss-20b and -120b (transformers 4.55), and what transformers writes: up to 4.57
+`rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. The fields of
+`config.GptOssConfig` are returned as they stand, and checked there. Anything that no table names is unknown: a single
+value (`unsloth_version`) is passed over with one warning; refused are names that speak of a part of the model
+(`_CHANGES_THE_MODEL`, `_REMEDIES`), and lists and objects of any name.
 """
 
 from __future__ import annotations
@@ -163,28 +158,18 @@ def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, 
         refuse("the configuration", "a JSON object", values)
     rest = dict(values)
     _check_what_is_fixed(rest)
-    for name, rule in _WITHOUT_EFFECT.items():
-        if name in rest:
-            rule.check(name, rest.pop(name))
+    for name in _WITHOUT_EFFECT.keys() & rest.keys():
+        _WITHOUT_EFFECT[name].check(name, rest.pop(name))
     for alias, name in _ALIASES.items():
         if alias in rest:
             value = rest.pop(alias)
-            if rest.setdefault(name, value) != value:
-                refuse(
-                    alias,
-                    f"equal to {name} ({quoted(rest[name])})",
-                    value,
-                    "Both name one number: remove the wrong one.",
-                )
+            _agreed({name: rest.setdefault(name, value), alias: value})
     found: dict[str, Any] = {"quantization": _read_quantization(rest), "dtype": _read_dtype(rest)}
     found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
     found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest)
-    for name in names:
-        if name in rest and name not in found:
-            found[name] = rest.pop(name)
-    for name in sorted(rest, key=str):
-        if name not in _BOOKKEEPING:
-            _check_unknown(str(name), rest[name])
+    found |= {name: rest.pop(name) for name in names if name in rest and name not in found}
+    for name in sorted(rest.keys() - _BOOKKEEPING, key=str):
+        _check_unknown(str(name), rest[name])
     return found
 
 
@@ -292,9 +277,7 @@ def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     theta, scaling = _agreed(thetas), _agreed(scalings)
     trained = scaling["original_max_position_embeddings"]
     context = rest.pop("initial_context_length", trained)
-    if context != trained:
-        expected = f"equal to rope_scaling.original_max_position_embeddings ({quoted(trained)})"
-        refuse("initial_context_length", expected, context, "Both name the context before YaRN: correct the wrong one.")
+    _agreed({"rope_scaling.original_max_position_embeddings": trained, "initial_context_length": context})
     return theta, scaling
 
 
