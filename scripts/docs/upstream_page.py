@@ -12,13 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from npu_gptoss.serving.compat import PATCHES, Patch
+from npu_gptoss.serving.compat import Patch, patches
 from scripts.docs.page_tables import ROOT, Tables
 
 
 def test_of(patch: Patch) -> str:
     """The file of tests that names the repair; preferred: the one named like its module, else the shortest path."""
-    module = patch.installer.partition(":")[0]
+    module = patch.file.removesuffix(".py")
     named = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests/serving").rglob("test_*.py")
@@ -31,9 +31,9 @@ def test_of(patch: Patch) -> str:
 
 def repairs() -> str:
     lines = ["| repair | without it | upstream | code | test |", "|---|---|---|---|---|"]
-    for patch in PATCHES:
-        module, test = patch.installer.partition(":")[0], test_of(patch)
-        cells = (f"`{patch.name}`", patch.reason.replace("|", "\\|"), patch.upstream, f"`{module}.py`")
+    for patch in patches():
+        test = test_of(patch)
+        cells = (f"`{patch.name}`", patch.reason.replace("|", "\\|"), patch.upstream, f"`{patch.file}`")
         lines.append(f"| {' | '.join(cells)} | {f'`{test}`' if test else 'with its other half'} |")
     return "\n".join(lines)
 

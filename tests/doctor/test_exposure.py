@@ -9,7 +9,7 @@ import pytest
 from npu_gptoss.doctor import exposure
 from npu_gptoss.doctor.findings import in_words
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.compat import PATCHES
+from npu_gptoss.serving.compat import patches
 from tests.doctor.machines import CPU_PACKAGES, machine, only
 
 SECRET = "k3y-of-a-test"
@@ -27,7 +27,7 @@ def running(here: Machine, *flags: str, pid: int = 7, program: tuple[str, ...] =
 
 
 def test_the_guards_name_is_a_patch() -> None:
-    assert exposure.GUARD in {patch.name for patch in PATCHES}
+    assert exposure.GUARD in {patch.name for patch in patches()}
 
 
 @pytest.mark.parametrize(

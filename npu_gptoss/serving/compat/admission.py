@@ -22,7 +22,8 @@ from npu_gptoss.serving.admission.keys import KeyGuard
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import API_SERVER, PROCESSOR, PROTOCOL
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -267,8 +268,15 @@ def _place(wanted: Mapping[str, Any], body: Mapping[str, Any]) -> str:
     return next((name for name in others if body.get(name) is not None), "text.format")
 
 
+@repair(
+    "admission",
+    f"{API_SERVER}:build_app",
+    lines=("0.11",),
+    upstream="CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one",
+)
 def install_gate(module: ModuleType) -> None:
-    """vllm.entrypoints.openai.api_server: the gate outside of every middleware, and short answers to misread fields."""
+    """vLLM's API key guards only what begins with /v1, by a path read from the client's Host header; fields that
+    end the engine, hold it for hours or fail with 500 reach it unchecked."""
     original = module.build_app
     expect_parameters(original, "args")
     expect_source(
@@ -316,8 +324,15 @@ def misread_refusal(errors: Any) -> Refusal:
     return Refusal(f"{param or 'The request'}: {said}{got}{more}.", param)
 
 
+@repair(
+    "structure-verdicts",
+    f"{PROCESSOR}:Processor._validate_structured_output",
+    lines=("0.11",),
+    upstream="CVE-2026-55574, fixed in 0.24.0",
+)
 def install_verdicts(module: ModuleType) -> None:
-    """vllm.v1.engine.processor: a structure that was admitted is not parsed in the server's own process again."""
+    """vLLM parses a client's regular expressions, grammars and schemas in the server's own process, which some of
+    them crash and others hold for ever."""
     original = module.Processor._validate_structured_output
     expect_parameters(original, "self", "params")
     expect_source(original, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
@@ -352,8 +367,16 @@ def asked_format(request: Any) -> dict[str, Any]:
     return {"structural_tag": json.dumps(form.model_dump(by_alias=True))}
 
 
+@repair(
+    "response-formats",
+    f"{PROTOCOL}:ChatCompletionRequest.to_sampling_params CompletionRequest.to_sampling_params",
+    f"{PROTOCOL}:ResponsesRequest.to_sampling_params",
+    lines=("0.11",),
+    upstream="vllm PR 26822",
+)
 def install_formats(module: ModuleType) -> None:
-    """vllm.entrypoints.openai.protocol: `response_format` means the same on every route."""
+    """`response_format` of type text, and json_schema without a schema, end the engine; /v1/completions drops every
+    format in silence, /v1/responses takes no json_object."""
     from vllm.sampling_params import StructuredOutputsParams
 
     chat, completion, responses = module.ChatCompletionRequest, module.CompletionRequest, module.ResponsesRequest

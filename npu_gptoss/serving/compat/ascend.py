@@ -7,7 +7,8 @@ from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.ascend.limits import installed, version_objection
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER
 
 
 def expect_release() -> None:
@@ -16,8 +17,15 @@ def expect_release() -> None:
         raise Mismatch(objection)
 
 
+@repair(
+    "ascend-host-mask",
+    f"{ASCEND_RUNNER}:NPUModelRunner._make_attention_mask",
+    lines=("0.11",),
+    upstream="vllm-ascend 0.12 makes one mask of 2048",
+)
 def install_host_mask(module: ModuleType) -> None:
-    """No mask of prompt length squared, made on the host and copied to the device at each prefill."""
+    """vllm-ascend makes a mask of prompt length squared on the host at each prefill and copies it to the device,
+    for attention operators that gpt-oss does not use."""
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(runner._make_attention_mask, "seq_lens", "position", "attn_state")
@@ -31,9 +39,19 @@ def install_host_mask(module: ModuleType) -> None:
     replace(runner, "_make_attention_mask", _make_attention_mask)
 
 
+@repair(
+    "ascend-full-graph",
+    f"{ASCEND_RUNNER}:update_attn_params NPUModelRunner.__init__",
+    lines=("0.11",),
+    upstream="vllm-ascend PR 9165",
+)
 def install_full_graph(module: ModuleType) -> None:
-    """Updates of captured attention calls with sinks, a trial of them before the runner relies on it, and the start
-    check of everything but attention, which must come before weights take the memory."""
+    """vllm-ascend gives new lengths to its own paged attention only when it replays a graph of whole decode steps,
+    so that attention with sinks would repeat the lengths of its capture.
+
+    Updates of captured attention calls with sinks, a trial of them before the runner relies on it, and the start
+    check of everything but attention, which must come before weights take the memory.
+    """
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(module.update_attn_params, "update_stream", "forward_context", "runtime_shape")

@@ -30,7 +30,8 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.compat import gate
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -124,8 +125,16 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     return Refused(request_id, client, REFUSED + words(error))
 
 
+@repair(
+    "request-input",
+    f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
+    f"{CORE}:EngineCoreProc.process_output_sockets",
+    lines=("0.11",),
+    upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
+)
 def install_input(module: ModuleType) -> None:
-    """vllm.v1.engine.core: requests that cannot be read, made or added."""
+    """A request that the engine core cannot read, make or add ends the engine, or its input thread, after which
+    every request waits for ever; and one with a wild token id ends a step of everybody."""
     core, process, stock_decoder = module.EngineCore, module.EngineCoreProc, module.MsgpackDecoder
     expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest)")
     expect_source(process.process_input_sockets, "request = self.preprocess_add_request(request)")
@@ -212,8 +221,14 @@ def install_input(module: ModuleType) -> None:
         replace(process, name, ends_in_words(name))
 
 
+@repair(
+    "request-steps",
+    f"{CORE}:EngineCore.step .step_with_batch_queue",
+    lines=("0.11",),
+    upstream="vllm PR 47312, for grammars",
+)
 def install_steps(module: ModuleType) -> None:
-    """vllm.v1.engine.core: what was reported is ended around each step."""
+    """What goes wrong with one request in the engine core has no way to end that request alone."""
     core = module.EngineCore
     for name in ("step", "step_with_batch_queue"):
         expect_source(getattr(core, name), "self.scheduler.schedule()", "self.scheduler.update_from_output(")
@@ -236,8 +251,14 @@ def install_steps(module: ModuleType) -> None:
         replace(core, name, around(getattr(core, name)))
 
 
+@repair(
+    "request-updates",
+    f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output",
+    lines=("0.11",),
+)
 def install_scheduler(module: ModuleType) -> None:
-    """vllm.v1.core.sched.scheduler: stop conditions, and prompt log-probabilities of a request that was preempted."""
+    """An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a
+    request that was preempted."""
     scheduler = module.Scheduler
     expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
     expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")

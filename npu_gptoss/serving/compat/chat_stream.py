@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.streaming import log_failure
+from npu_gptoss.serving.compat.targets import CHAT
 from npu_gptoss.serving.compat.turn import Event, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def with_both_names(message: ChatMessage | DeltaMessage) -> ChatMessage | DeltaM
     return message
 
 
+@repair("reasoning-name", f"{CHAT}:ChatMessage", lines=("0.11",), upstream="vllm PR 27752")
 def install_reasoning_name(serving_chat: ModuleType) -> None:
-    """In whole answers; streams have it from `Choice`."""
+    """Clients look for message.reasoning, as OpenAI's own test does; 0.11.0 has reasoning_content alone."""
     original = serving_chat.ChatMessage
     expect_parameters(original, "reasoning_content")
     if "reasoning" in original.model_fields:
@@ -98,7 +100,15 @@ class Choice:
         return "tool_calls" if self.turn.called else output.finish_reason
 
 
+@repair(
+    "chat-stream-channels",
+    f"{CHAT}:OpenAIServingChat.chat_completion_stream_generator",
+    lines=("0.11",),
+    upstream="vllm issues 24837 and 37937, PR 45547 (open)",
+)
 def install_chat_channels(serving_chat: ModuleType) -> None:
+    """A streamed chat is read by other rules than a whole one: it drops preambles and calls on the analysis
+    channel, gives forced calls and stop strings as content, and breaks when max_tokens cuts a call off."""
     serving = serving_chat.OpenAIServingChat
     original = serving.chat_completion_stream_generator
     expect_parameters(

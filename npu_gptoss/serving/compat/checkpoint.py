@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ARGUMENTS, ASYNC, GRAMMARS, SERVE, TOKENIZER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -25,8 +26,10 @@ TOKENIZER_COPIES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.llm_engine", "vl
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
+@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11",))
 def install_check(module: ModuleType) -> None:
-    """`module` is vllm.engine.arg_utils."""
+    """A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has forked,
+    under tracebacks; a broken config.json by words that do not name it."""
     owner = module.EngineArgs
     expect_parameters(owner.create_engine_config, "usage_context", "headless")
     expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
@@ -39,8 +42,9 @@ def install_check(module: ModuleType) -> None:
     replace(owner, "create_engine_config", create_engine_config)
 
 
+@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11",))
 def install_sentence(module: ModuleType) -> None:
-    """`module` is vllm.entrypoints.cli.serve."""
+    """vllm serve ends with a traceback where a sentence says what to do."""
     owner = module.ServeSubcommand
     expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
     old = owner.cmd
@@ -64,8 +68,14 @@ def install_sentence(module: ModuleType) -> None:
     replace(owner, "cmd", staticmethod(cmd))
 
 
+@repair(
+    "tokenizer-check",
+    f"{TOKENIZER} {ASYNC} vllm.v1.engine.llm_engine {GRAMMARS}:init_tokenizer_from_configs",
+    lines=("0.11",),
+)
 def install_tokenizer(module: ModuleType) -> None:
-    """`module` is vllm.transformers_utils.tokenizer. vLLM loads the tokenizer before it forks the engine."""
+    """A tokenizer that cannot be read ends vLLM with a traceback, or with a panic that no handler sees; one with
+    ids beyond the vocabulary ends the engine at the first request that has such a token."""
     expect_parameters(module.init_tokenizer_from_configs, "model_config")
     old = module.init_tokenizer_from_configs
 

@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.harmony.encoding import check_characters, check_length
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ENGINE
 
 CODE = "context_length_exceeded"
 BEGINNING = "This model's maximum context length is "
@@ -36,7 +37,15 @@ class OneLine(logging.Filter):
         return True
 
 
+@repair(
+    "context-length",
+    f"{ENGINE}:OpenAIServing.create_error_response",
+    "vllm.entrypoints.renderer:CompletionRenderer._tokenize ._create_tokens_prompt",
+    lines=("0.11",),
+)
 def install(serving_engine: ModuleType) -> None:
+    """A chat longer than the model's context is refused with 'max_tokens must be at least 1, got -874', which
+    clients that shorten the history do not understand, and each refusal is a traceback in the log."""
     from pydantic import model_serializer
     from vllm.entrypoints.openai import protocol
     from vllm.entrypoints.renderer import CompletionRenderer

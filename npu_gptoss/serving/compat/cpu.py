@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_parameters, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, repair, replace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +38,10 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@repair("cpu-native-ops", "vllm.platforms.cpu:CpuPlatform.check_and_update_config", lines=("0.11",))
 def install_native_ops(module: ModuleType) -> None:
+    """A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls operators
+    that are not there, binds threads with them, and compiles with a dynamo that it does not know."""
     platform = module.CpuPlatform
     original = platform.__dict__["check_and_update_config"].__func__
     expect_parameters(original, "cls", "vllm_config")

@@ -19,7 +19,8 @@ from typing import Any
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, words
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASYNC, LOGGERS, OUTPUTS
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -42,8 +43,10 @@ def failure(output: Any) -> Exception | None:
     return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
 
 
+@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11",))
 def install_outputs(module: ModuleType) -> None:
-    """vllm.v1.engine.output_processor"""
+    """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests, and a request
+    that the engine core ended has no error for its client."""
     processor = module.OutputProcessor
     expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
     expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
@@ -113,8 +116,9 @@ def _end(
         outputs.append(state._new_request_output(request_id, parts, finished))
 
 
+@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request EngineGenerateError", lines=("0.11",))
 def install_sending(module: ModuleType) -> None:
-    """vllm.v1.engine.async_llm: a request that cannot be sent is refused whole, and leaves nothing behind."""
+    """A request that cannot be sent to the engine is answered with an empty message, and its other samples run on."""
     engine = module.AsyncLLM
     expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
@@ -146,8 +150,9 @@ def install_sending(module: ModuleType) -> None:
     replace(module, "EngineGenerateError", EngineGenerateError)
 
 
+@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11",))
 def install_statistics(module: ModuleType) -> None:
-    """vllm.v1.metrics.loggers: a number that a logger refuses is not worth the service."""
+    """A number of one request that a statistics logger refuses ends the task that answers all requests."""
     manager = module.StatLoggerManager
     original = manager.record
     expect_parameters(original, "self", "scheduler_stats", "iteration_stats")

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, failures_of, report, words
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import GRAMMARS
 
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
 
@@ -58,8 +59,14 @@ class GuardedGrammar:
         self._ask("reset", None)
 
 
+@repair(
+    "grammar-errors",
+    f"{GRAMMARS}:StructuredOutputManager._async_create_grammar .should_fill_bitmask .should_advance",
+    lines=("0.11",),
+    upstream="vllm PR 47312",
+)
 def install_guard(module: ModuleType) -> None:
-    """vllm.v1.structured_output: compiling, masks, and where the reasoning ends."""
+    """A grammar that does not compile, or raises later, ends the engine."""
     from vllm.v1.structured_output.request import StructuredOutputRequest
 
     manager = module.StructuredOutputManager
@@ -101,8 +108,14 @@ def install_guard(module: ModuleType) -> None:
         replace(manager, name, asked(name))
 
 
+@repair(
+    "grammar-backends",
+    f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend",
+    lines=("0.11",),
+    upstream="vllm issue 43920",
+)
 def install_backends(module: ModuleType) -> None:
-    """vllm.v1.structured_output: one backend a name."""
+    """The first structured request chooses the backend of all later ones, which were validated for another."""
     manager = module.StructuredOutputManager
     expect_source(
         manager.grammar_init,

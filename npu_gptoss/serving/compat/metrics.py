@@ -8,15 +8,16 @@ from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving import steps
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, SCHEDULER
 
-LOGGERS = "vllm.v1.metrics.loggers"
 RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
 OBSERVER = "_npu_gptoss_observer"
 
 
+@repair("stat-logger", f"{LOGGERS}:StatLoggerManager.__init__", lines=("0.11",), upstream="vllm PR 22456, in 0.11.1")
 def install_stat_logger(module: ModuleType) -> None:
-    """vLLM ≥ 0.11.1 does this by itself, for the entry points `vllm.stat_logger_plugins`."""
+    """vLLM loads no stat loggers of plugins, so that /metrics tells neither kernels nor replays nor padding."""
     manager = module.StatLoggerManager
     expect_parameters(manager, "vllm_config", "engine_idxs", "custom_stat_loggers")
     # ours comes first, before vLLM's own loggers see the statistics
@@ -42,8 +43,9 @@ def install_stat_logger(module: ModuleType) -> None:
     replace(manager, "__init__", __init__)
 
 
+@repair("step-statistics", f"{SCHEDULER}:Scheduler.update_from_output", lines=("0.11",), upstream="vllm PR 29825")
 def install_statistics(module: ModuleType) -> None:
-    """The scheduler's statistics carry what the worker said about the step."""
+    """The statistics that travel from the scheduler to /metrics do not say whether a step replayed a graph."""
     from npu_gptoss.serving import compat
 
     scheduler = module.Scheduler
@@ -65,12 +67,20 @@ def install_statistics(module: ModuleType) -> None:
     replace(scheduler, "update_from_output", update_from_output)
 
 
+@repair("step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825")
 def install_report(module: ModuleType) -> None:
-    """vLLM's runner, which the CPU's is made from."""
+    """The worker does not tell which graph a step replayed, and how many of its rows were padding."""
     _install(module.GPUModelRunner, "cudagraph_dispatcher")
 
 
+@repair(
+    "step-report-ascend",
+    f"{ASCEND_RUNNER}:NPUModelRunner.execute_model",
+    lines=("0.11",),
+    upstream="vllm-ascend PR 6331",
+)
 def install_ascend_report(module: ModuleType) -> None:
+    """As step-report, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.ascend import expect_release
 
     expect_release()

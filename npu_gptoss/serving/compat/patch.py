@@ -1,8 +1,8 @@
 """What a runtime patch of foreign code is, and the few tools that its installer uses.
 
-An installer is a function `install(module)` that receives the foreign module right after its import. It first looks
-whether the code it is about to change is still the code it knows (`expect_parameters`, `expect_source`), raises
-`Mismatch` with a sentence when not, and only then changes anything (`replace`).
+An installer is a function `install(module)`, marked `@repair(…)`, that receives the foreign module right after its
+import. It first looks whether the code it is about to change is still the code it knows (`expect_parameters`,
+`expect_source`), raises `Mismatch` with a sentence when not, and only then changes anything (`replace`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,57 @@ class Mismatch(Exception):
     """The foreign code is not the code that a patch was written for; the message says what differs."""
 
 
+Installer = Callable[[ModuleType], None]
+
+
 @dataclass(frozen=True)
 class Patch:
     """One repair of foreign code."""
 
     name: str  # what NPU_GPTOSS_SKIP_PATCHES calls it
     reason: str  # one sentence: what goes wrong without it
-    module: str  # foreign module whose import brings the patch in
     touches: tuple[str, ...]  # every name that it replaces, "module:attribute", copies in other modules included
-    installer: str  # "submodule:function" within this package, imported only when needed
+    install: Installer  # gets the module of the first of them, right after its import
+    lines: tuple[str, ...]  # of serving/lines: the releases that it was written for
     upstream: str  # where vLLM repaired it, or "none found"
-    vllm: tuple[str, ...] = ("0.11.0",)  # releases that it was written for
-    essential: bool = False  # without it gpt-oss would compute something else without saying so
+    essential: bool  # without it gpt-oss would compute something else without saying so
 
-    def install(self, module: ModuleType) -> None:
-        submodule, _, function = self.installer.partition(":")
-        getattr(importlib.import_module(f"{__package__}.{submodule}"), function)(module)
+    @property
+    def module(self) -> str:
+        return self.touches[0].partition(":")[0]
+
+    @property
+    def file(self) -> str:
+        return f"{self.install.__module__.rpartition('.')[2]}.py"
+
+
+def repair(
+    name: str, *touches: str, lines: tuple[str, ...], upstream: str = "none found", essential: bool = False
+) -> Callable[[Installer], Installer]:
+    """Puts an installer into the table. The first paragraph of its docstring is the reason.
+
+    touches: "module module …:Class.name .name …", each in each of the modules; ".name" is of the class before.
+    """
+    places: list[str] = []
+    for modules, names in (place.split(":") for place in touches):
+        owner = ""
+        for attribute in names.split():
+            owner = owner if attribute.startswith(".") else attribute.rpartition(".")[0]
+            path = owner + attribute if attribute.startswith(".") else attribute
+            places += [f"{module}:{path}" for module in modules.split()]
+
+    def note(install: Installer) -> Installer:
+        reason = " ".join(inspect.getdoc(install).partition("\n\n")[0].split())
+        install.repair = Patch(name, reason, tuple(places), install, lines, upstream, essential)
+        return install
+
+    return note
+
+
+def repairs_of(module: ModuleType) -> list[Patch]:
+    """In the order of the file."""
+    own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    return [value.repair for value in own if hasattr(value, "repair")]
 
 
 def expect_parameters(function: Any, *names: str) -> None:

@@ -16,7 +16,8 @@ import itertools
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import SCHEDULER
 
 _numbers = itertools.count()
 
@@ -53,7 +54,10 @@ class Arrival(float):
     __hash__ = float.__hash__
 
 
+@repair("priority-order", f"{SCHEDULER}:Scheduler.add_request .schedule", lines=("0.11",))
 def install(module: ModuleType) -> None:
+    """Under --scheduling-policy priority n > 1 ends the engine, and a preemption may take blocks away from a
+    request that is computed in the same step."""
     scheduler, by_priority = module.Scheduler, module.SchedulingPolicy.PRIORITY
     expect_source(
         scheduler.schedule, "key=lambda r: (r.priority, r.arrival_time)", "self.running.remove(preempted_req)"

@@ -34,7 +34,8 @@ from npu_gptoss.harmony.conversation import (
 from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat import vocabulary
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, PROTOCOL, RESPONSES, TOKENIZATION
 from npu_gptoss.serving.compat.tools import allowed_tools
 
 if TYPE_CHECKING:
@@ -91,7 +92,17 @@ def _prepared_messages(request: Any) -> list[Message] | None:
     return prepared.messages
 
 
+@repair(
+    "harmony-rendering",
+    f"{HARMONY} {CHAT} {RESPONSES}:get_system_message",
+    f"{HARMONY} {CHAT} {RESPONSES}:get_developer_message",
+    f"{HARMONY} {CHAT} {RESPONSES} {CONTEXT}:render_for_completion",
+    lines=("0.11",),
+    upstream="openai/harmony issue 79 (open)",
+)
 def install_rendering(harmony_utils: ModuleType) -> None:
+    """vLLM tells the model that there is no commentary channel, keeps reasoning that an answer has followed, and
+    encodes with openai-harmony's tokenizer, which takes the square of the length of a run of one character."""
     original_system = harmony_utils.get_system_message
     expect_parameters(original_system, "reasoning_effort", "with_custom_tools")
     expect_source(original_system, "if not with_custom_tools:", 'invalid_channel = "commentary"')
@@ -125,7 +136,15 @@ def install_rendering(harmony_utils: ModuleType) -> None:
     replace(harmony_utils, "render_for_completion", render_for_completion, copies=(chat, responses, context))
 
 
+@repair(
+    "chat-prompt",
+    f"{CHAT}:OpenAIServingChat._make_request_with_harmony .create_chat_completion",
+    lines=("0.11",),
+    upstream="vllm PRs 28729 and 44330",
+)
 def install_chat(serving_chat: ModuleType) -> None:
+    """vLLM renders a system message as a second system turn beside an empty developer turn, loses the name of a
+    tool result's function, and leaves out the channel of earlier answers: no prompts that the model knows."""
     from vllm import envs
 
     serving = serving_chat.OpenAIServingChat
@@ -174,7 +193,16 @@ def install_chat(serving_chat: ModuleType) -> None:
     replace(serving, "create_chat_completion", create_chat_completion)
 
 
+@repair(
+    "responses-prompt",
+    f"{RESPONSES}:parse_response_input OpenAIServingResponses._construct_input_messages_with_harmony",
+    f"{RESPONSES}:OpenAIServingResponses.create_responses",
+    lines=("0.11",),
+    upstream="vllm PR 44330",
+)
 def install_responses(serving_responses: ModuleType) -> None:
+    """vLLM drops the instructions of /v1/responses unless there are tools, and refuses the output of a function
+    call that the client sends back."""
     from vllm import envs
 
     serving = serving_responses.OpenAIServingResponses
@@ -240,8 +268,9 @@ def install_responses(serving_responses: ModuleType) -> None:
     replace(serving, "create_responses", create_responses)
 
 
+@repair("tokenize-prompt", f"{TOKENIZATION}:OpenAIServingTokenization.create_tokenize", lines=("0.11",))
 def install_tokenize(serving_tokenization: ModuleType) -> None:
-    """/tokenize with messages gives the tokens of the chat, unless the request has a template of its own."""
+    """/tokenize with messages renders the Jinja template, whose tokens are not those of the chat."""
     serving = serving_tokenization.OpenAIServingTokenization
     original = serving.create_tokenize
     expect_parameters(original, "self", "request", "raw_request")
@@ -280,8 +309,10 @@ class _Fields(dict):
     """The fields of a request; a class, so that `replace` can note what it replaced."""
 
 
+@repair("effort-words", f"{PROTOCOL}:ChatCompletionRequest.__pydantic_fields__", lines=("0.11",))
 def install_effort(protocol: ModuleType) -> None:
-    """`minimal`, which clients of newer models send, is low; another word is refused with the three that there are."""
+    """The reasoning effort `minimal`, which clients of newer models send, is refused by chat and an internal error
+    of /v1/responses."""
     from pydantic import BeforeValidator
 
     chat = protocol.ChatCompletionRequest

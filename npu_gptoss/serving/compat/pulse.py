@@ -23,7 +23,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
@@ -64,8 +65,9 @@ class Pulse:
         return ""
 
 
+@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11",))
 def install_client(core_client: ModuleType) -> None:
-    """The server's end of the message."""
+    """As engine-pulse, in the server's process."""
     client = core_client.MPClient
     original = client.__init__
     expect_parameters(original, "self", "asyncio_mode", "vllm_config")
@@ -84,8 +86,9 @@ def install_client(core_client: ModuleType) -> None:
     replace(client, "__init__", __init__)
 
 
+@repair("health", f"{ASYNC}:AsyncLLM.check_health", lines=("0.11",))
 def install_health(async_llm: ModuleType) -> None:
-    """`/health` answers 503 for an engine that does not answer, too."""
+    """/health answers 200 for an engine that is stopped or hangs."""
     from vllm import envs as vllm_envs
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -133,8 +136,15 @@ def _beat(reference: Callable[[], Any]) -> None:
         time.sleep(INTERVAL)
 
 
+@repair(
+    "engine-pulse",
+    f"{CORE}:EngineCoreProc.__init__ ._process_engine_step ._send_engine_dead .run_busy_loop",
+    f"{CORE}:DPEngineCoreProc.run_busy_loop",
+    lines=("0.11",),
+)
 def install_engine(core: ModuleType) -> None:
-    """The engine's end of the message."""
+    """The server knows neither whether its engine answers nor why it died, and an engine outlives a server that was
+    killed."""
     proc = core.EngineCoreProc
     original_init, original_step, original_dead = proc.__init__, proc._process_engine_step, proc._send_engine_dead
     expect_source(original_init, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
@@ -178,8 +188,9 @@ def _beating(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return run_busy_loop
 
 
+@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11",))
 def install_worker(executor: ModuleType) -> None:
-    """vLLM's worker asks itself between two calls whether its parent lives; one that hangs in a call never does."""
+    """A worker that hangs in an operation outlives an engine that was killed, and keeps its device."""
     worker = executor.WorkerProc
     original = worker.__init__
     expect_parameters(original, "self", "vllm_config", "rank")

@@ -11,11 +11,19 @@ from types import ModuleType, SimpleNamespace
 from openai_harmony import Message, Role, StreamableParser
 
 from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, kind_of_message
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, REASONING, RESPONSES
 
 
+@repair(
+    "harmony-parser",
+    f"{HARMONY} {CONTEXT} {CHAT}:get_streamable_parser_for_assistant",
+    lines=("0.11",),
+    upstream="vllm issues 23567 and 50690 (open)",
+)
 def install_parser(harmony_utils: ModuleType) -> None:
-    """In the place of the strict parser, and of one that only ignores what follows the turn: both fail at headers."""
+    """openai-harmony's parser raises at tokens after the end of a turn (ignore_eos, so every load test) and at
+    headers that the model spells badly, which fails the request with all its text."""
     original = harmony_utils.get_streamable_parser_for_assistant
     repaired = getattr(harmony_utils, "AssistantTurnParser", None)
     if repaired is None:
@@ -35,8 +43,17 @@ def install_parser(harmony_utils: ModuleType) -> None:
     )
 
 
+@repair(
+    "harmony-channels",
+    f"{HARMONY} {CHAT} {REASONING}:parse_chat_output",
+    f"{HARMONY} {RESPONSES}:parse_output_message",
+    f"{HARMONY} {RESPONSES}:parse_remaining_state",
+    lines=("0.11",),
+    upstream="vllm issues 23694 and 24837",
+)
 def install_channels(harmony_utils: ModuleType) -> None:
-    """Tell reasoning from answer by the channel; 0.11.0 counts messages, so that a lone answer becomes reasoning."""
+    """vLLM tells reasoning from answer by counting messages: an answer without reasoning, or one that is cut off,
+    becomes reasoning, and /v1/responses fails at a preamble."""
     from npu_gptoss.serving.compat.turn import assistant_turn
 
     original_item = harmony_utils.parse_output_message

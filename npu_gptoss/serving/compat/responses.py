@@ -40,8 +40,9 @@ from openai.types.responses import (
 from openai.types.responses.response_reasoning_item import Content
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.streaming import log_failure
+from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
@@ -181,8 +182,13 @@ _TELL: dict[tuple[Kind, str], Callable[[Answer, Part, str], list[Any]]] = {
 }
 
 
+@repair(
+    "responses-outputs",
+    f"{CONTEXT}:HarmonyContext.append_output StreamingHarmonyContext.append_output",
+    lines=("0.11",),
+)
 def install_answers(context: ModuleType) -> None:
-    """Let both kinds of context show their outputs to the answer that a repaired server gave them."""
+    """The contexts of /v1/responses do not hand their outputs to the reading that responses-items uses."""
     for kind in (context.HarmonyContext, context.StreamingHarmonyContext):
         original = kind.append_output
         expect_parameters(original, "self", "output")
@@ -200,8 +206,17 @@ def _showing(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     return append_output
 
 
+@repair(
+    "responses-items",
+    f"{RESPONSES}:OpenAIServingResponses._process_harmony_streaming_events ._make_response_output_items_with_harmony",
+    f"{RESPONSES}:OpenAIServingResponses.responses_full_generator .responses_stream_generator",
+    f"{RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
+    lines=("0.11",),
+    upstream="vllm issues 23222 and 45742, PRs 24317, 29947 and 45745",
+)
 def install_items(serving_responses: ModuleType) -> None:
-    """Items and events from `Answer`. A server with built-in tools (`--tool-server`) keeps vLLM's own."""
+    """A streamed response has no function call, other ids than the final one, items numbered so that OpenAI's
+    client fails, and not closed when they are cut off, and ends with response.completed in any case."""
     serving = serving_responses.OpenAIServingResponses
     events = serving._process_harmony_streaming_events
     items = serving._make_response_output_items_with_harmony
@@ -337,8 +352,9 @@ def _last_event(event: Any) -> Any:
     return event
 
 
+@repair("responses-nulls", f"{RESPONSES}:OpenAIServingResponses.create_responses", lines=("0.11",))
 def install_nulls(serving_responses: ModuleType) -> None:
-    """Fields that a request may set to null and the response may not: their defaults."""
+    """A request of /v1/responses with parallel_tool_calls, background or truncation null is not answered."""
     serving = serving_responses.OpenAIServingResponses
     original = serving.create_responses
     expect_parameters(original, "self", "request", "raw_request")
@@ -355,8 +371,9 @@ def install_nulls(serving_responses: ModuleType) -> None:
     replace(serving, "create_responses", create_responses)
 
 
+@repair("responses-store", f"{RESPONSES}:OpenAIServingResponses._make_not_found_error", lines=("0.11",))
 def install_store(serving_responses: ModuleType) -> None:
-    """Say how responses are stored when one is asked for and the store is off."""
+    """A response that is not stored is not found, without a word how responses are stored."""
     serving = serving_responses.OpenAIServingResponses
     original = serving._make_not_found_error
     expect_parameters(original, "self", "response_id")

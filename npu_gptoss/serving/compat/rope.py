@@ -11,9 +11,7 @@ import functools
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.model.config import YarnScaling
-from npu_gptoss.model.rope import cos_sin_cache
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 
 if TYPE_CHECKING:
     from transformers import GptOssConfig
@@ -23,6 +21,9 @@ _FILLED = "npu_gptoss_unrounded"
 
 def fill(rotary: Any, config: GptOssConfig) -> None:
     """Write the unrounded cosines and sines into vLLM's rotary object, which its layers share."""
+    from npu_gptoss.model.config import YarnScaling
+    from npu_gptoss.model.rope import cos_sin_cache
+
     scaling = config.rope_scaling
     if scaling.get("truncate", True) or getattr(rotary, _FILLED, False):
         return
@@ -39,7 +40,15 @@ def fill(rotary: Any, config: GptOssConfig) -> None:
     setattr(rotary, _FILLED, True)
 
 
+@repair(
+    "yarn-truncate",
+    "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
+    lines=("0.11",),
+    upstream="vllm PR 27722",
+)
 def install(module: ModuleType) -> None:
+    """vLLM's own gpt-oss rounds the ends of YaRN's ramp although the config says truncate: false, so that nine of
+    32 frequencies are wrong; our model fills the cache by itself."""
     attention = module.OAIAttention
     original = attention.__init__
     expect_parameters(original, "self", "config")

@@ -10,11 +10,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASCEND_BATCH, BATCH
 
 
+@repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states", lines=("0.11",))
 def install(module: ModuleType) -> None:
-    """vllm.v1.worker.gpu_input_batch"""
+    """allowed_token_ids of one request bind another one that is given its row of the batch."""
     batch = module.InputBatch
     expect_parameters(batch.add_request, "self", "request")
     expect_parameters(batch.swap_states, "self", "i1", "i2")
@@ -40,8 +42,9 @@ def install(module: ModuleType) -> None:
     replace(batch, "swap_states", swap_states)
 
 
+@repair("row-masks-ascend", f"{ASCEND_BATCH}:InputBatch.add_request .swap_states", lines=("0.11",))
 def install_ascend(module: ModuleType) -> None:
-    """vllm_ascend.worker.npu_input_batch, a copy of the same."""
+    """As row-masks, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.ascend import expect_release
 
     expect_release()

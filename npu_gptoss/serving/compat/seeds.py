@@ -13,19 +13,24 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, RUNNER, SAMPLING
 
 _HELD = "_npu_gptoss_held_generators"  # of a runner: the requests whose generators are out of the batch
 
 
+@repair("seed-rows", f"{RUNNER}:GPUModelRunner._update_states", lines=("0.11",))
 def install_rows(module: ModuleType) -> None:
-    """vllm.v1.worker.gpu_model_runner, from which the CPU's comes."""
+    """A request with a seed whose prompt is cut by a step's end ends the engine on a CPU, and draws other tokens
+    than uncut on an NPU."""
     runner = module.GPUModelRunner
     expect_source(runner._bookkeeping_sync, "gen.set_offset(gen.get_offset() - 4)", "if gen is not None:")
     _install(runner)
 
 
+@repair("seed-rows-ascend", f"{ASCEND_RUNNER}:NPUModelRunner._update_states", lines=("0.11",))
 def install_ascend_rows(module: ModuleType) -> None:
+    """As seed-rows, in vllm-ascend's worker."""
     from npu_gptoss.serving.compat.ascend import expect_release
 
     expect_release()
@@ -60,8 +65,9 @@ def _install(runner: Any) -> None:
     replace(runner, "_update_states", _update_states)
 
 
+@repair("seed-neighbours", f"{SAMPLING}:TopKTopPSampler.forward_cpu", lines=("0.11",))
 def install_cpu_sampler(module: ModuleType) -> None:
-    """vllm.v1.sample.ops.topk_topp_sampler: the rows that have a generator are drawn with it."""
+    """On a CPU no seed counts as long as one request of the batch has none."""
     sampler = module.TopKTopPSampler
     original = sampler.forward_cpu
     expect_parameters(original, "self", "logits", "generators", "k", "p")

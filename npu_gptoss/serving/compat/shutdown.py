@@ -21,11 +21,10 @@ from http import HTTPStatus
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.engine.exceptions import EngineDeadError
-
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, LAUNCHER
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -41,27 +40,37 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
 
 
-class ServerStoppingError(EngineDeadError):
+@functools.cache
+def stopping_error() -> type[Exception]:
     """What a request in flight ends with when the server is told to stop."""
+    from vllm.v1.engine.exceptions import EngineDeadError
 
-    def __init__(self) -> None:
-        Exception.__init__(
-            self, "The server is shutting down: this request was ended before its answer was whole. Send it again."
-        )
+    class ServerStoppingError(EngineDeadError):
+        def __init__(self) -> None:
+            Exception.__init__(
+                self, "The server is shutting down: this request was ended before its answer was whole. Send it again."
+            )
+
+    return ServerStoppingError
 
 
 def _is_final(error: BaseException | None) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     return isinstance(error, EngineDeadError)
 
 
 def _told_once(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], ServerStoppingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], stopping_error()))
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11",))
 def install_server(launcher: ModuleType) -> None:
+    """A signal ends the engine before the server, so that requests in flight are never answered and the server
+    waits for them without a limit; the engine's death is exit status 0."""
     original = launcher.serve_http
     expect_parameters(original, "app", "sock", "uvicorn_kwargs")
     expect_source(original, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
@@ -115,7 +124,7 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     ending = asyncio.ensure_future(shutdown)
     await asyncio.wait({ending}, timeout=drain)
     while not ending.done():  # more than once: a request may have been on its way to the engine
-        engine.output_processor.propagate_error(ServerStoppingError())
+        engine.output_processor.propagate_error(stopping_error()())
         await asyncio.wait({ending}, timeout=0.1)
     await ending
 
@@ -158,8 +167,9 @@ async def _died(engine: Any) -> None:
 # -- what the clients get ---------------------------------------------------------------------------------------------
 
 
+@repair("server-end-answers", f"{API_SERVER}:build_app _convert_stream_to_sse_events", lines=("0.11",))
 def install_answers(api_server: ModuleType) -> None:
-    """503 for what the engine's end took, and an error as the last event of a streamed response."""
+    """A request that the engine's end took is told as an internal error, and a streamed response breaks off."""
     from fastapi import HTTPException
 
     build, convert = api_server.build_app, api_server._convert_stream_to_sse_events
@@ -206,13 +216,16 @@ def install_answers(api_server: ModuleType) -> None:
     replace(api_server, "_convert_stream_to_sse_events", _convert_stream_to_sse_events)
 
 
+@repair("server-end-errors", f"{ENGINE}:OpenAIServing.create_error_response", lines=("0.11",))
 def install_errors(serving_engine: ModuleType) -> None:
-    """Errors that are told within a stream, and all of /v1/responses, count as bad requests; nobody sends one again."""
+    """A stream or a response that the engine's end took tells a bad request, which no client sends again."""
     serving = serving_engine.OpenAIServing
     original = serving.create_error_response
     expect_parameters(original, "self", "message", "err_type", "status_code")
     expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
-    final = {str(ServerStoppingError()), str(EngineDeadError())}
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    final = {str(stopping_error()()), str(EngineDeadError())}
 
     @functools.wraps(original)
     def create_error_response(self, message: str, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +241,9 @@ def install_errors(serving_engine: ModuleType) -> None:
 # -- the port ---------------------------------------------------------------------------------------------------------
 
 
+@repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11",))
 def install_port(api_server: ModuleType) -> None:
-    """A port belongs to one server: vLLM opens it with SO_REUSEPORT, and the kernel deals out the connections."""
+    """Two servers take the same port, and each gets some of the requests."""
     original = api_server.create_server_socket
     expect_parameters(original, "addr")
     expect_source(original, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")

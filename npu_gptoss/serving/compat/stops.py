@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.turn import assistant_turn, stops_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class _StopsOfAnswer:
         return self._turn.stopped
 
 
+@repair("answer-stops", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request", lines=("0.11",))
 def install(detokenizer: ModuleType) -> None:
+    """A stop string ends a chat in its reasoning, or at the name of a channel, before there is an answer."""
     owner = detokenizer.IncrementalDetokenizer
     original = owner.from_new_request.__func__
     expect_parameters(original, "cls", "tokenizer", "request")

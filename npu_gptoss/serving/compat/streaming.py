@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import TolerantParser
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.stops import mark
+from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, RESPONSES
 
 if TYPE_CHECKING:
     from openai_harmony import Message
@@ -109,7 +110,14 @@ def _wrap_engine_client(serving: type) -> None:
     replace(serving, "__init__", __init__)
 
 
+@repair(
+    "chat-stream-tokens",
+    f"{CHAT}:OpenAIServingChat.__init__",
+    lines=("0.11",),
+    upstream="vllm issue 28635, PRs 26291 and 30437",
+)
 def install_chat(serving_chat: ModuleType) -> None:
+    """A streamed chat drops text when the engine hands over several tokens at once, as under load."""
     expect_source(
         serving_chat.OpenAIServingChat.chat_completion_stream_generator,
         "for token_id in output.token_ids: harmony_parser.process(token_id)",
@@ -118,7 +126,11 @@ def install_chat(serving_chat: ModuleType) -> None:
     _wrap_engine_client(serving_chat.OpenAIServingChat)
 
 
+@repair(
+    "responses-stream-tokens", f"{RESPONSES}:OpenAIServingResponses.__init__", lines=("0.11",), upstream="vllm PR 30437"
+)
 def install_responses(serving_responses: ModuleType) -> None:
+    """A streamed response drops text when the engine hands over several tokens at once, as under load."""
     expect_source(
         serving_responses.OpenAIServingResponses._process_harmony_streaming_events,
         "ctx.parser.last_content_delta",
@@ -126,8 +138,9 @@ def install_responses(serving_responses: ModuleType) -> None:
     _wrap_engine_client(serving_responses.OpenAIServingResponses)
 
 
+@repair("responses-stream-end", f"{CONTEXT}:StreamingHarmonyContext.append_output", lines=("0.11",))
 def install_context(context: ModuleType) -> None:
-    """/v1/responses: an output without tokens, the reason why a stream ended, and turns after a tool of the server."""
+    """A streamed response that max_tokens cut off counts as completed; an output without tokens breaks it."""
     streaming = context.StreamingHarmonyContext
     original = streaming.append_output
     expect_parameters(original, "self", "output")

@@ -19,13 +19,22 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import REASONING, RUNNER
 
 if TYPE_CHECKING:
     import torch
 
 
+@repair(
+    "cpu-grammar-bitmask",
+    f"vllm.v1.structured_output.utils {RUNNER}:apply_grammar_bitmask",
+    lines=("0.11",),
+    upstream="vllm PR 32384",
+)
 def install_bitmask(module: ModuleType) -> None:
+    """xgrammar's CPU kernel takes float32 logits only, so that the first structured output in bfloat16 ends the
+    engine."""
     import torch as torch_
 
     original = module.apply_grammar_bitmask
@@ -62,7 +71,12 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
     return True  # no conversation but a plain text, as /v1/completions continues it: all of it is the answer
 
 
+@repair(
+    "reasoning-end", f"{REASONING}:GptOssReasoningParser.is_reasoning_end", lines=("0.11",), upstream="vllm PR 34454"
+)
 def install_reasoning_end(module: ModuleType) -> None:
+    """vLLM takes an earlier answer in the conversation for the end of the reasoning and binds the first token of a
+    structured output, and it does not know the header `final <|constrain|>json`."""
     parser = module.GptOssReasoningParser
     original = parser.is_reasoning_end
     expect_parameters(original, "self", "input_ids")

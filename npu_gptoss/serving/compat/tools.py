@@ -14,14 +14,18 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CHAT, HARMONY, PROTOCOL, RESPONSES, TOOLS
 from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ExtractedToolCallInformation
 
 
+@repair("tool-answers", f"{TOOLS}:OpenAIToolParser.extract_tool_calls", lines=("0.11",), upstream="vllm issue 22337")
 def install_parser(module: ModuleType) -> None:
+    """With a tool parser a chat loses an answer that is cut off, rewrites arguments, and gives a call that
+    tool_choice made the model write as content."""
     parser = module.OpenAIToolParser
     original = parser.extract_tool_calls
     expect_parameters(original, "self", "model_output", "request", "token_ids")
@@ -45,7 +49,12 @@ def install_parser(module: ModuleType) -> None:
     replace(parser, "extract_tool_calls", extract_tool_calls)
 
 
+@repair(
+    "tools-without-flags", f"{CHAT}:OpenAIServingChat.__init__", lines=("0.11",), upstream="vllm issue 22578, PR 30867"
+)
 def install_default_parser(serving_chat: ModuleType) -> None:
+    """Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has their arguments as
+    content; without --exclude-tools-when-tool-choice-none tool_choice "none" calls tools."""
     serving = serving_chat.OpenAIServingChat
     original = serving.__init__
     expect_parameters(original, "self", "enable_auto_tools", "tool_parser", "exclude_tools_when_tool_choice_none")
@@ -62,8 +71,9 @@ def install_default_parser(serving_chat: ModuleType) -> None:
     replace(serving, "__init__", __init__)
 
 
+@repair("tool-description", f"{HARMONY}:create_tool_definition", lines=("0.11",), upstream="vllm PR 44686")
 def install_definition(harmony_utils: ModuleType) -> None:
-    """OpenAI's specification asks for a tool's name alone; 0.11.0 refuses one without a description."""
+    """A tool without a description is refused with 400, although OpenAI's specification asks for none."""
     original = harmony_utils.create_tool_definition
     expect_parameters(original, "tool")
     expect_source(original, "description=tool.function.description", "description=tool.description")
@@ -119,8 +129,15 @@ def forced_schema(reading: Reading, tools: Sequence[Any], *, one: bool = False) 
     return schema | ({"maxItems": 1} if one else {}) | ({"$defs": definitions} if definitions else {})
 
 
+@repair(
+    "forced-call-schema",
+    f"{PROTOCOL}:ChatCompletionRequest._get_json_schema_from_tool ResponsesRequest.to_sampling_params",
+    lines=("0.11",),
+    upstream="vllm PR 44664 (open)",
+)
 def install_schema(protocol: ModuleType) -> None:
-    """The grammar of a forced call, also for a function without parameters, and on /v1/responses."""
+    """A forced call of a function without parameters has no grammar; on /v1/responses none has one, and the format
+    json_object is answered with 500."""
     chat, responses = protocol.ChatCompletionRequest, protocol.ResponsesRequest
     original = responses.to_sampling_params
     expect_source(chat._get_json_schema_from_tool, "return tool.parameters", '"minItems": 1')
@@ -172,7 +189,14 @@ def allowed_functions(request: Any) -> list[Any]:
     ]
 
 
+@repair(
+    "responses-tool-choice",
+    f"{RESPONSES}:OpenAIServingResponses._make_request_with_harmony",
+    lines=("0.11",),
+    upstream="vllm PR 44664 (open)",
+)
 def install_responses_choice(serving_responses: ModuleType) -> None:
+    """/v1/responses refuses every tool_choice but "auto"."""
     serving = serving_responses.OpenAIServingResponses
     original = serving._make_request_with_harmony
     expect_parameters(original, "self", "request", "prev_response")

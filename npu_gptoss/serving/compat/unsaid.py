@@ -6,13 +6,15 @@ import argparse
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import API_SERVER
 
 SECRET = ("api_key", "hf_token")
 
 
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.11",))
 def install(module: ModuleType) -> None:
-    """`***` in the place of each key and token; the arguments themselves stay as they are."""
+    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
     original = module.log_non_default_args
     expect_parameters(original, "args")
     expect_source(original, 'logger.info("non-default args: %s", non_default_args)', "isinstance(args, Namespace)")

@@ -21,7 +21,8 @@ from npu_gptoss.files import cache_directory
 from npu_gptoss.harmony import vocabulary
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CONTEXT, ENGINE, HARMONY
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -97,7 +98,16 @@ def provide_vocabulary(model_dir: Path | None) -> None:
     os.environ[BASE_VARIABLE] = str(directory)
 
 
+@repair(
+    "harmony-vocabulary",
+    f"{ENGINE}:OpenAIServing.__init__",
+    f"{HARMONY} {CONTEXT}:get_encoding",
+    lines=("0.11",),
+    upstream="vllm issues 22525 and 57099",
+)
 def install(serving_engine: ModuleType) -> None:
+    """openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without network does
+    not start."""
     # not at the top: the doctor asks this module where openai-harmony is not installed
     from vllm.entrypoints import harmony_utils
 

@@ -11,10 +11,19 @@ from __future__ import annotations
 from types import ModuleType
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_source, replace
+from npu_gptoss.serving.compat.patch import expect_source, repair, replace
 
 
+@repair(
+    "model-wide-window",
+    "vllm.config.model:ModelConfig.get_sliding_window",
+    lines=("0.11",),
+    upstream="vllm issue 23934 (open); no repair found",
+    essential=True,
+)
 def install(module: ModuleType) -> None:
+    """vLLM refuses any model with a sliding window on CPU, and gives a model whose layers all slide one window for
+    all; gpt-oss's window is a matter of the layer, and its attention gets it from our model."""
     model_config = module.ModelConfig
     expect_source(model_config.get_sliding_window, 'getattr(self.hf_text_config, "sliding_window", None)')
     original = model_config.get_sliding_window

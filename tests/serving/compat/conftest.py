@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from npu_gptoss.serving import compat
 
 # Those whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
-HERE = [patch for patch in compat.PATCHES if importlib.util.find_spec(patch.module.partition(".")[0])]
+HERE = [patch for patch in compat.patches() if importlib.util.find_spec(patch.module.partition(".")[0])]
 
 
 def _owner(target: str) -> tuple[Any, str]:

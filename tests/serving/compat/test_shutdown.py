@@ -21,13 +21,13 @@ from vllm.utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.serving.compat import shutdown
-from npu_gptoss.serving.compat.shutdown import ServerStoppingError
+from npu_gptoss.serving.compat.shutdown import stopping_error
 
 pytestmark = pytest.mark.serving
 
 
 @pytest.mark.parametrize(("name", "status"), [((), 500), (("server-end-answers",), 503)])
-@pytest.mark.parametrize("error", [ServerStoppingError(), EngineDeadError()])
+@pytest.mark.parametrize("error", [stopping_error()(), EngineDeadError()])
 def test_an_answer_that_the_engines_end_took_may_be_asked_for_again(
     patched: Any, name: tuple[str, ...], status: int, error: Exception
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_stream_that_the_engines_end_took_is_no_bad_request(patched: Any, name
     with patched(*name):
         serving = types.SimpleNamespace(log_error_stack=False)
         serving.create_error_response = lambda **fields: OpenAIServing.create_error_response(serving, **fields)
-        for error in (ServerStoppingError(), EngineDeadError()):
+        for error in (stopping_error()(), EngineDeadError()):
             told = json.loads(OpenAIServing.create_streaming_error_response(serving, str(error)))["error"]
             assert (told["code"], told["message"]) == (code, str(error))
         assert OpenAIServing.create_error_response(serving, message="mine").error.code == 400
@@ -60,14 +60,14 @@ def test_a_stream_that_the_engines_end_took_is_no_bad_request(patched: Any, name
 def test_a_streamed_response_ends_with_an_error_and_does_not_break_off(patched: Any, name: tuple[str, ...]) -> None:
     async def events() -> AsyncIterator[Any]:
         yield types.SimpleNamespace(type="first", sequence_number=4, model_dump_json=lambda indent: "{}")
-        raise ServerStoppingError
+        raise stopping_error()
 
     async def texts() -> list[str]:
         return [text async for text in api_server._convert_stream_to_sse_events(events())]
 
     with patched(*name):
         if not name:
-            with pytest.raises(ServerStoppingError):
+            with pytest.raises(stopping_error()):
                 asyncio.run(texts())
             return
         first, last = asyncio.run(texts())
@@ -75,7 +75,7 @@ def test_a_streamed_response_ends_with_an_error_and_does_not_break_off(patched: 
         event, data = last.splitlines()[:2]
         assert event == "event: error"
         told = json.loads(data.removeprefix("data: "))
-        assert (told["type"], told["sequence_number"], told["message"]) == ("error", 5, str(ServerStoppingError()))
+        assert (told["type"], told["sequence_number"], told["message"]) == ("error", 5, str(stopping_error()()))
 
 
 @pytest.mark.parametrize("name", [(), ("server-port",)])
