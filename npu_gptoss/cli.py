@@ -15,7 +15,7 @@ from npu_gptoss.errors import InputError
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, and say what to do where it does not fit"),
     "bench": ("npu_gptoss.bench.command", "measure decode, prefill, kernels beside the floor, a server; compare, plot"),
-    "emulate": ("npu_gptoss.emulator.command", "run any command on an emulated Ascend 910B, without an NPU"),
+    "emulate": ("npu_gptoss.emulate", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
     "tiny": ("npu_gptoss.tiny.command", "write a tiny checkpoint in the official layout, random or trained"),
@@ -64,11 +64,11 @@ def _run(arguments: list[str]) -> int:
         return 2
     module = importlib.import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
-    module.add_arguments(parser)
     if name != "doctor":  # which has a check of its own
         for sentence in envs.unknown(os.environ):
             print(f"npu-gptoss: {sentence}", file=sys.stderr)
     try:
+        module.add_arguments(parser)
         return module.run(parser.parse_args(rest))
     except InputError as error:
         print(f"npu-gptoss {name}: {error}", file=sys.stderr)

@@ -77,25 +77,8 @@ VARIABLES: dict[str, Variable] = {
             "how long a server that is told to stop waits for the requests in flight, up to 3600",
         ),
         Variable(
-            "NPU_GPTOSS_EMULATED", _switch, False, "set by `npu-gptoss emulate`: this process runs on the emulated 910B"
+            "NPU_GPTOSS_EMULATED", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"
         ),
-        Variable(
-            "NPU_GPTOSS_EMULATED_DEFECTS",
-            names,
-            (),
-            "known defects of CANN that the emulated 910B computes, by name, separated by commas",
-        ),
-        Variable("NPU_GPTOSS_EMULATED_CANN", str, "8.3.rc1", "the emulated CANN: 8.3.rc1, 8.3.rc2 or 8.5"),
-        Variable(
-            "NPU_GPTOSS_EMULATED_STRICT", _switch, True, "the emulated 910B refuses what is undefined; 0: it poisons it"
-        ),
-        Variable(
-            "NPU_GPTOSS_EMULATED_TND_WORKSPACE",
-            _switch,
-            False,
-            "the emulated CANN 8.3 answers the workspace query that its published sources refuse (R37)",
-        ),
-        Variable("NPU_GPTOSS_EMULATED_VENV", str, "", "where the emulated environment is, if not in .venv-emulated"),
         Variable(
             "NPU_GPTOSS_EMULATED_FP32",
             _switch,
@@ -154,7 +137,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
     known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
     families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
     for name in sorted(environ):
-        if not name.startswith("NPU_GPTOSS_") or name in known:
+        if not name.startswith("NPU_GPTOSS_") or name.startswith("NPU_GPTOSS_EMULATED_") or name in known:
             continue
         family = name.removeprefix(KERNEL_OVERRIDE_PREFIX).partition("_")[0]
         near = difflib.get_close_matches(name, known, 1, 0.9)

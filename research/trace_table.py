@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from npu_gptoss.emulator.launch import EmulationError, Machine, environment, find_venv  # noqa: E402
+from ascend_emulator.launch import EmulationError, Machine, environment, find_venv  # noqa: E402
 
 PAGE = HERE.parent / "docs/performance.md"
 TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"

@@ -63,8 +63,7 @@ class DeviceTime:
 
     def install(self, eager: bool) -> None:
         import torch
-
-        from npu_gptoss.emulator import copies, device, graphs, memory
+        from ascend_emulator import copies, device, graphs, memory
 
         # not under torch.compile, which calls them while it traces
         for called in (torch._ops.OpOverload, torch._ops.OpOverloadPacket) if eager else ():
@@ -80,7 +79,7 @@ device_time = DeviceTime()
 @contextlib.contextmanager
 def region(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
     """Marks in the trace; what is put into the yielded dictionary goes to the end's fields."""
-    from npu_gptoss.emulator import trace
+    from ascend_emulator import trace
 
     found: dict[str, Any] = {}
     trace.mark("begin", region=name, **fields)
@@ -120,7 +119,7 @@ def mark_attention(implementation: type) -> None:
 
 def mark_experts(method: type, module: Any, name: str) -> None:
     """`name` in `module` returns (weights, ids) of the routing."""
-    from npu_gptoss.emulator import memory
+    from ascend_emulator import memory
 
     routed: list[Any] = []
     route, original = getattr(module, name), method.apply

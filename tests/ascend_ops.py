@@ -1,7 +1,7 @@
 """A `torch_npu` made of the emulator's operators, for tests of the Ascend kernels beside the ordinary torch.
 
 It has no device and no dispatcher: every CPU tensor counts as one on the device, and the names that the installed
-wheel would carry call the contract-checked operators of `npu_gptoss.emulator.ops`.
+wheel would carry call the contract-checked operators of `ascend_emulator.ops`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from npu_gptoss.emulator.context import OpContext, current, use
-from npu_gptoss.emulator.ops import OPS
+from ascend_emulator.context import OpContext, current, use
+from ascend_emulator.ops import OPS
+
 from npu_gptoss.kernels import platform_override
 
 # From CANN 8.5 on (torch-npu 2.7.1.post2).

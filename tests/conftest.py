@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from npu_gptoss.emulator.launch import VENV_VARIABLE, EmulationError, find_venv
+from ascend_emulator.launch import VENV_VARIABLE, EmulationError, find_venv
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 if not any(Path("/dev").glob("nvidia[0-9]*")):

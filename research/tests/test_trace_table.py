@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ascend_emulator.launch import EmulationError, find_venv
 
-from npu_gptoss.emulator.launch import EmulationError, find_venv
 from research import trace_table
 from research.trace_table import (
     EAGER_ON_TWO,

@@ -9,9 +9,9 @@ import dataclasses
 
 import pytest
 import torch
+from ascend_emulator.rules import ContractError
 
 from npu_gptoss.attention import AttentionMetadata, ascend, write_kv_cache
-from npu_gptoss.emulator.rules import ContractError
 from npu_gptoss.kernels import KernelError
 from tests import ascend_ops
 from tests.attention import cases

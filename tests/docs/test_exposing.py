@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from emulator.tests.machine import venv
 from npu_gptoss.serving.compat import PATCHES
 from scripts.setup.machine import read_pins
-from tests.emulator.machine import venv
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import free_port
 

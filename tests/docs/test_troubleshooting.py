@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.machine import venv
+from emulator.tests.machine import venv
 from tests.markdown import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from emulator.tests.machine import emulate
 from npu_gptoss.doctor.graphs import graphs
 from npu_gptoss.serving.ascend import sizes
 from tests.doctor.machines import ascend, machine, only, write
-from tests.emulator.machine import emulate
 from tests.model.published import published_config
 
 # layers, ranks, aiv, sizes that vllm-ascend 0.11.0 allows

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from emulator.tests import machine
 from tests.checkpoints import write_random_checkpoint
-from tests.emulator import machine
 
 pytestmark = pytest.mark.emulated
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import dataclasses
 
 import pytest
 import torch
+from ascend_emulator.rules import ContractError
 
-from npu_gptoss.emulator.rules import ContractError
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError
 from npu_gptoss.moe import ascend, prepare_experts, route

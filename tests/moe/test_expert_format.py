@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from ascend_emulator.context import FORMAT_FRACTAL_NZ, FORMAT_ND, current
 
-from npu_gptoss.emulator.context import FORMAT_FRACTAL_NZ, FORMAT_ND, current
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_format, prepare_experts
 from npu_gptoss.moe.expert_format import VARIABLE, arrange

@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from npu_gptoss.emulator.launch import EmulationError, find_venv
+from ascend_emulator.launch import EmulationError, find_venv
 
 
 @pytest.fixture(scope="session", autouse=True)

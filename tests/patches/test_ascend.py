@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_emulator.launch import Machine, environment
 
-from npu_gptoss.emulator.launch import Machine, environment
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 from tests.patches import trees

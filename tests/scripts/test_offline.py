@@ -80,7 +80,7 @@ def test_it_answers_and_writes_a_trace(model: str, tmp_path: Path) -> None:
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_it_answers_with_captured_graphs_on_the_emulated_910b(model: str) -> None:
-    from tests.emulator.machine import emulate
+    from emulator.tests.machine import emulate
 
     options = ("--model", model, "--prompt", "What is 3 + 4?", "--max-len", "2048")
     done = emulate(str(SCRIPTS / "offline.py"), *options, timeout=600, PYTHONPATH=str(SCRIPTS.parent))

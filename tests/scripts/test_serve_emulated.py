@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from emulator.tests.machine import venv
 from npu_gptoss.tiny.checkpoint import load_trained
 from research.tiny_data import evaluation_set
 from research.tiny_score import Example, tally
-from tests.emulator.machine import venv
 from tests.scripts.make_serve import made
 from tests.serving.server import Server
 from tests.tiny.test_trained import build, score

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.machine import emulate
+from emulator.tests.machine import emulate
 from tests.scripts.shell import ROOT, following, printed_command, run
 
 GRAPHS, BINDING, AIV = "--compilation-config", "--additional-config", "HCCL_OP_EXPANSION_MODE"

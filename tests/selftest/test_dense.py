@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ascend_emulator.ops import OPS
 
-from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.selftest import dense

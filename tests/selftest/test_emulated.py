@@ -1,10 +1,10 @@
-"""Formats, graphs and torch's own operators on the emulated device (tests/emulator/on_device/selftest_cases.py)."""
+"""Formats, graphs and torch's own operators on the emulated device (emulator/tests/on_device/selftest_cases.py)."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.emulator import machine
+from emulator.tests import machine
 
 FILE = "selftest_cases.py"
 pytestmark = pytest.mark.emulated

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ascend_emulator.ops import OPS
 
-from npu_gptoss.emulator.ops import OPS
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import ascend as ascend_experts

@@ -14,8 +14,8 @@ from pathlib import Path
 from subprocess import Popen
 
 import psutil
+from ascend_emulator.launch import Machine, environment, find_venv
 
-from npu_gptoss.emulator.launch import Machine, environment, find_venv
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from scripts import serve_cpu
 from tests.serving.server import START_LIMIT, Server, free_port

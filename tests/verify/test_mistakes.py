@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from emulator.tests import machine
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels, platform_override
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.runner import KNOWN, Report, targets, verify
 from tests import ascend_ops
-from tests.emulator import machine
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

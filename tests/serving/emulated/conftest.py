@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from ascend_emulator.launch import Machine, environment
 
-from npu_gptoss.emulator.launch import Machine, environment
+from emulator.tests.machine import venv
 from tests.checkpoints import write_random_checkpoint
-from tests.emulator.machine import venv
 from tests.oracle import load_oracle, oracle_logits
 from tests.serving.emulated.rounds import VOCABULARY
 

@@ -96,9 +96,9 @@ def count_replays() -> Callable[[], dict[str, int]]:
 
 
 def serve(job: dict[str, Any]) -> None:
+    from ascend_emulator import context
     from vllm.plugins import load_general_plugins
 
-    from npu_gptoss.emulator import context
     from npu_gptoss.serving import compat
 
     context.set_default(dataclasses.replace(context.current(), **job["machine"]))

@@ -11,11 +11,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ascend_emulator.launch import Machine, environment
 
-from npu_gptoss.emulator.launch import Machine, environment
+from emulator.tests.machine import venv
 from npu_gptoss.serving import lines
 from npu_gptoss.serving.lines import ascend_0_11, vllm_0_11, vllm_0_33
-from tests.emulator.machine import venv
 
 SERVING = Path(lines.__file__).parent.parent
 FOREIGN = ("vllm", "vllm_ascend")

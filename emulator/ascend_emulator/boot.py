@@ -1,0 +1,90 @@
+"""Make this process's torch_npu an emulated Ascend 910B. Runs once, right after torch_npu was imported.
+
+`launch.py` arranges that; nothing else should import this module.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ascend_emulator import pyacl, settings
+
+
+def boot(_module: ModuleType | None = None) -> None:
+    """Puts kernels, graphs and op contracts in place. Needs the stub libraries on LD_LIBRARY_PATH."""
+    from ascend_emulator import context, defects, device, graphs, memory, storage
+
+    context.set_default(
+        context.OpContext(
+            cann=settings.text("CANN", "8.3.rc1"),
+            strict=settings.is_on("STRICT", default=True),
+            diagnostic_fp32=settings.is_on("FP32", default=False),
+            tnd_max_workspace=settings.is_on("TND_WORKSPACE", default=False),
+            defects=defects.checked(settings.names("DEFECTS")),
+            is_device=memory.is_alias,
+            format_of=storage.format_of,
+            set_format=storage.set_format,
+            is_whole=storage.is_whole,
+        )
+    )
+    graphs.connect()
+    memory.watch_frees()
+    device.install()
+
+
+def boot_custom_operators(_module: ModuleType) -> None:
+    """vllm-ascend's own operators exist once its extension module is loaded."""
+    from ascend_emulator import device
+
+    device.install(("_C_ascend",))
+
+
+AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "torch_npu": boot,
+    "vllm_ascend.vllm_ascend_C": boot_custom_operators,
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """The real loader, and then a function."""
+
+    def __init__(self, loader: Any, after: Callable[[ModuleType], None]) -> None:
+        self.loader, self.after = loader, after
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.after(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find, and hooks the modules of AFTER_IMPORT."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in AFTER_IMPORT:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self or not hasattr(finder, "find_spec") else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, AFTER_IMPORT[name])
+                return spec
+        return None
+
+
+def hook() -> None:
+    """Called by the .pth file of the emulated environment on the emulated machine."""
+    pyacl.provide()
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

@@ -1,0 +1,85 @@
+"""Run any command on an emulated Ascend 910B: the real torch-npu and vllm-ascend, no NPU and no CANN.
+
+    ascend-emulate -- vllm serve MODEL
+    ascend-emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
+
+What the real device refuses is refused here, with its errors and the number of the rule.
+`make setup-emulated` sets it up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ascend_emulator.defects import DEFECTS
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.launch import CANN_VERSIONS, GIB, EmulationError, Machine, environment, find_venv
+
+# Bytes that a card has for processes: a "64 GB" one 62 420 MiB, "total memory" in the logs of vllm-ascend's servers
+# (its issues 4037, of a 910B1, 4404, 6250).
+MEMORY = {"910B3": 65_452_113_920}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--cann", default="8.3.rc1", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default 8.3.rc1)")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices the machine has (default 1)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
+    memory.add_argument(
+        "--card",
+        choices=sorted(MEMORY),
+        help="as much memory as this card reports, for arithmetic: what is allocated of it is taken of this machine",
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="write every device op, copy and synchronisation there, as JSON lines"
+    )
+    parser.add_argument("--lenient", action="store_true", help="poison undefined results instead of raising")
+    parser.add_argument(
+        "--fp32", action="store_true", help="diagnosis: let float32 tensors through where bfloat16 is asked for"
+    )
+    parser.add_argument(
+        "--defect",
+        action="append",
+        default=[],
+        help=f"compute a known defect of CANN: {', '.join(DEFECTS)}; repeatable",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="what to run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replaces this process by the command; returns only when it cannot be found."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
+    memory = MEMORY[args.card] / GIB if args.card else args.memory
+    machine = Machine(args.cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
+    variables = environment(machine, find_venv())
+    program = shutil.which(command[0], path=variables["PATH"])
+    if program is None:
+        raise EmulationError(f"there is no program {command[0]!r} in the emulated environment or on this machine.")
+    if machine.trace is not None:
+        machine.trace.parent.mkdir(parents=True, exist_ok=True)
+        machine.trace.write_text("")
+    os.execve(program, [program, *command[1:]], variables)
+    return 1
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "ascend-emulate") -> int:
+    """2: what was asked for cannot be emulated; otherwise the command takes this process's place."""
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except EmulatorError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

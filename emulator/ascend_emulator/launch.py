@@ -1,0 +1,106 @@
+"""Where the emulated environment is, and the environment variables that make a process run on the emulated 910B.
+
+Standard library only. The variables reach every child process, so servers that spawn workers need nothing else:
+`LD_LIBRARY_PATH` finds the emulated CANN, a .pth file of the environment boots the device layer when torch_npu gets
+imported, `NPU_GPTOSS_PLATFORM=ascend` lets this package select its Ascend kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascend_emulator import defects
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.settings import PREFIX, VENV_VARIABLE
+
+FOLDER = "npu-gptoss-emulator"
+CANN_VERSIONS = ("8.3.rc1", "8.3.rc2", "8.5")
+MAX_DEVICES = 16
+GIB = 1 << 30
+
+
+class EmulationError(EmulatorError):
+    """Why a command cannot be run on the emulated machine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is emulated. `memory`: GiB per device. What is allocated of it is poisoned, so it is real memory."""
+
+    cann: str = "8.3.rc1"
+    devices: int = 1
+    memory: float = 4.0
+    strict: bool = True
+    diagnostic_fp32: bool = False
+    trace: Path | None = None
+    defects: tuple[str, ...] = ()  # names of emulator/defects.py
+
+    def __post_init__(self) -> None:
+        if self.cann not in CANN_VERSIONS:
+            raise EmulationError(f"CANN {self.cann!r} is not emulated; choose one of {', '.join(CANN_VERSIONS)}.")
+        if not 1 <= self.devices <= MAX_DEVICES:
+            raise EmulationError(f"{self.devices} devices cannot be emulated; choose 1 to {MAX_DEVICES}.")
+        defects.checked(self.defects)
+        if not self.memory > 0:
+            raise EmulationError(f"{self.memory} GiB of device memory make no device; choose more than 0.")
+
+
+def find_venv(base: Mapping[str, str] = os.environ) -> Path:
+    """The emulated environment: named by a variable, the running one, or `.venv-emulated` here or in the repository."""
+    named = base.get(VENV_VARIABLE, "")
+    repository = Path(__file__).resolve().parents[2]
+    candidates = (
+        [Path(named)] if named else [Path(sys.prefix), Path.cwd() / ".venv-emulated", repository / ".venv-emulated"]
+    )
+    for candidate in candidates:
+        if (candidate / FOLDER / "lib/manifest.json").is_file():
+            return candidate.resolve()
+    where = f"{VENV_VARIABLE}={named} has" if named else "There is"
+    raise EmulationError(f"{where} no emulated environment. Make it once with: make setup-emulated")
+
+
+def toolkit(venv: Path, cann: str) -> Path:
+    """A folder laid out like an installed CANN toolkit of this version, for what looks for one; made when missing."""
+    root = venv / FOLDER / "cann" / cann
+    for name in ("runtime", "compiler", "opp", f"{platform.machine()}-linux"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    info = root / f"{platform.machine()}-linux/ascend_toolkit_install.info"
+    version = {"8.5": "8.5.0"}.get(cann, cann.upper())
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\npath={root}\n")
+    return root
+
+
+def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`base` plus what makes a process of `venv` run on `machine`."""
+    library, cann = venv / FOLDER / "lib", toolkit(venv, machine.cann)
+    kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    old_libraries = kept.get("LD_LIBRARY_PATH", "")
+    return {
+        # wishes, which the user may have set otherwise
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        **kept,
+        "VIRTUAL_ENV": str(venv),
+        "PATH": f"{venv / 'bin'}{os.pathsep}{kept.get('PATH', os.defpath)}",
+        "LD_LIBRARY_PATH": f"{library}{os.pathsep}{old_libraries}" if old_libraries else str(library),
+        "ASCEND_HOME_PATH": str(cann),
+        "ASCEND_OPP_PATH": str(cann / "opp"),
+        # torch is built for CUDA here: on a machine with an NVIDIA GPU the engine would look for it, and end
+        "CUDA_VISIBLE_DEVICES": "",
+        # Kernels here do not pass through torch_npu's asynchronous queue, so what does would overtake them.
+        "TASK_QUEUE_ENABLE": "0",
+        f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),
+        "NPU_GPTOSS_PLATFORM": "ascend",
+        PREFIX: "1",
+        f"{PREFIX}_CANN": machine.cann,
+        f"{PREFIX}_DEVICES": str(machine.devices),
+        f"{PREFIX}_MEMORY": str(int(machine.memory * GIB)),
+        f"{PREFIX}_STRICT": "1" if machine.strict else "0",
+        f"{PREFIX}_FP32": "1" if machine.diagnostic_fp32 else "0",
+        f"{PREFIX}_DEFECTS": ",".join(machine.defects),
+        f"{PREFIX}_TRACE": str(machine.trace.resolve()) if machine.trace else "",
+    }

@@ -1,0 +1,186 @@
+"""npu_fused_infer_attention_score, versions 1 and 2: plain, `.out` with a caller's workspace, and the workspace query.
+
+Schemas as registered by torch_npu 2.7.1. `.out` takes its two outputs as one list, as the wheel's own registration
+does.
+"""
+
+from __future__ import annotations
+
+import torch
+from ascend_emulator.ops import fia_kernel
+from ascend_emulator.ops.fia_call import FiaCall, Plan
+from ascend_emulator.ops.fia_contract import check
+from ascend_emulator.ops.table import Arguments, kernel, poison_, shape
+from ascend_emulator.rules import Call, Layer
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+V1 = "npu_fused_infer_attention_score"
+V2 = f"{V1}_v2"
+_ACLNN_V1 = "aclnnFusedInferAttentionScoreV3"
+_ACLNN_V2 = "aclnnFusedInferAttentionScoreV4"
+_QUANTISED = ("dequant_", "quant_", "antiquant_", "key_antiquant_", "value_antiquant_", "key_rope_antiquant_")
+_V2_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, Tensor? "
+    "pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, Tensor? "
+    "block_table=None, "
+    "Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, "
+    "Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, "
+    "Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? learnable_sink=None, int num_query_heads=1, "
+    "int num_key_value_heads=0, float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, "
+    'str input_layout="BSH", int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, '
+    "int value_quant_mode=0, int inner_precise=0, bool return_softmax_lse=False, int? query_dtype=None, "
+    "int? key_dtype=None, int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, "
+    "int? key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, "
+    "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None"
+)
+_V1_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, Tensor? atten_mask=None, "
+    "SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, Tensor? dequant_scale1=None, "
+    "Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, Tensor? quant_offset2=None, "
+    "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? key_antiquant_scale=None, "
+    "Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, Tensor? value_antiquant_offset=None, "
+    "Tensor? block_table=None, Tensor? query_padding_size=None, Tensor? kv_padding_size=None, "
+    "Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, SymInt[]? actual_shared_prefix_len=None, "
+    "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? key_rope_antiquant_scale=None, int num_heads=1, "
+    "float scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout='BSH', "
+    "int num_key_value_heads=0, int sparse_mode=0, int inner_precise=0, int block_size=0, int antiquant_mode=0, "
+    "int key_antiquant_mode=0, int value_antiquant_mode=0, bool softmax_lse_flag=False"
+)
+_OUT = ", Tensor? workspace=None, Tensor[] out) -> (Tensor, Tensor)"
+_LENGTHS_V2 = ("actual_seq_qlen", "actual_seq_kvlen")
+_NO_SINK = {"learnable_sink": 2}
+_LENGTHS_V1 = ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_shared_prefix_len")
+
+
+def from_v2(a: Arguments) -> FiaCall:
+    return FiaCall(
+        version=2,
+        query=a.query,
+        key=a.key,
+        value=a.value,
+        mask=a.atten_mask,
+        qlen=a.actual_seq_qlen,
+        kvlen=a.actual_seq_kvlen,
+        block_table=a.block_table,
+        sink=a.learnable_sink,
+        heads=a.num_query_heads,
+        kv_heads=a.num_key_value_heads,
+        scale=a.softmax_scale,
+        pre_tokens=a.pre_tokens,
+        next_tokens=a.next_tokens,
+        layout=a.input_layout,
+        sparse_mode=a.sparse_mode,
+        block_size=a.block_size,
+        inner_precise=a.inner_precise,
+        want_lse=a.return_softmax_lse,
+        pse_shift=a.pse_shift,
+        query_rope=a.query_rope,
+        key_rope=a.key_rope,
+        quantisation={name: value for name, value in vars(a).items() if name.startswith(_QUANTISED)},
+    )
+
+
+def from_v1(a: Arguments) -> FiaCall:
+    return FiaCall(
+        version=1,
+        query=a.query,
+        key=a.key,
+        value=a.value,
+        mask=a.atten_mask,
+        qlen=a.actual_seq_lengths,
+        kvlen=a.actual_seq_lengths_kv,
+        block_table=a.block_table,
+        sink=None,
+        heads=a.num_heads,
+        kv_heads=a.num_key_value_heads,
+        scale=a.scale,
+        pre_tokens=a.pre_tokens,
+        next_tokens=a.next_tokens,
+        layout=a.input_layout,
+        sparse_mode=a.sparse_mode,
+        block_size=a.block_size,
+        inner_precise=a.inner_precise,
+        want_lse=a.softmax_lse_flag,
+        pse_shift=a.pse_shift,
+        query_rope=a.query_rope,
+        key_rope=a.key_rope,
+        quantisation={
+            name: value for name, value in vars(a).items() if name.startswith(_QUANTISED) and not name.endswith("_mode")
+        },
+        unmodelled={
+            name: value
+            for name, value in vars(a).items()
+            if value is not None and ("padding_size" in name or "shared_prefix" in name)
+        },
+    )
+
+
+def _compute(call: Call, fia: FiaCall) -> Pair:
+    plan = check(call, fia)
+    out, lse = fia_kernel.outputs(plan)
+    if call.context.execute:
+        fia_kernel.run(call, plan, out, lse)
+    return out, lse
+
+
+def _compute_into(call: Call, fia: FiaCall, workspace: torch.Tensor | None, out: list[torch.Tensor]) -> Pair:
+    call.require(
+        len(out) == 2, 39, f"out should be [attention_out, softmax_lse], got {len(out)} tensors", Layer.BINDING
+    )
+    plan = check(call, fia)
+    attention_out, lse = out
+    fia_kernel.check_out(call, fia, plan, attention_out, lse)
+    short = _too_small(call, plan, workspace)
+    if call.context.execute:
+        fia_kernel.run(call, plan, attention_out, lse)
+        if short:
+            poison_(attention_out)
+    return attention_out, lse
+
+
+def _too_small(call: Call, plan: Plan, workspace: torch.Tensor | None) -> bool:
+    if workspace is None:
+        return False
+    size, needed = workspace.numel() * workspace.element_size(), fia_kernel.workspace_bytes(call, plan)
+    if size < needed:
+        call.undefined(38, f"workspace {shape(workspace)} has {size} bytes, expected at least {needed}")
+    return size < needed
+
+
+def _max_workspace(call: Call, fia: FiaCall) -> torch.Tensor:
+    """`workspace_size` elements (not bytes) of the query's dtype, unwritten."""
+    plan = check(call, fia, for_workspace=True)
+    return torch.empty(fia_kernel.workspace_bytes(call, plan), dtype=fia.query.dtype, device=fia.query.device)
+
+
+@kernel(f"npu::{V2}({_V2_ARGUMENTS}) -> (Tensor, Tensor)", host=_LENGTHS_V2, bundle=True)
+def fused_infer_attention_score_v2(arguments: Arguments) -> Pair:
+    """(attention_out, softmax_lse); the second is empty unless return_softmax_lse."""
+    return _compute(Call.of(V2, _ACLNN_V2), from_v2(arguments))
+
+
+@kernel(f"npu::{V2}.out({_V2_ARGUMENTS}{_OUT}", host=_LENGTHS_V2, bundle=True)
+def fused_infer_attention_score_v2_out(arguments: Arguments) -> Pair:
+    return _compute_into(Call.of(f"{V2}.out", _ACLNN_V2), from_v2(arguments), arguments.workspace, arguments.out)
+
+
+@kernel(f"npu::_{V2}_get_max_workspace({_V2_ARGUMENTS}) -> Tensor", host=_LENGTHS_V2, bundle=True)
+def fused_infer_attention_score_v2_get_max_workspace(arguments: Arguments) -> torch.Tensor:
+    return _max_workspace(Call.of(f"_{V2}_get_max_workspace", _ACLNN_V2), from_v2(arguments))
+
+
+@kernel(f"npu::{V1}({_V1_ARGUMENTS}) -> (Tensor, Tensor)", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
+def fused_infer_attention_score(arguments: Arguments) -> Pair:
+    return _compute(Call.of(V1, _ACLNN_V1), from_v1(arguments))
+
+
+@kernel(f"npu::{V1}.out({_V1_ARGUMENTS}{_OUT}", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
+def fused_infer_attention_score_out(arguments: Arguments) -> Pair:
+    return _compute_into(Call.of(f"{V1}.out", _ACLNN_V1), from_v1(arguments), arguments.workspace, arguments.out)
+
+
+@kernel(f"npu::_{V1}_get_max_workspace({_V1_ARGUMENTS}) -> Tensor", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
+def fused_infer_attention_score_get_max_workspace(arguments: Arguments) -> torch.Tensor:
+    return _max_workspace(Call.of(f"_{V1}_get_max_workspace", _ACLNN_V1), from_v1(arguments))

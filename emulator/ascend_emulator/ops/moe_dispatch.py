@@ -1,0 +1,230 @@
+"""Bringing tokens into expert order: init_routing (two versions) and token_permute."""
+
+from __future__ import annotations
+
+import torch
+from ascend_emulator.ops.table import kernel, name_of, poisoned, shape
+from ascend_emulator.rules import Call, Layer, NotEmulatedError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+COUNT, KEY_VALUE = 1, 2
+GATHER, SCATTER = 0, 1
+NO_QUANTISATION, DYNAMIC_INT8 = -1, 1
+
+_served: dict[tuple[int, int], int] = {}  # rows of the call before, for the defect stale-counts
+
+Quad = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@kernel(
+    "npu::npu_moe_init_routing(Tensor x, Tensor row_idx, Tensor expert_idx, int active_num) -> (Tensor, Tensor, Tensor)"
+)
+def moe_init_routing(
+    x: torch.Tensor, row_idx: torch.Tensor, expert_idx: torch.Tensor, active_num: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, H], row_idx and expert_idx int32 [M, K] -> rows by expert, places [M * K] column-major, sorted experts."""
+    call = Call.of("npu_moe_init_routing", "aclnnMoeInitRouting")
+    call.require(
+        x.dim() == 2 and x.dtype in FLOATS,
+        None,
+        f"The x should be 2D and float16, float32 or bfloat16, got {name_of(x.dtype)} {shape(x)}",
+        Layer.BINDING,
+    )
+    for name, tensor in (("expert_idx", expert_idx), ("row_idx", row_idx)):
+        call.require(
+            tensor.dim() == 2 and tensor.dtype == torch.int32,
+            60,
+            f"The {name} should be 2D: int32 tensor expected but got {name_of(tensor.dtype)} {shape(tensor)}",
+            Layer.BINDING,
+        )
+    call.require(
+        active_num >= 0, None, f"The active_num must be a non-negative number, got {active_num}", Layer.BINDING
+    )
+    call.require(
+        x.size(0) == expert_idx.size(0) and expert_idx.shape == row_idx.shape,
+        60,
+        f"The shape of expert_idx and row_idx should be same with x's rows: got x {shape(x)}, row_idx "
+        f"{shape(row_idx)}, "
+        f"expert_idx {shape(expert_idx)}",
+        Layer.BINDING,
+    )
+    rows, choices = expert_idx.shape
+    active = min(rows, active_num)
+    expanded = poisoned((active * choices, x.size(1)), x)
+    places, experts = (poisoned((rows * choices,), x, torch.int32) for _ in range(2))
+    if call.context.execute:
+        ordered, order = torch.sort(expert_idx.flatten(), stable=True)
+        experts.copy_(ordered)
+        source = row_idx.flatten()[order].long()  # column-major pair numbers, choice * rows + row
+        places[source] = torch.arange(rows * choices, dtype=torch.int32)
+        expanded.copy_(x[source[: active * choices] % rows])
+    return expanded, places, experts
+
+
+@kernel(
+    "npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
+    "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
+    "bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+def moe_init_routing_v2(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = 0,
+    active_expert_range: tuple[int, ...] = (),
+    row_idx_type: int = 0,
+) -> Quad:
+    """x [M, H], expert_idx int32 [M, K] -> rows by expert [M * K, H], row map int32 [M * K], counts int64, scales
+    float32.
+
+    Only experts of [start, end) are served; they come first, sorted stably by (expert, row * K + choice). Row map,
+    gather: row * K + choice -> place or -1; scatter: place -> row * K + choice. Rows past the served ones are
+    unwritten.
+    """
+    call = Call.of("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3")
+    span = [int(v) for v in active_expert_range]
+    _check_v2(
+        call, x, expert_idx, span, active_num, expert_num, drop_pad_mode, expert_tokens_num_type,
+        expert_tokens_num_flag, quant_mode, row_idx_type,
+    )  # fmt: skip
+    start, end = span
+    rows, choices = expert_idx.shape
+    pairs = rows * choices
+    dtype = x.dtype if quant_mode == NO_QUANTISATION else torch.int8
+    expanded = poisoned((pairs, x.size(1)), x, dtype)
+    row_map = poisoned((pairs,), expert_idx)
+    counts = poisoned((end - start,) if expert_tokens_num_type == COUNT else (expert_num, 2), x, torch.int64)
+    scales = poisoned((pairs,), x, torch.float32)
+    if not call.context.execute:
+        return expanded, row_map, counts, scales
+    if quant_mode != NO_QUANTISATION:
+        raise NotEmulatedError("npu_moe_init_routing_v2: the emulator has no dynamic quantisation here")
+    experts = expert_idx.flatten().long()
+    served = (experts >= start) & (experts < end)
+    order = torch.sort(torch.where(served, experts, expert_num), stable=True).indices
+    active = int(served.sum())
+    expanded[:active] = x[order[:active] // choices]
+    if row_idx_type == GATHER:
+        placed = active
+        if "stale-counts" in call.context.defects and end - start < expert_num:
+            placed, _served[(start, end)] = min(_served.get((start, end), active), pairs), active
+        row_map.fill_(-1)
+        row_map[order[:placed]] = torch.arange(placed, dtype=torch.int32)
+    else:
+        row_map[:active] = order[:active].to(torch.int32)
+    histogram = torch.bincount(experts[served], minlength=expert_num)
+    if expert_tokens_num_type == COUNT:
+        counts.copy_(histogram[start:end])
+    else:
+        present = histogram.nonzero().flatten()
+        counts.zero_()
+        counts[: present.numel()] = torch.stack([present, histogram[present]], -1)
+    if scale is not None:
+        scales[:active] = scale.flatten()[order[:active] // choices].float()
+    return expanded, row_map, counts, scales
+
+
+def _check_v2(
+    call: Call,
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    span: list[int],
+    active_num: int,
+    expert_num: int,
+    drop_pad_mode: int,
+    num_type: int,
+    num_flag: bool,
+    quant_mode: int,
+    row_idx_type: int,
+) -> None:
+    call.require(
+        len(span) == 2,
+        59,
+        f"active_expert_range should be [start, end], got {span}: the binding reads two entries unchecked",
+        Layer.BINDING,
+    )
+    call.require(
+        expert_idx.dim() == 2 and expert_idx.dtype == torch.int32,
+        59,
+        f"expert_idx should be int32 [M, K], got {name_of(expert_idx.dtype)} {shape(expert_idx)}",
+        Layer.PARAMETER,
+    )
+    call.require(
+        x.dim() == 2 and x.size(0) == expert_idx.size(0),
+        59,
+        f"x should have expert_idx's rows, got x {shape(x)} and expert_idx {shape(expert_idx)}",
+    )
+    call.require(
+        x.dtype in FLOATS or (x.dtype == torch.int8 and quant_mode == NO_QUANTISATION),
+        59,
+        f"x should be float16, bfloat16 or float32 (int8 with quant_mode -1), got {name_of(x.dtype)}",
+        Layer.PARAMETER,
+    )
+    most = 5120 if num_type == KEY_VALUE else 10240
+    call.require(0 < expert_num <= most, 59, f"expert_num should be 1 to {most}, got {expert_num}")
+    start, end = span
+    call.require(
+        0 <= start < end <= expert_num,
+        59,
+        f"active_expert_range should satisfy 0 <= start < end <= expert_num = {expert_num}, got {span}",
+    )
+    call.require(drop_pad_mode == 0, 59, f"drop_pad_mode should be 0, got {drop_pad_mode}")
+    call.require(num_flag, 59, "expert_tokens_num_flag should be True, got False")
+    call.require(num_type in (COUNT, KEY_VALUE), 59, f"expert_tokens_num_type should be 1 or 2, got {num_type}")
+    call.require(quant_mode in (NO_QUANTISATION, DYNAMIC_INT8), 59, f"quant_mode should be -1 or 1, got {quant_mode}")
+    call.require(row_idx_type in (GATHER, SCATTER), 59, f"row_idx_type should be 0 or 1, got {row_idx_type}")
+    call.require(
+        active_num in (-1, expert_idx.numel()),
+        59,
+        f"active_num should be -1 or M * K = {expert_idx.numel()}, got {active_num}",
+    )
+
+
+@kernel(
+    "npu::npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) "
+    "-> (Tensor, Tensor)"
+)
+def moe_token_permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens [M, H], indices [M] or [M, K] -> rows sorted by index [min(M * K, num_out), H], and each pair's place."""
+    call = Call.of("npu_moe_token_permute", "aclnnMoeTokenPermute")
+    call.require(not padded_mode, 61, "padded_mode should be False, got True", Layer.PARAMETER)
+    call.require(
+        tokens.dim() >= 2 and tokens.dtype in FLOATS,
+        None,
+        f"tokens should be float with two dimensions or more, got {name_of(tokens.dtype)} {shape(tokens)}",
+        Layer.PARAMETER,
+    )
+    call.require(
+        indices.dtype in (torch.int32, torch.int64) and indices.dim() in (1, 2) and indices.size(0) == tokens.size(0),
+        61,
+        f"indices should be int32 or int64 [{tokens.size(0)}] or [{tokens.size(0)}, K], got {name_of(indices.dtype)} "
+        f"{shape(indices)}",
+        Layer.PARAMETER,
+    )
+    choices = indices.size(1) if indices.dim() == 2 else 1
+    call.require(choices <= 512, 61, f"K should be at most 512, got {choices}")
+    pairs = indices.numel()
+    wanted = num_out_tokens or 0
+    kept = min(wanted, pairs) if wanted > 0 else wanted + pairs
+    permuted = poisoned((kept, *tokens.shape[1:]), tokens)
+    places = poisoned((pairs,), indices, torch.int32)
+    if call.context.execute:
+        values = indices.flatten()
+        if pairs and not 0 <= int(values.min()) <= int(values.max()) < (1 << 24) - 1:
+            call.undefined(61, f"indices should be 0 to 16777214, got {int(values.min())} to {int(values.max())}")
+            return permuted, places
+        order = torch.sort(values, stable=True).indices
+        permuted.copy_(tokens[order[:kept] // choices])
+        places[order] = torch.arange(pairs, dtype=torch.int32)
+    return permuted, places

@@ -1,0 +1,281 @@
+"""The ninety-one rules of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
+
+A rule is what hardware, driver or host library refuses, leaves undefined, or takes at a price. Up to R80 they belong to
+operators and are raised by `emulator/ops`; R81 to R91 belong to graph capture and replay. Errors read like those of the
+layer that refuses on a real machine (torch_npu's binding, aclnn's parameter check, the operator's tiling), with the
+rule's number appended.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+
+from ascend_emulator.context import CANN_VERSIONS, Finding, OpContext, current
+
+ALL = CANN_VERSIONS
+ONLY_8_3 = ("8.3.rc1", "8.3.rc2")
+
+
+class Kind(str, Enum):
+    REJECT = "reject"
+    UNDEFINED = "undefined"
+    COSTLY = "costly"
+
+
+@dataclass(frozen=True)
+class Rule:
+    number: int
+    family: str
+    text: str
+    versions: tuple[str, ...] = ALL
+    kind: Kind = Kind.REJECT
+
+    @property
+    def name(self) -> str:
+        return f"R{self.number:02d}"
+
+
+def _family(family: str, *rules: tuple) -> list[Rule]:
+    return [Rule(number, family, text, *rest) for number, text, *rest in rules]
+
+
+_UB = (ALL, Kind.UNDEFINED)
+
+RULES: dict[int, Rule] = {
+    rule.number: rule
+    for rule in (
+        *_family(
+            "fused_infer_attention",
+            (1, "A learnable sink needs the layout TND or NTD_TND."),
+            (2, "Version 1 of the operator has no learnable sink."),
+            (3, "The sink is one-dimensional with one value per query head."),
+            (4, "The sink is bfloat16."),
+            (5, "With a sink the head size is 64 or 128 (CANN 8.5: the value's at most 128)."),
+            (6, "TND takes bfloat16 query, key and value only (CANN 8.5: float16 too, never mixed)."),
+            (
+                7,
+                "TND head sizes are all 64, all 128, or 192 for query and key with 192 or 128 for value; "
+                "a value of 192 forbids grouped heads.",
+                ONLY_8_3,
+            ),
+            (8, "TND takes a three-dimensional query, and three-dimensional key and value when not paged."),
+            (
+                9,
+                "The query's heads are num_query_heads, key and value agree on theirs, and the ratio is whole and <= "
+                "64.",
+            ),
+            (10, "A paged three-dimensional cache needs num_key_value_heads; zero divides by zero in the binding."),
+            (11, "TND needs non-empty actual_seq_qlen and actual_seq_kvlen."),
+            (12, "Sequence lengths are host integers; a device tensor is read element by element, a sync each."),
+            (13, "Both sequence-length lists have the same length, at most 4096 entries."),
+            (14, "Sequence lengths are not negative and the query's are cumulative, hence never decrease."),
+            (15, "The last cumulative query length equals the query's rows."),
+            (16, "Without paging the key lengths are cumulative and end at the key's rows."),
+            (17, "With paging the key lengths are per request and fit into the block table's width."),
+            (18, "TND takes at most 1048576 tokens.", ONLY_8_3),
+            (19, "TND takes sparse_mode 0, 3 or 4."),
+            (20, "TND with sparse_mode 0 takes no mask."),
+            (21, "sparse_mode 3 and 4 need a mask."),
+            (22, "For sparse_mode 2, 3 and 4 the mask is (2048, 2048), with leading ones at most."),
+            (23, "The compressed mask is bool, int8 or uint8."),
+            (
+                24,
+                "The compressed mask is the strict upper triangle of ones; anything else is read at shifted places.",
+                *_UB,
+            ),
+            (25, "sparse_mode 3 needs at least as many keys as queries in each request.", ONLY_8_3),
+            (
+                26,
+                "sparse_mode 4 needs a band that exists: pre_tokens + next_tokens >= 0 and not beyond a request's "
+                "ends.",
+            ),
+            (27, "sparse_mode 4 in TND needs head size 64 or 128.", ONLY_8_3),
+            (28, "The block table is a non-empty int32 matrix with one row per request."),
+            (
+                29,
+                "In TND the block size is a multiple of 128 from 128 to 1024 (CANN 8.5: a multiple of 16, at most "
+                "1024).",
+            ),
+            (
+                30,
+                "Paged key and value share rank and shape: [n, block, N*D], [n, N, block, D] or "
+                "[n, N, D/16, block, 16].",
+            ),
+            (31, "In a three-dimensional cache N*D is at most 65535."),
+            (32, "The cache has at least the blocks that the lengths need, and something must be needed."),
+            (33, "Block ids lie inside the cache; nothing checks them.", *_UB),
+            (
+                34,
+                "TND on CANN 8.3 takes no pse_shift, no quantisation, and rope only as a pair with D 128 + 64.",
+                ONLY_8_3,
+            ),
+            (
+                35,
+                "Query, key and value are contiguous, caches too; others are taken, and copied whole in every call.",
+                ALL,
+                Kind.COSTLY,
+            ),
+            (36, "BSH and BSND take a three-dimensional paged cache only."),
+            (37, "The workspace query cannot serve TND: it passes sequence lengths without data.", ONLY_8_3),
+            (38, "The caller's workspace is large enough; nothing checks it.", *_UB),
+            (39, "The caller's outputs have the shape and dtype that the operator writes."),
+            (40, "inner_precise is 0 to 3, and 0 with a sink on CANN 8.5."),
+        ),
+        *_family(
+            "grouped_matmul",
+            (41, "group_type must be given and be -1, 0 or 2."),
+            (42, "split_item is 0 to 3, and 2 or 3 need grouping."),
+            (43, "One x [M, K] and one weight [E, K, N] with as many groups as experts."),
+            (44, "group_list is a one-dimensional int64 device tensor with at most 1024 groups."),
+            (45, "group_list_type is 0 or 1 (2 for int8 only)."),
+            (46, "Groups do not shrink, are not negative and cover at most M rows; rows beyond are not written.", *_UB),
+            (47, "The bias is float32 for bfloat16 x, and x's own dtype for float16 and float32."),
+            (48, "The bias of one weight is [E, N], and absent when K is split."),
+            (49, "x and weight share one dtype in every list."),
+            (50, "act_type works for per-token int8 only."),
+            (51, "K and the contiguous axis are at most 65535, lists at most 128 long."),
+            (
+                52,
+                "Weight-only quantisation needs scale and offset of x's dtype, per channel for int8, whole even groups "
+                "for int4, and ND weights.",
+            ),
+            (53, "FRACTAL_NZ weights are aligned: 16x16 for 16-bit, 16x32 for int8, 16x64 for int4."),
+            (54, "A 910B has no 8-bit or 4-bit float type."),
+            (55, "While capturing, groups are never read on the host."),
+            (56, "x is not transposed when M is split."),
+        ),
+        *_family(
+            "moe_routing",
+            (
+                57,
+                "gating_top_k_softmax takes 2-D or 3-D float logits and k up to the experts, at most 1024; NaN has no "
+                "place in their order.",
+            ),
+            (
+                58,
+                "gating_top_k takes 2-D logits without NaN, at most 2048 experts, a bias per expert, whole groups and "
+                "renorm 0.",
+            ),
+            (59, "init_routing_v2 on CANN 8.3 takes few of its own defaults.", ONLY_8_3),
+            (60, "init_routing takes int32 row and expert indices of one shape."),
+            (61, "permute and unpermute take no padding, k up to 512, and matching sizes."),
+            (62, "finalize_routing takes bias and scales of the rows' dtype, and options that belong together."),
+            (63, "compute_expert_tokens takes a one-dimensional int32 tensor."),
+            (64, "The fused grouped matmuls are for int8 and int4 only, without bias, N up to 10240, NZ weights."),
+            (
+                65,
+                "Dispatch and combine on a 910B take a multiple of 8 ranks up to 256 by their tiling, 16 or more by "
+                "the document; short batches, and no tensor-parallel domain.",
+            ),
+        ),
+        *_family(
+            "vector",
+            (66, "npu_clipped_swiglu does not exist before torch_npu 2.7.1.post2.", ONLY_8_3),
+            (67, "clipped_swiglu takes a contiguous tensor of rank 2 or more, even along dim, int64 group counts."),
+            (68, "swiglu needs an even size along dim."),
+            (69, "dequant_swiglu_quant needs its scales, dynamic quantisation with groups, and an aligned width."),
+            (70, "add_rms_norm takes three tensors of one dtype, equal shapes, no empty dimension, epsilon >= 0."),
+            (71, "rms_norm knows five dtype pairs of x and gamma."),
+            (72, "apply_rotary_pos_emb on CANN 8.3 takes head size 128 in four dimensions only.", ONLY_8_3),
+            (73, "rotary_mul takes four dimensions, an even head size below 896, and listed broadcasts."),
+            (74, "mrope takes two-dimensional tensors of one dtype, aligned sizes, and positions inside the cache."),
+            (75, "_npu_rotary_embedding keeps the first table it ever saw, and copies a length to the device."),
+            (76, "Cache writes take contiguous caches of one format and integer slots inside them."),
+            (77, "FRACTAL_NZ is for aligned 16-bit or integer weights, and never through a view."),
+        ),
+        *_family(
+            "low_bit",
+            (78, "weight_quant_batchmatmul takes two dimensions, groups of 32 up to K-1, matching scales."),
+            (79, "int4pack takes a contiguous int32 matrix of whole eights with values of four bits."),
+            (80, "A 910B has no MX or FP8 operator."),
+        ),
+        *_family(
+            "graph",
+            (81, "Capture needs its own stream, its own object, task queue level 0 or 1, and begin before end."),
+            (82, "Nothing synchronises or copies from pageable memory while capturing."),
+            (83, "Legacy operators and random numbers cannot be captured."),
+            (84, "Forked streams are joined before capture ends and events are recorded before they are awaited."),
+            (85, "A task group holds exactly one operator, begun and ended on one stream."),
+            (
+                86,
+                "A task update repeats the captured operator on the captured tensors, on another stream, before it is "
+                "awaited.",
+            ),
+            (87, "Captured tensors stay alive and where they were."),
+            (88, "Graphs share a budget of streams."),
+            (89, "A replay has the captured shapes."),
+            (90, "torch_npu 2.7.1 does not update version 2 of the attention operator by itself.", ONLY_8_3),
+            (
+                91,
+                "The operators of a capture run on the stream that began it; torch_npu before 2.7.1.post4 records "
+                "the fork and join of another one wrongly.",
+                *_UB,
+            ),
+        ),
+    )
+}
+
+
+class ContractError(RuntimeError):
+    """A call that an Ascend 910B would refuse, or (strict mode) whose result it would leave undefined.
+
+    rule is the number in RULES, None for a refusal that has none.
+    """
+
+    def __init__(self, message: str, rule: int | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class NotEmulatedError(RuntimeError):
+    """A call that may be legal but whose mathematics the emulator does not have: it never guesses."""
+
+
+class Layer(Enum):
+    """Who refuses, and so how the error begins."""
+
+    BINDING = "{op}: {sentence}\n[ERROR] ERR01001 OPS invalid parameter"
+    NULL = "call {aclnn} failed, error code is 161001 (ACLNN_ERR_PARAM_NULLPTR): {sentence}"
+    PARAMETER = "call {aclnn} failed, error code is 161002 (ACLNN_ERR_PARAM_INVALID): {sentence}"
+    TILING = "call {aclnn} failed, error code is 561002 (ACLNN_ERR_INNER_TILING_ERROR)\nEZ9999: {sentence}"
+    CAPTURE = "call {aclnn} failed, error code is 107027 (stream is captured): {sentence}"
+    DEVICE = "{op}: undefined on the device (hardware raises nothing here, or 507015 much later): {sentence}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one operator: its names for the errors, and the context in which it is judged."""
+
+    op: str
+    aclnn: str
+    context: OpContext
+
+    @classmethod
+    def of(cls, op: str, aclnn: str = "") -> Call:
+        return cls(op, aclnn or op, current())
+
+    def text(self, layer: Layer, sentence: str, rule: int | None) -> str:
+        tail = f" [{RULES[rule].name}]" if rule is not None else ""
+        return layer.value.format(op=self.op, aclnn=self.aclnn, sentence=sentence) + tail
+
+    def reject(self, rule: int | None, sentence: str, layer: Layer = Layer.TILING) -> None:
+        """Raises if the rule holds on this CANN version. The sentence names what was expected and what was got."""
+        if rule is None or self.context.cann in RULES[rule].versions:
+            raise ContractError(self.text(layer, sentence, rule), rule)
+
+    def require(self, condition: object, rule: int | None, sentence: str, layer: Layer = Layer.TILING) -> None:
+        if not condition:
+            self.reject(rule, sentence, layer)
+
+    def undefined(self, rule: int, sentence: str) -> None:
+        """Raises in strict mode; otherwise notes it, and the caller poisons what is undefined."""
+        if self.context.strict:
+            raise ContractError(self.text(Layer.DEVICE, sentence, rule), rule)
+        self.note(rule, sentence)
+
+    def note(self, rule: int, sentence: str) -> None:
+        """What nobody on a real machine says. Python shows a warning once for each sentence."""
+        self.context.findings.append(Finding(rule, self.op, sentence))
+        warnings.warn(f"{self.op}: {sentence} [{RULES[rule].name}]", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,93 @@
+"""What the tests of contracts share: expecting a rule, and legal calls to break one thing at a time in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from ascend_emulator.context import current
+from ascend_emulator.rules import ContractError
+
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.int8).triu_(1)
+
+
+@contextmanager
+def rejects(rule: int, *words: str) -> Iterator[None]:
+    """The block raises ContractError with exactly this rule, and its text holds `words`."""
+    with pytest.raises(ContractError) as caught:
+        yield
+    text = str(caught.value)
+    assert caught.value.rule == rule, f"expected R{rule:02d}, got: {text}"
+    assert f"[R{rule:02d}]" in text
+    for word in words:
+        assert word in text, f"{word!r} not in: {text}"
+
+
+@contextmanager
+def notes(rule: int, *words: str) -> Iterator[None]:
+    """The block finds the rule broken once, says so in a warning that holds `words`, and does not raise."""
+    before = len(current().findings)
+    with pytest.warns(RuntimeWarning, match=rf"\[R{rule:02d}\]"):
+        yield
+    (finding,) = current().findings[before:]
+    assert finding.rule == rule
+    for word in words:
+        assert word in finding.sentence, f"{word!r} not in: {finding.sentence}"
+
+
+@contextmanager
+def leaves_undefined(rule: int) -> Iterator[None]:
+    """Outside strict mode the block finds the rule broken and does not raise."""
+    assert not current().strict, "enter use(strict=False) first"
+    with notes(rule):
+        yield
+
+
+def attention_case(
+    q_lens: list[int],
+    kv_lens: list[int],
+    *,
+    window: bool = False,
+    heads: int = 8,
+    kv_heads: int = 2,
+    dim: int = 64,
+    block: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    sink: bool = True,
+    seed: int = 0,
+    spare: int = 1,
+) -> dict[str, object]:
+    """Arguments of a legal paged TND call like gpt-oss's, scaled down; `_k`/`_v` hold the unpaged keys per request."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    blocks = [-(-n // block) for n in kv_lens]
+    total = sum(blocks) + spare
+    order = torch.randperm(total, generator=generator).to(torch.int32)
+    table = torch.zeros(len(kv_lens), max(blocks) + spare, dtype=torch.int32)
+    keys, values = random(total, block, kv_heads, dim), random(total, block, kv_heads, dim)
+    taken = 0
+    for request, count in enumerate(blocks):
+        table[request, :count] = order[taken : taken + count]
+        taken += count
+    ends = torch.tensor(q_lens).cumsum(0).tolist()
+    return {
+        "query": random(ends[-1], heads, dim),
+        "key": keys.view(total, block, -1),
+        "value": values.view(total, block, -1),
+        "atten_mask": TRIANGLE,
+        "actual_seq_qlen": ends,
+        "actual_seq_kvlen": list(kv_lens),
+        "block_table": table,
+        "learnable_sink": random(heads) if sink else None,
+        "num_query_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "softmax_scale": dim**-0.5,
+        "input_layout": "TND",
+        "block_size": block,
+        **({"sparse_mode": 4, "pre_tokens": 127, "next_tokens": 0} if window else {"sparse_mode": 3}),
+    }

@@ -1,0 +1,61 @@
+"""Run cases inside the emulated environment, each in a process of its own, and report them one by one.
+
+A file in `on_device/` holds functions `case_…` and is run once by `on_device/runner.py` with the environment's Python.
+The tests of this folder are parametrised over its cases, found without importing the file: it needs torch_npu.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from ascend_emulator.launch import EmulationError, Machine, environment, find_venv
+
+FOLDER = Path(__file__).parent / "on_device"
+
+
+def cases_of(file: str) -> list[str]:
+    tree = ast.parse((FOLDER / file).read_text())
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
+
+
+def venv() -> Path:
+    try:
+        return find_venv()
+    except EmulationError as error:
+        pytest.skip(str(error))
+
+
+def emulate(
+    *command: str, machine: Machine | None = None, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python command…` of the emulated environment on the emulated machine."""
+    place = venv()
+    return subprocess.run(
+        [str(place / "bin/python"), *command],
+        env={**environment(machine or Machine(), place), "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@functools.cache
+def _results(file: str, machine: Machine) -> Mapping[str, dict[str, object]]:
+    run = emulate(str(FOLDER / "runner.py"), str(FOLDER / file), machine=machine, NPU_GPTOSS_EMULATED_HANG_SECONDS="1")
+    lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"no case of {file} was run:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
+    return {line["case"]: line for line in lines}
+
+
+def check(file: str, case: str, machine: Machine | None = None) -> None:
+    """Fails with the traceback of the case."""
+    venv()
+    result = _results(file, machine or Machine()).get(case)
+    assert result is not None, f"{case} of {file} was not run"
+    assert result["ok"], result["text"]

@@ -1,0 +1,922 @@
+"""ACL graphs: what capture and replay do, and the rules R81 to R91."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+
+import torch
+import torch_npu
+from tools import captured, refused
+
+npu = torch.npu
+acl = ctypes.CDLL("libascendcl.so")
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+
+
+def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).npu()
+
+
+# --- what capture and replay do
+
+
+def case_capture_records_and_does_not_execute() -> None:
+    x, counter = tensor(1, 2), tensor(0)
+
+    def body() -> torch.Tensor:
+        counter.add_(1)
+        return x * 2
+
+    graph, out = captured(body)
+    assert counter.item() == 0, "a side effect happened during capture"
+    assert out.isnan().all(), "the output was written during capture"
+    graph.replay()
+    graph.replay()
+    assert counter.item() == 2
+    assert out.tolist() == [2, 4]
+
+
+def case_replay_reads_the_captured_addresses() -> None:
+    x = tensor(1, 2)
+    graph, out = captured(lambda: (x + 1).sum())
+    x.copy_(torch.tensor([10.0, 20.0]))
+    graph.replay()
+    assert out.item() == 32
+
+
+def case_host_tensors_are_copied_at_capture() -> None:
+    x, scale = tensor(1, 2), torch.tensor(3.0)
+    graph, out = captured(lambda: x * scale)
+    scale.fill_(100)
+    graph.replay()
+    assert out.tolist() == [3, 6]
+
+
+def case_memory_that_a_replay_does_not_write_is_poison() -> None:
+    def body() -> torch.Tensor:
+        out = torch.empty(4, device="npu")
+        out[:2] = 1
+        return out
+
+    graph, out = captured(body)
+    for _ in range(2):
+        graph.replay()
+        assert out[:2].tolist() == [1, 1]
+        assert out[2:].isnan().all()
+        out.fill_(5)  # what another user of the pool leaves there
+
+
+def case_pinned_copy_is_part_of_the_graph() -> None:
+    source, x = torch.ones(2).pin_memory(), tensor(0, 0)
+    graph, _ = captured(lambda: x.copy_(source, non_blocking=True))
+    source.fill_(7)
+    graph.replay()
+    assert x.tolist() == [7, 7]
+
+
+def case_a_stream_that_is_forked_and_joined_takes_part_in_the_capture() -> None:
+    x, side, source = tensor(0, 0), npu.Stream(), torch.ones(2).pin_memory()
+
+    def body() -> torch.Tensor:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        with npu.stream(side):
+            x.copy_(source, non_blocking=True)
+        main.wait_stream(side)
+        return x + 1
+
+    graph, out = captured(body)
+    source.fill_(7)
+    graph.replay()
+    assert out.tolist() == [8, 8]
+
+
+def case_two_graphs_share_a_pool() -> None:
+    x, pool = tensor(1, 2), npu.graph_pool_handle()
+    first, second = npu.NPUGraph(), npu.NPUGraph()
+    with npu.graph(first, pool=pool):
+        y = x * 2
+    with npu.graph(second, pool=pool):
+        z = y + 1
+    first.replay()
+    second.replay()
+    assert z.tolist() == [3, 5]
+
+
+def external_graph(x: torch.Tensor, out: torch.Tensor, after: torch.Tensor) -> tuple:
+    """after = (out = x + alpha * x) * 10, with alpha updatable behind an external event."""
+    graph, event = npu.NPUGraph(), npu.ExternalEvent()
+    with npu.graph(graph):
+        stream = npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, alpha=1, out=out)
+        handle = npu.graph_task_group_end(stream)
+        torch.mul(out, 10, out=after)
+    return graph, event, handle
+
+
+def update(stream: object, event: object, handle: object, x: torch.Tensor, out: torch.Tensor, alpha: int) -> None:
+    with npu.stream(stream):
+        npu.graph_task_update_begin(stream, handle)
+        torch.add(x, x, alpha=alpha, out=out)
+        npu.graph_task_update_end(stream)
+        event.record(stream)
+
+
+def case_replay_waits_for_the_external_event() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    for alpha in (2, 5):
+        graph.replay()  # suspended: the update comes afterwards, as vllm-ascend does it
+        update(side, event, handle, x, out, alpha)
+        assert after.tolist() == [10 * (1 + alpha), 20 * (1 + alpha)]
+
+
+def case_update_before_the_replay() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    update(side, event, handle, x, out, 3)
+    graph.replay()
+    assert after.tolist() == [40, 80]
+
+
+def case_work_behind_a_suspended_replay_queues() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, handle = external_graph(x, out, after)
+    graph.replay()
+    late = after + 1  # a launch behind the replay: its result must not be of now
+    late_host = torch.empty(2).pin_memory()
+    late_host.copy_(late, non_blocking=True)
+    x_late = x.clone()
+    x.add_(100)
+    update(side, event, handle, x, out, 2)
+    npu.synchronize()
+    assert late.tolist() == [31, 61], late
+    assert late_host.tolist() == [31, 61], late_host
+    assert x_late.tolist() == [1, 2]
+    assert x.tolist() == [101, 102]
+
+
+def case_a_dropped_update_leaves_the_captured_arguments() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, _ = external_graph(x, out, after)
+    graph.replay()
+    event.record(side)
+    assert after.tolist() == [20, 40]
+
+
+def case_a_graph_that_was_not_replayed_leaves_its_output() -> None:
+    x = tensor(1, 2)
+    _, out = captured(lambda: x + 1)
+    assert out.isnan().all()
+
+
+# --- R81
+
+
+def case_R81_default_stream_cannot_be_captured() -> None:
+    with refused("default stream"):
+        npu.NPUGraph().capture_begin()
+
+
+def case_R81_capture_inside_capture() -> None:
+    x = tensor(1, 2)
+    graph = npu.NPUGraph()  # torch_npu itself aborts when NPUGraph.capture_begin fails half-way
+    with refused("107025", "R81"), npu.graph(graph):
+        x + 1
+        stream = ctypes.c_void_p(npu.current_stream().npu_stream)
+        assert acl.aclmdlRICaptureBegin(stream, 0) == 107027
+        assert b"R81" in acl.aclGetRecentErrMsg()
+
+
+def case_R81_second_capture_on_one_object() -> None:
+    x = tensor(1, 2)
+    graph, _ = captured(lambda: x + 1)
+    with refused("capture"), npu.graph(graph):
+        x + 1
+
+
+def case_R81_end_on_another_stream() -> None:
+    first, second, graph = npu.Stream(), npu.Stream(), npu.NPUGraph()
+    with npu.stream(first):
+        graph.capture_begin()
+    with refused("same stream"), npu.stream(second):
+        graph.capture_end()
+
+
+def case_R81_end_on_a_stream_that_joined() -> None:
+    """torch_npu itself looks at streams of its own only."""
+    side = npu.Stream()
+
+    def body() -> None:
+        side.wait_stream(npu.current_stream())
+        stream, model = ctypes.c_void_p(side.npu_stream), ctypes.c_void_p()
+        assert acl.aclmdlRICaptureEnd(stream, ctypes.byref(model)) == 107036
+
+    with refused("107025", "R81", "another stream than it began on"):
+        captured(body)
+
+
+def case_R81_end_in_another_thread() -> None:
+    stream, model, codes = ctypes.c_void_p(npu.Stream().npu_stream), ctypes.c_void_p(), []
+
+    def end() -> None:
+        codes.append(acl.aclmdlRICaptureEnd(stream, ctypes.byref(model)))
+
+    relaxed = 2
+    for mode, code in ((0, 107038), (relaxed, 0)):
+        assert acl.aclmdlRICaptureBegin(stream, mode) == 0
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        assert codes.pop() == code, acl.aclGetRecentErrMsg()
+        if code:
+            end()
+            assert codes.pop() == 107025, "broken by the first try"
+
+
+def case_R81_replay_before_capture() -> None:
+    with refused("capture"):
+        npu.NPUGraph().replay()
+
+
+def case_a_graph_that_runs_is_not_replayed_on_a_second_stream() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, _ = external_graph(x, out, after)
+    graph.replay()
+    with refused("107037"), npu.stream(side):
+        graph.replay()
+
+
+# --- R82
+
+
+def refused_while_capturing(function: object, *fragments: str) -> None:
+    with refused(*fragments, "R82"):
+        captured(function)
+
+
+def case_R82_item() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.item(), "107027")
+
+
+def case_R82_truth_value() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: bool(x > 0), "107027")
+
+
+def case_R82_to_the_host() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.cpu(), "107027")
+
+
+def case_R82_tolist() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: x.tolist(), "107027")
+
+
+def case_R82_asynchronous_copy_to_pinned_memory() -> None:
+    x, host = tensor(1), torch.empty(1).pin_memory()
+    refused_while_capturing(lambda: host.copy_(x, non_blocking=True), "107030")
+
+
+def case_R82_pageable_host_to_device() -> None:
+    npu.synchronize()
+    refused_while_capturing(lambda: torch.tensor([1.0, 2.0], device="npu"), "107027")
+
+
+def case_R82_pageable_host_to_device_non_blocking() -> None:
+    host = torch.ones(3)
+    refused_while_capturing(lambda: host.to("npu", non_blocking=True), "107030")
+
+
+def case_R82_device_synchronisation() -> None:
+    x = tensor(1)
+    refused_while_capturing(lambda: (x + 1, npu.synchronize()), "107027")
+
+
+def case_R82_stream_synchronisation() -> None:
+    refused_while_capturing(lambda: npu.current_stream().synchronize(), "107027")
+
+
+def case_R82_event_synchronisation() -> None:
+    event = npu.Event()
+    refused_while_capturing(lambda: (event.record(), event.synchronize()), "107028")
+
+
+def case_R82_stream_query() -> None:
+    refused_while_capturing(lambda: npu.current_stream().query(), "107027")
+
+
+def case_R82_event_query() -> None:
+    event = npu.Event()
+    refused_while_capturing(lambda: (event.record(), event.query()), "107028")
+
+
+def case_R82_synchronisation_with_an_event_from_outside() -> None:
+    event = npu.Event()
+    event.record()
+    refused_while_capturing(event.synchronize, "107030")
+
+
+def case_R82_repeat_interleave_without_size() -> None:
+    x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
+    refused_while_capturing(lambda: x.repeat_interleave(repeats), "107027")
+
+
+def case_repeat_interleave_with_size_is_captured() -> None:
+    x, repeats = tensor(1, 2), torch.tensor([1, 2]).npu()
+    graph, out = captured(lambda: x.repeat_interleave(repeats, output_size=3))
+    graph.replay()
+    assert out.tolist() == [1, 2, 2]
+
+
+def case_R82_nonzero() -> None:
+    x = tensor(1, 0)
+    refused_while_capturing(lambda: x.nonzero(), "107027")
+
+
+def case_R82_masked_indexing() -> None:
+    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
+    refused_while_capturing(lambda: x[mask], "107027")
+
+
+def case_R82_masked_indexing_with_bytes() -> None:
+    x, mask = tensor(1, 2), torch.tensor([1, 0], dtype=torch.uint8).npu()
+    refused_while_capturing(lambda: x[mask], "107027")
+
+
+def case_R82_masked_assignment() -> None:
+    x, mask = tensor(1, 2), torch.tensor([True, False]).npu()
+    refused_while_capturing(lambda: x.index_put_((mask,), torch.zeros((), device="npu")), "107027")
+
+
+def case_R82_unique() -> None:
+    x = tensor(1, 2)
+    refused_while_capturing(lambda: x.unique(), "107027")
+
+
+def case_R82_host_index_tensor() -> None:
+    x = tensor(1, 2)
+    refused_while_capturing(lambda: x[torch.tensor([1])], "107027")
+
+
+def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
+    x, errors = tensor(1), []
+
+    def other() -> None:
+        try:
+            torch.ones(3).npu()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def body() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        x + 1
+
+    with refused("107025"):
+        captured(body)
+    assert "107030" in errors[0]
+    assert "R82" in errors[0]
+
+
+def case_R82_memset() -> None:
+    """torch_npu's C++ zeroes some buffers so."""
+    buffer = tensor(1)
+
+    def body() -> None:
+        assert acl.aclrtMemset(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(4), 0, ctypes.c_size_t(4)) == 107030
+
+    refused_while_capturing(body, "107025", "memset")
+
+
+def copied_by_another_thread(mode: str) -> tuple[object, int]:
+    """A capture in this mode, and what a synchronous copy of another thread returned meanwhile."""
+    host, target, codes = ctypes.create_string_buffer(4), tensor(1), []
+
+    def copy() -> None:
+        operands = map(ctypes.c_void_p, (target.data_ptr(), 4, ctypes.addressof(host), 4))
+        codes.append(acl.aclrtMemcpy(*operands, 1))
+
+    x, graph = tensor(1, 2), npu.NPUGraph()
+    with npu.graph(graph, capture_error_mode=mode):
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+        out = x + 1
+    graph.replay()
+    assert out.tolist() == [2, 3]
+    return copy, codes[0]
+
+
+def case_another_threads_copy_is_let_through_unless_the_mode_is_global() -> None:
+    for mode in ("thread_local", "relaxed"):
+        assert copied_by_another_thread(mode)[1] == 0, mode
+
+
+def case_R82_the_own_threads_synchronous_copy_in_thread_local_mode() -> None:
+    copy, _ = copied_by_another_thread("relaxed")
+    with npu.graph(npu.NPUGraph(), capture_error_mode="relaxed"):
+        copy()
+    with refused("107025", "R82"), npu.graph(npu.NPUGraph(), capture_error_mode="thread_local"):
+        copy()
+
+
+# --- R83
+
+
+def case_R83_random_numbers() -> None:
+    with refused("R83"):
+        captured(lambda: torch.randn(3, device="npu"))
+
+
+def case_R83_in_place_random_numbers() -> None:
+    x = tensor(1, 2)
+    with refused("R83"):
+        captured(lambda: x.exponential_())
+
+
+def case_R83_aclop_launched_below_the_dispatcher() -> None:
+    """torch_npu's C++ fills and pads so; operands are not looked at before the refusal."""
+
+    def body() -> None:
+        stream = ctypes.c_void_p(npu.current_stream().npu_stream)
+        nothing = [None] * 3
+        assert acl.aclopCompileAndExecute(b"Fill", 0, *nothing[:2], 0, *nothing, 0, 0, None, stream) == 107030
+
+    with refused("107025", "aclop operator Fill", "R83"):
+        captured(body)
+
+
+def case_R83_operator_without_aclnn() -> None:
+    x = tensor(1, 2, 3)
+    with refused("aclop", "R83"):
+        captured(lambda: torch_npu.npu_broadcast(x, (2, 3)))
+
+
+# --- R84
+
+
+def case_R84_stream_not_joined() -> None:
+    x, side = tensor(1, 2), npu.Stream()
+
+    source = torch.ones(2).pin_memory()
+
+    def body() -> None:
+        side.wait_stream(npu.current_stream())
+        with npu.stream(side):
+            x.copy_(source, non_blocking=True)
+
+    with refused("107025", "R84"):
+        captured(body)
+
+
+def case_R84_wait_for_an_event_from_outside() -> None:
+    event, side, x = npu.Event(), npu.Stream(), tensor(1)
+    event.record(side)
+    with refused("107024", "R84"):
+        captured(lambda: (npu.current_stream().wait_event(event), x + 1))
+
+
+def case_R84_wait_for_an_event_of_another_capture() -> None:
+    first, second, event = (ctypes.c_void_p() for _ in range(3))
+    for stream in (first, second):
+        assert acl.aclrtCreateStream(ctypes.byref(stream)) == 0
+    assert acl.aclrtCreateEvent(ctypes.byref(event)) == 0
+    relaxed = 2
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == acl.aclmdlRICaptureBegin(second, relaxed) == 0
+    assert acl.aclrtRecordEvent(event, first) == 0
+    assert acl.aclrtStreamWaitEvent(second, event) == 107032
+    assert b"R84" in acl.aclGetRecentErrMsg()
+
+
+# --- R85
+
+
+def group_of(count: int) -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        stream = npu.current_stream()
+        npu.graph_task_group_begin(stream)
+        for _ in range(count):
+            torch.add(x, x, out=out)
+        npu.graph_task_group_end(stream)
+
+    captured(body)
+
+
+def case_a_group_of_one_operator_is_captured() -> None:
+    group_of(1)
+
+
+def case_a_workspace_query_is_no_operator() -> None:
+    query, cache = (torch.ones(1, n, 128, device="npu", dtype=torch.bfloat16) for n in (1, 128))
+    table, x, out = torch.zeros(1, 1, dtype=torch.int32, device="npu"), tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+            query, cache, cache, actual_seq_lengths_kv=[1], block_table=table, num_heads=2, block_size=128
+        )
+        torch.add(x, x, out=out)
+        npu.graph_task_group_end(npu.current_stream())
+
+    captured(body)
+
+
+def case_R85_empty_group() -> None:
+    with refused("107033", "R85"):
+        group_of(0)
+
+
+def case_R85_two_operators_in_a_group() -> None:
+    with refused("107033", "R85"):
+        group_of(2)
+
+
+def case_R85_nested_groups() -> None:
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        npu.graph_task_group_begin(npu.current_stream())
+
+    with refused("107033", "R85", "inside another"):
+        captured(body)
+
+
+def case_R85_group_ends_on_another_stream() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+
+    def body() -> None:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        npu.graph_task_group_begin(main)
+        torch.add(x, x, out=out)
+        npu.graph_task_group_end(side)
+
+    with refused("107033", "R85"):
+        captured(body)
+
+
+def case_R85_another_streams_operator_in_a_group() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+
+    def body() -> None:
+        main = npu.current_stream()
+        side.wait_stream(main)
+        npu.graph_task_group_begin(main)
+        with npu.stream(side):
+            torch.add(x, x, out=out)
+
+    with refused("107034", "R85"):
+        captured(body)
+
+
+def case_R85_group_of_a_copy() -> None:
+    x, source = tensor(0, 0), torch.ones(2).pin_memory()
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        x.copy_(source, non_blocking=True)
+        npu.graph_task_group_end(npu.current_stream())
+
+    with refused("107033", "R85", "something else than an operator"):
+        captured(body)
+
+
+def case_R85_group_that_is_open_at_the_end() -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+
+    def body() -> None:
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(x, x, out=out)
+
+    with refused("107033", "R85", "inside a task group"):
+        captured(body)
+
+
+def case_R85_group_outside_of_a_capture() -> None:
+    with refused("107029", "R85"):
+        npu.graph_task_group_begin(npu.Stream())
+
+
+# --- R86
+
+
+def case_R86_update_with_another_operator() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.sub(x, x, alpha=2, out=out)
+
+
+def case_R86_update_with_another_address() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    other = x.clone()
+    with refused("207019", "R86", "fill the captured tensor in place"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(other, x, alpha=2, out=out)
+
+
+def case_R86_update_without_an_operator() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        npu.graph_task_update_end(side)
+
+
+def case_R86_update_with_two_operators() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R86"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, x, alpha=2, out=out)
+        torch.add(x, x, alpha=2, out=out)
+
+
+def case_R86_update_with_a_copy() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    source = torch.ones(2).pin_memory()
+    with refused("207019", "R86", "operators only"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        out.copy_(source, non_blocking=True)
+
+
+def case_R86_updates_do_not_nest_and_end_once() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, event, handle = external_graph(x, out, after)
+    with refused("107033", "R86", "inside another"):
+        npu.graph_task_update_begin(side, handle)
+        npu.graph_task_update_begin(side, handle)
+    other = npu.Stream()
+    update(other, event, handle, x, out, 2)
+    with refused("107033", "R86", "not begun"):
+        npu.graph_task_update_end(other)
+
+
+def case_R86_a_capture_inside_an_update_and_an_update_inside_a_capture() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("107025", "R86"), npu.graph(npu.NPUGraph(), stream=side):
+        npu.graph_task_update_begin(side, handle)
+    other = npu.Stream()
+    npu.graph_task_update_begin(other, handle)
+    assert acl.aclmdlRICaptureBegin(ctypes.c_void_p(other.npu_stream), 0) == 107033
+    assert b"R86" in acl.aclGetRecentErrMsg()
+
+
+def case_R86_update_that_returns_new_memory() -> None:
+    x, side = tensor(1, 2), npu.Stream()
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        stream = npu.current_stream()
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, alpha=1)
+        handle = npu.graph_task_group_end(stream)
+    with refused("R86", ".out"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, x, alpha=2)
+
+
+def case_R86_update_on_the_captured_stream() -> None:
+    x, out = tensor(1, 2), tensor(0, 0)
+    stream, graph = npu.Stream(), npu.NPUGraph()
+    with npu.graph(graph, stream=stream):
+        npu.graph_task_group_begin(stream)
+        torch.add(x, x, out=out)
+        handle = npu.graph_task_group_end(stream)
+    with refused("R86"):
+        npu.graph_task_update_begin(stream, handle)
+
+
+def case_R86_handle_of_a_destroyed_graph() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, _, handle = external_graph(x, out, after)
+    graph.reset()
+    with refused("R86"):
+        npu.graph_task_update_begin(side, handle)
+
+
+def case_R86_event_that_is_never_recorded_deadlocks() -> None:
+    x, out, after = tensor(1, 2), tensor(0, 0), tensor(0, 0)
+    graph, _, _ = external_graph(x, out, after)
+    graph.replay()
+    with refused("107020", "deadlock", "R86"):
+        npu.synchronize()
+
+
+# --- R87
+
+
+def case_R87_freed_input() -> None:
+    holder = [tensor(1, 2)]
+    graph, _ = captured(lambda: holder[0] + 1)
+    holder.clear()
+    with refused("R87"):
+        graph.replay()
+
+
+def case_R87_rebound_input() -> None:
+    holder = {"x": tensor(1, 2)}
+    graph, _ = captured(lambda: holder["x"] + 1)
+    holder["x"] = tensor(3, 4)
+    with refused("R87"):
+        graph.replay()
+
+
+def case_a_view_keeps_the_captured_tensor() -> None:
+    x = torch.zeros(8, device="npu")
+    holder = [x[:4]]
+    graph, out = captured(lambda: holder[0] + 1)
+    holder.clear()
+    x.fill_(5)
+    graph.replay()
+    assert out.tolist() == [6] * 4
+
+
+def case_R87_an_error_behind_a_wait_is_told_by_the_next_synchronisation() -> None:
+    """The replay has returned by then, and who records the event is somebody else."""
+    holder, out, after, side = [tensor(1, 2)], tensor(0, 0), tensor(0, 0), npu.Stream()
+    graph, event, _ = external_graph(holder[0], out, after)
+    holder.clear()
+    graph.replay()
+    event.record(side)
+    with refused("507015", "R87"):
+        npu.synchronize()
+
+
+# --- R88
+
+
+def case_R88_stream_budget() -> None:
+    x, graphs = tensor(1), []
+    stream = ctypes.c_void_p()
+    for _ in range(1800):
+        assert acl.aclrtCreateStream(ctypes.byref(stream)) == 0
+    with refused("207008", "R88"):
+        for _ in range(200):
+            graphs.append(captured(lambda: x + 1)[0])
+    assert 50 < len(graphs) < 184, len(graphs)
+
+
+def case_R88_streams_come_back() -> None:
+    """From graphs that are destroyed, captures that failed, and streams. A graph takes one for each that joined it."""
+    streams, model, event = [], ctypes.c_void_p(), ctypes.c_void_p()
+    while True:
+        stream = ctypes.c_void_p()
+        code = acl.aclrtCreateStream(ctypes.byref(stream))
+        if code:
+            break
+        streams.append(stream)
+    assert code == 207008
+    assert 1984 - 48 < len(streams) <= 1984, "torch_npu may have made its own by now, of which it has few"
+    first, relaxed = streams[0], 2
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
+    assert acl.aclrtDestroyStream(streams.pop()) == 0
+    for _ in range(3):
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+        assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 0
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
+        assert acl.aclmdlRIDestroy(model) == 0
+        assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+        assert acl.aclrtSynchronizeStream(first) == 107027
+        assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 107025
+    assert acl.aclrtDestroyStream(streams.pop()) == 0
+    assert acl.aclrtCreateEvent(ctypes.byref(event)) == 0
+    second = streams[1]
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 0
+    for here, there in ((first, second), (second, first)):
+        assert acl.aclrtRecordEvent(event, here) == acl.aclrtStreamWaitEvent(there, event) == 0
+    assert acl.aclmdlRICaptureEnd(first, ctypes.byref(model)) == 0
+    assert acl.aclmdlRICaptureBegin(first, relaxed) == 207008
+
+
+# --- R89
+
+
+def case_R89_update_with_another_shape() -> None:
+    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+    _graph, _, handle = external_graph(x, out, after)
+    with refused("207019", "R89"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x[:1], x[:1], alpha=2, out=out[:1])
+
+
+def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        npu.graph_task_group_begin(npu.current_stream())
+        torch.add(x, x, alpha=1, out=out)
+        handle = npu.graph_task_group_end(npu.current_stream())
+    return graph, handle
+
+
+def case_R89_update_with_another_stride_or_type() -> None:
+    """Of the same size at the same address: the kernel would read the elements of others."""
+    x, out = torch.ones(2, 2, device="npu"), torch.zeros(2, 2, device="npu")
+    _graph, handle = updatable(x, out)
+    for other, into in ((x.t(), out), (x.view(torch.int32), out.view(torch.int32))):
+        side = npu.Stream()
+        with refused("207019", "R89"), npu.stream(side):
+            npu.graph_task_update_begin(side, handle)
+            torch.add(other, other, alpha=2, out=into)
+
+
+def case_R86_update_with_another_number_of_tensors() -> None:
+    x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
+    _graph, handle = updatable(x, out)
+    with refused("207019", "R86", "with 3 device tensors and is updated with 2"), npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        torch.add(x, torch.tensor(1.0), alpha=2, out=out)
+
+
+def case_R87_an_update_through_weak_references_keeps_watching_the_captured_tensors() -> None:
+    """vllm-ascend updates so: the references are gone before the replay, the tensors are not."""
+    holder, out, side = [tensor(1, 2)], tensor(0, 0), npu.Stream()
+    graph, handle = updatable(holder[0], out)
+    with npu.stream(side):
+        npu.graph_task_update_begin(side, handle)
+        weak = torch_npu._C._weak_ref_tensor(holder[0])
+        torch.add(weak, weak, alpha=4, out=out)
+        npu.graph_task_update_end(side)
+    del weak
+    graph.replay()
+    assert out.tolist() == [5, 10]
+    holder.clear()
+    with refused("R87"):
+        graph.replay()
+
+
+# --- R90
+
+
+def attend_under_auto_dispatch() -> None:
+    query, cache = (
+        torch.ones(1, 2, 64, device="npu", dtype=torch.bfloat16),
+        torch.ones(1, 128, 64, device="npu", dtype=torch.bfloat16),
+    )
+    table = torch.zeros(1, 1, dtype=torch.int32, device="npu")
+    with npu.graph(npu.NPUGraph(), auto_dispatch_capture=True):
+        torch_npu.npu_fused_infer_attention_score_v2(
+            query, cache, cache, actual_seq_qlen=[1], actual_seq_kvlen=[1], block_table=table, num_query_heads=2,
+            num_key_value_heads=1, block_size=128, input_layout="TND",
+        )  # fmt: skip
+
+
+def case_R90_attention_v2_under_auto_dispatch() -> None:
+    with refused("R90"):
+        attend_under_auto_dispatch()
+
+
+def case_auto_dispatch_knows_version_2_from_8_5() -> None:
+    from ascend_emulator import context
+
+    context.set_default(dataclasses.replace(context.current(), cann="8.5"))
+    attend_under_auto_dispatch()
+
+
+# --- R91
+
+
+def forked(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """One operator on a second stream, in new memory and in `into`, joined before the last one."""
+    main, side = npu.current_stream(), npu.Stream()
+    side.wait_stream(main)
+    with npu.stream(side):
+        y = x * 2
+        torch.add(x, x, out=into)
+    main.wait_stream(side)
+    return y + 1
+
+
+def case_R91_an_operator_on_a_second_stream() -> None:
+    x, into = tensor(1, 2), tensor(0, 0)
+    assert forked(x, into).tolist() == [3, 5], "outside of a capture streams may fork"
+    with refused("R91", "a second one"):
+        captured(lambda: forked(x, into))
+
+
+def case_R91_numbers_of_a_second_stream_are_wrong_outside_of_strict_mode() -> None:
+    from ascend_emulator import context
+
+    context.set_default(dataclasses.replace(context.current(), strict=False))
+    x, into = tensor(1, 2), tensor(0, 0)
+    graph, out = captured(lambda: forked(x, into))
+    graph.replay()
+    assert out.isnan().all()
+    assert into.isnan().all()
+    assert [finding.rule for finding in context.current().findings] == [91, 91]
+    graph, out = captured(lambda: x * 2 + 1)
+    graph.replay()
+    assert out.tolist() == [3, 5], "the next capture begins anew"

@@ -1,0 +1,114 @@
+"""Self-tests that need a device with graphs and formats: right as it is, and each mistake is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch_npu
+from ascend_emulator import context
+
+from npu_gptoss.graphs.recorder import Recorded
+from npu_gptoss.selftest import dense, experts, formats, graph
+
+NPU, BF16 = torch.device("npu"), torch.bfloat16
+SIZES = experts.Sizes(hidden=96, inner=64, experts=8, held=(0, 8))
+PART = replace(SIZES, held=(2, 4))
+SHAPES = dense.shapes(96, 8, 2, 64, 8)
+
+
+def wrong(found) -> list[str]:
+    return [f"{outcome.what}: {outcome.problem}" for outcome in found if outcome.problem]
+
+
+def with_defect(name: str) -> None:
+    context.set_default(replace(context.current(), defects=frozenset({name})))
+
+
+def part() -> list[str]:
+    return wrong(experts.outcomes([case for case in experts.CASES if case.of_part], PART, NPU, BF16, 1))
+
+
+def products() -> list[str]:
+    return wrong(dense.projections(dense.CASES, SHAPES, NPU, BF16, 2))
+
+
+def case_a_right_card_passes_all() -> None:
+    whole = experts.outcomes([case for case in experts.CASES if not case.of_part], SIZES, NPU, BF16, 2)
+    assert wrong(whole) == []
+    assert part() == []
+    assert wrong(experts.gates(experts.GATES, NPU, BF16)) == []
+    assert wrong(experts.group_lists(SIZES, NPU, BF16)) == []
+    assert products() == []
+    assert wrong(dense.norms(dense.NORM_ROWS[False], 96, NPU, BF16, 2)) == []
+    assert wrong(formats.experts(SIZES, NPU, BF16)) == []
+    assert wrong(formats.linear(SIZES, NPU, BF16)) == []
+    assert wrong(graph.outcomes(SIZES, NPU, BF16)) == []
+
+
+def case_counts_of_the_call_before_are_seen() -> None:
+    with_defect("stale-counts")
+    assert any("a part of the experts" in what for what in part())
+
+
+def case_few_rows_that_lose_columns_are_seen() -> None:
+    with_defect("few-rows")
+    assert {what.partition(",")[0].rpartition("[")[2] for what in products()} == {"1", "16", "63"}
+
+
+def case_merged_rows_of_a_norm_are_seen() -> None:
+    with_defect("narrow-norm")
+    assert [what.partition(":")[0] for what in wrong(dense.norms(*dense.NARROW, NPU, BF16, 1))] == [
+        "add_rms_norm [300, 1024]"
+    ]
+
+
+def replayed(change) -> list[str]:
+    """What the graph's test says if `change` (number of the replay, result) stands between replay and caller."""
+    right, number = Recorded.replay, iter(range(1000))
+    with mock.patch.object(Recorded, "replay", lambda self: change(next(number), self, right)):
+        return wrong(graph.outcomes(SIZES, NPU, BF16))
+
+
+def case_a_replay_that_is_lost_is_seen() -> None:
+    assert "from the definition" in str(replayed(lambda i, self, right: right(self) if i != 20 else self.result))
+
+
+def case_the_last_replay_gives_the_first_one_s_bits() -> None:
+    found = replayed(lambda i, self, right: right(self) * (1.005 if i == graph.REPLAYS - 1 else 1))
+    assert "other bits" in str(found)
+
+
+def case_a_weight_that_stays_in_nd_is_seen() -> None:
+    with mock.patch.object(torch_npu, "npu_format_cast", lambda weight, _: weight.clone()):
+        assert "has format 2" in str(wrong(formats.linear(SIZES, NPU, BF16)))
+        assert "keeps experts' weights" in str(wrong(formats.experts(SIZES, NPU, BF16)))
+
+
+def case_a_grouped_matmul_that_is_wrong_in_fractal_nz_is_seen() -> None:
+    right = torch_npu.npu_grouped_matmul
+
+    def grouped_matmul(**call):
+        out = right(**call)
+        if torch_npu.get_npu_format(call["weight"][0]) == formats.FRACTAL_NZ:
+            out[0][:, :16] = 0
+        return out
+
+    with mock.patch.object(torch_npu, "npu_grouped_matmul", grouped_matmul):
+        assert wrong(experts.outcomes([experts.CASES[0]], replace(SIZES, hidden=100), NPU, BF16, 1)) == [], "ND"
+        found = [*formats.experts(SIZES, NPU, BF16)]
+        assert found
+        assert len(wrong(found)) == len(found)
+
+
+def case_a_product_by_the_kernel_of_the_other_format_is_seen() -> None:
+    right, formats_seen = torch.nn.functional.linear, []
+
+    def linear(x, weight, *rest):
+        if x.is_npu:
+            formats_seen.append(torch_npu.get_npu_format(weight))
+        return right(x, weight, *rest) * (2 if x.is_npu and formats_seen[0] != formats_seen[-1] else 1)
+
+    with mock.patch.object(torch.nn.functional, "linear", linear):
+        assert len(wrong(formats.linear(SIZES, NPU, BF16))) == 2

@@ -1,0 +1,60 @@
+"""The table of rules is whole, and each rule of an operator has a test that triggers it."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ascend_emulator.context import CANN_VERSIONS, use
+from ascend_emulator.rules import RULES, Call, ContractError, Kind, Layer
+
+OPERATOR_RULES = range(1, 81)
+UNDEFINED = {24, 33, 38, 46, 91}
+COSTLY = {35}
+ONLY_8_3 = {7, 18, 25, 27, 34, 37, 59, 66, 72, 90}
+
+
+@cache
+def functions_by_rule() -> dict[int, list[ast.FunctionDef]]:
+    found: dict[int, list[ast.FunctionDef]] = {}
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_R"):
+                found.setdefault(int(node.name[6:8]), []).append(node)
+    return found
+
+
+def triggered(function: ast.FunctionDef) -> set[int]:
+    """The rule numbers that a test expects through rejects(n) or notes(n)."""
+    return {
+        node.args[0].value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("rejects", "notes")
+    }
+
+
+def test_ninety_one_rules_with_a_sentence_each():
+    assert sorted(RULES) == list(range(1, 92))
+    for rule in RULES.values():
+        assert rule.text.endswith(".")
+        assert set(rule.versions) <= set(CANN_VERSIONS)
+    assert {n for n, r in RULES.items() if r.kind is Kind.UNDEFINED} == UNDEFINED
+    assert {n for n, r in RULES.items() if r.kind is Kind.COSTLY} == COSTLY
+    assert {n for n, r in RULES.items() if "8.5" not in r.versions} == ONLY_8_3
+
+
+@pytest.mark.parametrize("number", OPERATOR_RULES)
+def test_each_operator_rule_is_triggered_by_its_own_test(number):
+    functions = functions_by_rule().get(number, [])
+    assert functions, f"no test_R{number:02d}_*"
+    for function in functions:
+        assert triggered(function) == {number}, f"{function.name} expects {sorted(triggered(function))}"
+
+
+def test_a_rule_of_one_version_does_not_hold_on_another():
+    with use(cann="8.5"):
+        Call.of("op").reject(25, "nothing")
+    with pytest.raises(ContractError, match=r"call aclnnOp failed, error code is 561002.*\n.*one two \[R25\]"):
+        Call.of("op", "aclnnOp").reject(25, "one two", Layer.TILING)

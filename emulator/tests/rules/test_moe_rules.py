@@ -1,0 +1,313 @@
+"""R57 to R63 and R65: routing, dispatch and combine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ascend_emulator.context import use
+from ascend_emulator.ops import OPS
+from ascend_emulator.rules import ContractError, NotEmulatedError
+
+from emulator.tests.contracts import leaves_undefined, notes, rejects
+
+softmax = OPS["npu::npu_moe_gating_top_k_softmax"]
+gating = OPS["npu::npu_moe_gating_top_k"]
+init = OPS["npu::npu_moe_init_routing"]
+init_v2 = OPS["npu::npu_moe_init_routing_v2"]
+permute = OPS["npu::npu_moe_token_permute"]
+unpermute = OPS["npu::npu_moe_token_unpermute"]
+finalize = OPS["npu::npu_moe_finalize_routing"]
+expert_tokens = OPS["npu::npu_moe_compute_expert_tokens"]
+
+LOGITS = torch.randn(5, 8)
+IDS = torch.tensor([[0, 2], [1, 2], [3, 0]], dtype=torch.int32)
+ROWS = torch.randn(3, 32).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("x", "k"),
+    [(LOGITS, 9), (LOGITS[0], 2), (LOGITS.long(), 2), (torch.zeros(1, 1100), 1025)],
+    ids=["k > E", "one dimension", "integers", "k > 1024"],
+)
+def test_R57_gating_top_k_softmax(x, k):
+    with rejects(57):
+        softmax(x, k=k)
+    softmax(LOGITS[None], k=8)
+    softmax(torch.zeros(1, 1100), k=1024)
+    assert softmax(LOGITS, k=0)[0].shape == (5, 0)
+
+
+@pytest.mark.parametrize("finished", [torch.zeros(5), torch.zeros(4, dtype=torch.bool)], ids=["float", "rows"])
+def test_finished_is_a_boolean_a_row(finished):
+    softmax(LOGITS, torch.zeros(5, dtype=torch.bool), k=2)
+    with pytest.raises(ContractError, match=r"finished should be bool \[5\]"):
+        softmax(LOGITS, finished, k=2)
+
+
+@pytest.mark.parametrize(("rule", "op"), [(57, softmax), (58, lambda x, k: gating(x, k, norm_type=1))])
+def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
+    x = LOGITS.clone()
+    x[1, 3] = float("nan")
+    with rejects(rule, "1 of", "NaN"):
+        op(x, k=2)
+    with use(strict=False), leaves_undefined(rule):
+        _, ids, _ = op(x, k=2)
+    assert (ids[1] < 0).all()
+    assert (torch.cat([ids[:1], ids[2:]]) >= 0).all()
+    with use(execute=False):
+        op(x, k=2)
+
+
+@pytest.mark.parametrize(
+    ("x", "extra"),
+    [
+        (LOGITS[None], {}),
+        (torch.zeros(1, 2049), {}),
+        (LOGITS, {"bias": torch.zeros(7)}),
+        (LOGITS, {"renorm": 1}),
+        (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
+        (LOGITS, {"group_count": 3}),
+        (LOGITS, {"group_count": 0}),
+        (LOGITS, {"group_count": 2, "k_group": 3}),
+        (LOGITS, {"k_group": 0}),
+        (LOGITS, {"k": 9}),
+        (LOGITS, {"k": 5, "group_count": 2}),
+        (LOGITS, {"k": 0}),
+        (LOGITS, {"norm_type": 2}),
+        (LOGITS, {"group_select_mode": 2}),
+        (LOGITS.long(), {}),
+    ],
+    ids=[
+        "rank",
+        "experts",
+        "bias",
+        "renorm",
+        "bias dtype",
+        "groups",
+        "no group",
+        "more groups than there are",
+        "none of the groups",
+        "k",
+        "k of one group of two",
+        "k = 0",
+        "norm",
+        "selection",
+        "integers",
+    ],
+)
+def test_R58_gating_top_k(x, extra):
+    with rejects(58):
+        gating(x, **{"k": 2, **extra})
+    gating(LOGITS, 8, bias=torch.zeros(8))
+    gating(torch.zeros(1, 2048), 2)
+
+
+def routing_v2(**changes: object) -> dict:
+    return {
+        "x": ROWS, "expert_idx": IDS, "active_num": 6, "expert_num": 4, "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True, "quant_mode": -1, "active_expert_range": [0, 4], **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"active_expert_range": []},
+        {"active_expert_range": [2, 2]},
+        {"active_expert_range": [0, 5]},
+        {"expert_num": 0},
+        {"expert_num": 10241},
+        {"drop_pad_mode": 1},
+        {"expert_tokens_num_flag": False},
+        {"expert_tokens_num_type": 0},
+        {"quant_mode": 0},
+        {"active_num": 3},
+        {"expert_idx": IDS.long()},
+        {"expert_idx": IDS.flatten()},
+        {"expert_idx": IDS[..., None]},
+        {"x": ROWS[:2]},
+        {"x": ROWS[..., None]},
+        {"x": ROWS.double()},
+        {"x": ROWS.to(torch.int8), "quant_mode": 1},
+        {"row_idx_type": 2},
+        {"expert_num": 5121, "expert_tokens_num_type": 2},
+    ],
+    ids=lambda c: "-".join(f"{k}={'tensor' if isinstance(v, torch.Tensor) else v}" for k, v in c.items()),
+)
+def test_R59_init_routing_v2(changes):
+    with rejects(59):
+        init_v2(**routing_v2(**changes))
+    init_v2(**routing_v2(active_num=-1))
+
+
+def test_limits_of_init_routing_v2_are_legal():
+    init_v2(**routing_v2(expert_num=10240))
+    init_v2(**routing_v2(expert_num=5120, expert_tokens_num_type=2))
+    rows, *_ = init_v2(**routing_v2(x=ROWS.to(torch.int8)))
+    assert rows.dtype == torch.int8, "quantised already"
+
+
+def test_R60_init_routing():
+    row_idx = torch.arange(6, dtype=torch.int32).view(2, 3).T.contiguous()
+    init(ROWS, row_idx, IDS, 3)
+    flat = row_idx.flatten(), IDS.flatten()
+    for rows, ids in (
+        (row_idx.long(), IDS),
+        (row_idx, IDS.long()),
+        (row_idx[:, :1], IDS),
+        (row_idx[:2], IDS[:2]),
+        (flat[0][:3], flat[1][:3]),
+    ):
+        with rejects(60):
+            init(ROWS, rows, ids, 3)
+    for x, active in ((ROWS[..., None], 3), (ROWS.double(), 3), (ROWS, -1)):
+        with pytest.raises(ContractError):
+            init(x, row_idx, IDS, active)
+    assert init(ROWS, row_idx, IDS, 0)[0].shape == (0, 32)
+
+
+def test_R61_permute_and_unpermute():
+    permute(ROWS, IDS)
+    for extra in ({"padded_mode": True}, {"indices": torch.zeros(3, 513, dtype=torch.int32)}, {"indices": IDS[:2]}):
+        with rejects(61):
+            permute(ROWS, **{"indices": IDS, **extra})
+    for indices in (IDS.float(), IDS[..., None]):
+        with rejects(61):
+            permute(ROWS, indices)
+    for tokens in (ROWS[:, 0], ROWS.double()):
+        with pytest.raises(ContractError, match="float with two dimensions or more"):
+            permute(tokens, IDS)
+    permute(ROWS, torch.zeros(3, 512, dtype=torch.int32))
+    rows, places, probs = torch.randn(6, 32), torch.arange(6, dtype=torch.int32), torch.rand(3, 2)
+    unpermute(rows, places, probs)
+    for extra in (
+        {"padded_mode": True},
+        {"probs": torch.rand(3, 3)},
+        {"probs": torch.rand(6)},
+        {"sorted_indices": places.long()},
+        {"sorted_indices": places[None]},
+        {"probs": probs.double()},
+        {"sorted_indices": torch.zeros(513, dtype=torch.int32), "probs": torch.rand(1, 513)},
+    ):
+        with rejects(61):
+            unpermute(rows, **{"sorted_indices": places, "probs": probs, **extra})
+    for wrong in (rows[..., None], rows.double()):
+        with rejects(61, "permuted_tokens"):
+            unpermute(wrong, places, probs)
+    unpermute(rows, torch.zeros(512, dtype=torch.int32), torch.rand(1, 512))
+
+
+@pytest.mark.parametrize("wild", [-1, (1 << 24) - 1])
+def test_R61_indices_have_24_bits(wild):
+    """Others are sorted wrongly, and nothing says so."""
+    permute(ROWS, torch.tensor([0, 1, (1 << 24) - 2]))
+    broken = torch.tensor([0, wild, 2])
+    with rejects(61, str(wild)):
+        permute(ROWS, broken)
+    with use(strict=False), leaves_undefined(61):
+        permuted, _ = permute(ROWS, broken)
+    assert permuted.isnan().all()
+
+
+@pytest.mark.parametrize("wild", [-1, 6])
+def test_R61_places_lie_inside_the_rows(wild):
+    rows, places, probs = torch.randn(6, 4), torch.arange(6, dtype=torch.int32), torch.rand(3, 2)
+    places[3] = wild
+    with rejects(61, str(wild)):
+        unpermute(rows, places, probs)
+    with use(strict=False), leaves_undefined(61):
+        out = unpermute(rows, places, probs)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_R62_finalize_routing():
+    rows, places = torch.randn(6, 32).bfloat16(), torch.arange(6, dtype=torch.int32)
+    bias, skip, scales = torch.randn(4, 32).bfloat16(), torch.randn(3, 32).bfloat16(), torch.rand(3, 2).bfloat16()
+    legal = {
+        "expanded_permuted_rows": rows, "skip1": skip, "skip2": skip, "bias": bias, "scales": scales,
+        "expanded_src_to_dst_row": places, "export_for_source_row": IDS, "drop_pad_mode": 0,
+    }  # fmt: skip
+    finalize(**legal)
+    for changes in (
+        {"bias": bias.float()},
+        {"scales": scales.float()},
+        {"skip1": None},
+        {"export_for_source_row": None},
+        {"bias": bias[:, :16]},
+        {"drop_pad_mode": 4},
+        {"expanded_permuted_rows": rows.double()},
+        {"expanded_permuted_rows": rows[None]},
+        {"drop_pad_mode": 1},
+        {"drop_pad_mode": 4, "expanded_permuted_rows": rows[None]},
+        {"expanded_src_to_dst_row": places.long()},
+        {"expanded_src_to_dst_row": places[None]},
+        {"export_for_source_row": IDS.long()},
+        {"export_for_source_row": IDS.flatten()},
+    ):
+        with rejects(62):
+            finalize(**{**legal, **changes})
+    for absent in ({"skip2": None}, {"skip1": None, "skip2": None}, {"bias": None, "export_for_source_row": None}):
+        finalize(**{**legal, **absent})
+    with rejects(62, "float64"):
+        finalize(rows.double(), None, None, None, None, places, None)
+    with rejects(62, "places"):
+        finalize(**{**legal, "expanded_src_to_dst_row": places + 1})
+
+
+@pytest.mark.parametrize("ids", [IDS, torch.zeros(3, dtype=torch.int64)], ids=["two dimensions", "int64"])
+def test_R63_compute_expert_tokens(ids):
+    with rejects(63):
+        expert_tokens(ids, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"ep_world_size": 12}, "multiple of 8"),
+        ({"ep_world_size": 264}, "up to 256"),
+        ({"rows": 257}, "256"),
+        ({"hidden": 7200}, "7168"),
+        ({"hidden": 2890}, "32"),
+        ({"choices": 17}, "16"),
+        ({"moe_expert_num": 400}, "24"),
+        ({"shared_expert_rank_num": 1}, "shared"),
+        ({"expert_shard_type": 1}, "shared"),
+        ({"group_tp": "tp"}, "tensor-parallel"),
+        ({"tp_world_size": 2}, "tensor-parallel"),
+        ({"scales": torch.bfloat16}, "float32"),
+        ({"comm_alg": "hierarchy", "ep_world_size": 20}, "multiple of 8"),
+    ],
+    ids=lambda c: next(iter(c)) if isinstance(c, dict) else None,
+)
+def test_R65_dispatch_and_combine_across_ranks(changes, word):
+    def call(name: str, rows=4, hidden=2880, choices=4, scales=torch.float32, **extra):
+        ids = torch.zeros(rows, choices, dtype=torch.int32)
+        group = {"group_ep": "ep", "ep_world_size": 16, "ep_rank_id": 0, "moe_expert_num": 128, **extra}
+        x, weights = torch.zeros(rows, hidden).bfloat16(), torch.zeros(rows, choices, dtype=scales)
+        if "dispatch" in name:
+            return OPS[name](x, ids, expert_scales=weights, **group)
+        counts = torch.zeros(16, dtype=torch.int32)
+        return OPS[name](x, ids, counts, counts, weights, **group)
+
+    for kind in ("dispatch_v2", "combine_v2", *(() if "comm_alg" in changes else ("dispatch", "combine"))):
+        with rejects(65, word):
+            call(f"npu::npu_moe_distribute_{kind}", **changes)
+        for legal in ({}, {"rows": 256, "hidden": 7168, "choices": 16, "moe_expert_num": 384}):
+            with pytest.raises(NotEmulatedError):
+                call(f"npu::npu_moe_distribute_{kind}", **legal)
+    for kind in ("dispatch_v2", "combine_v2"):
+        with pytest.raises(NotEmulatedError):  # no limit of experts on a rank
+            call(f"npu::npu_moe_distribute_{kind}", moe_expert_num=512, comm_alg="hierarchy", hidden=10240)
+    x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
+    with pytest.raises(NotEmulatedError):  # dispatch may go without scales
+        OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", 16, 0, 128)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "documented"), [(8, {}, "16 to 256"), (24, {"comm_alg": "hierarchy"}, "16, 32 or 64")]
+)
+def test_R65_ranks_beside_the_document_are_taken_by_the_tiling(ranks, more, documented):
+    x, ids = torch.zeros(4, 2880).bfloat16(), torch.zeros(4, 4, dtype=torch.int32)
+    with notes(65, documented, f"the tiling takes {ranks}"), pytest.raises(NotEmulatedError):
+        OPS["npu::npu_moe_distribute_dispatch_v2"](x, ids, "ep", ranks, 0, 128, **more)

@@ -1,0 +1,63 @@
+"""Memory, copies and operators of the emulated device (on_device/device_cases.py)."""
+
+from __future__ import annotations
+
+import pytest
+from ascend_emulator.launch import Machine
+
+from emulator.tests import machine
+
+FILE = "device_cases.py"
+pytestmark = pytest.mark.emulated
+
+
+@pytest.mark.parametrize("case", machine.cases_of(FILE))
+def test_device(case: str) -> None:
+    machine.check(FILE, case)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variables", "found"),
+    [
+        (Machine("8.3.rc2"), {}, "8.3.RC2 8.3.rc2 True False False"),
+        (
+            Machine("8.5", strict=False, diagnostic_fp32=True),
+            {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"},
+            "8.5.0 8.5 False True True",
+        ),
+    ],
+    ids=["8.3.rc2", "8.5, lenient, float32"],
+)
+def test_the_machine_reaches_torch_npu_and_the_contracts(wanted: Machine, variables: dict, found: str) -> None:
+    code = (
+        "import torch_npu; from torch_npu.npu.utils import get_cann_version\n"
+        "from ascend_emulator.context import current; it = current()\n"
+        "print(get_cann_version(), it.cann, it.strict, it.diagnostic_fp32, it.tnd_max_workspace)"
+    )
+    assert machine.emulate("-c", code, machine=wanted, **variables).stdout.strip() == found
+
+
+def test_a_card_larger_than_this_machine_reports_its_size_and_allocates_what_is_here() -> None:
+    """Poison makes each byte real: without a refusal in words the kernel of the host would end the process."""
+    code = (
+        "import torch; print(torch.ones(2).npu().tolist(), torch.npu.mem_get_info()[1] >> 40)\n"
+        "from ascend_emulator.binding import library\n"
+        "try: torch.empty(3 << 40, dtype=torch.uint8, device='npu')\n"
+        "except RuntimeError as error: print(type(error).__name__, library.aclGetRecentErrMsg().decode())"
+    )
+    run = machine.emulate("-c", code, machine=Machine(memory=4 << 10))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("[1.0, 1.0] 4\nRuntimeError ")
+    assert "take less than the card has (`--num-gpu-blocks-override` for a KV cache)" in run.stdout
+
+
+def test_number_of_devices() -> None:
+    code = (
+        "import torch; x = torch.ones(2, device='npu:2'); print(torch.npu.device_count(), (x + 1).device)\n"
+        "try: x + torch.ones(2, device='npu:1')\n"
+        "except RuntimeError as error: print(str(error).splitlines()[0])"
+    )
+    run = machine.emulate("-c", code, machine=Machine(devices=4), ASCEND_RT_VISIBLE_DEVICES="0,1,2")
+    devices, *refusal = run.stdout.splitlines()
+    assert devices == "3 npu:2", run.stderr
+    assert "at least two devices, npu:2 and npu:1!" in refusal[0], "tensors of two devices"

@@ -1,0 +1,199 @@
+"""Finding the emulated environment, the variables of its processes, and `npu-gptoss emulate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ascend_emulator import command, launch
+from ascend_emulator.launch import EmulationError, Machine
+
+from emulator.tests import machine
+from npu_gptoss.errors import InputError
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    library = tmp_path / "venv" / launch.FOLDER / "lib"
+    library.mkdir(parents=True)
+    (library / "manifest.json").write_text("{}")
+    return tmp_path / "venv"
+
+
+def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
+    assert launch.find_venv({launch.VENV_VARIABLE: str(venv)}) == venv.resolve()
+    with pytest.raises(EmulationError, match="make setup-emulated"):
+        launch.find_venv({launch.VENV_VARIABLE: str(venv / "elsewhere")})
+
+
+def test_variables_reach_the_machine(venv: Path) -> None:
+    wanted = Machine("8.3.rc2", 2, 0.5, False, True, Path("t.jsonl"), ("merged-heads",))
+    found = launch.environment(
+        wanted, venv, {"PATH": "/bin", "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": "/x", "KEEP": "1"}
+    )
+    assert found["LD_LIBRARY_PATH"] == str(venv / launch.FOLDER / "lib")
+    assert found["PATH"].startswith(str(venv / "bin"))
+    assert found["TASK_QUEUE_ENABLE"] == "0"
+    assert found["NPU_GPTOSS_EMULATED_TASK_QUEUE"] == "2"
+    assert found["NPU_GPTOSS_EMULATED_MEMORY"] == str(512 << 20)
+    assert found["NPU_GPTOSS_EMULATED_STRICT"] == "0"
+    assert found["NPU_GPTOSS_EMULATED_TRACE"] == str(Path.cwd() / "t.jsonl")
+    assert found["NPU_GPTOSS_PLATFORM"] == "ascend"
+    assert found["CUDA_VISIBLE_DEVICES"] == "", "an NVIDIA GPU of the machine would be looked for, and the engine end"
+    assert found["KEEP"] == "1"
+    assert "PYTHONPATH" not in found, "packages of another environment would leak in"
+    assert (found["NPU_GPTOSS_EMULATED"], found["NPU_GPTOSS_EMULATED_CANN"]) == ("1", "8.3.rc2")
+    assert found["NPU_GPTOSS_EMULATED_DEFECTS"] == "merged-heads"
+    assert (found["NPU_GPTOSS_EMULATED_DEVICES"], found["NPU_GPTOSS_EMULATED_FP32"]) == ("2", "1")
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert found["ASCEND_HOME_PATH"] == str(launch.toolkit(venv, "8.3.rc2"))
+
+
+def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path) -> None:
+    base = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "LD_LIBRARY_PATH": "/mine", "NPU_GPTOSS_PLATFORM": "cpu"}
+    found = launch.environment(Machine(), venv, base)
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert found["LD_LIBRARY_PATH"] == f"{venv / launch.FOLDER / 'lib'}{os.pathsep}/mine"
+    assert found["NPU_GPTOSS_PLATFORM"] == "ascend", "no wish: elsewhere the emulated operators are not called"
+    switches = {name: found[f"NPU_GPTOSS_EMULATED_{name}"] for name in ("STRICT", "FP32", "TRACE", "TASK_QUEUE")}
+    assert switches == {"STRICT": "1", "FP32": "0", "TRACE": "", "TASK_QUEUE": ""}
+
+
+def test_toolkit_folder_names_the_version(venv: Path) -> None:
+    root = launch.toolkit(venv, "8.3.rc2")
+    (info,) = root.glob("*-linux/ascend_toolkit_install.info")
+    assert "version=8.3.RC2" in info.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cann": "9.0"}, "8.3.rc1, 8.3.rc2, 8.5"),
+        ({"devices": 0}, "1 to 16"),
+        ({"memory": -1.0}, "more than 0"),
+        ({"defects": ("merged-head",)}, "merged-heads"),
+    ],
+)
+def test_machines_that_cannot_be_emulated_are_refused(changes: dict, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Machine(**changes)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_options_after_the_dashes_belong_to_the_command() -> None:
+    args = parse("--devices", "2", "--", "vllm", "serve", "--devices", "3")
+    assert args.devices == 2
+    assert args.command[-4:] == ["vllm", "serve", "--devices", "3"]
+
+
+def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(Exception):
+        pass
+
+    def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
+        raise Replaced(words[1:], {name[20:]: value for name, value in variables.items() if name.startswith(PREFIX)})
+
+    PREFIX = "NPU_GPTOSS_EMULATED_"
+    monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
+    monkeypatch.setattr(command.os, "execve", execve)
+    trace = tmp_path / "folder" / "trace.jsonl"
+    words = ["--cann", "8.5", "--devices", "3", "--memory", "0.5", "--trace", str(trace), "--lenient", "--fp32"]
+    words += ["--defect", "merged-heads", "--defect", "window-race"]
+    with pytest.raises(Replaced) as replaced:
+        command.run(parse(*words, "--", "sh", "-c", "true"))
+    said, machine_ = replaced.value.args
+    assert said == ["-c", "true"]
+    expected = {"CANN": "8.5", "DEVICES": "3", "MEMORY": str(512 << 20), "STRICT": "0", "FP32": "1"}
+    assert machine_.items() >= {**expected, "TRACE": str(trace), "DEFECTS": "merged-heads,window-race"}.items()
+    assert trace.read_text() == ""
+    with pytest.raises(Replaced) as replaced:
+        command.run(parse("--card", "910B3", "--", "sh"))
+    assert replaced.value.args[1]["MEMORY"] == "65452113920"  # what servers on real cards log, to the byte
+    with pytest.raises(SystemExit):
+        parse("--card", "910B3", "--memory", "8", "--", "sh")
+    with pytest.raises(Replaced) as replaced:
+        command.run(parse("sh"))
+    default = {"CANN": "8.3.rc1", "DEVICES": "1", "MEMORY": str(4 << 30), "STRICT": "1", "FP32": "0", "TRACE": ""}
+    assert replaced.value.args[1].items() >= default.items()
+
+
+def test_nothing_to_run_and_unknown_programs_are_refused(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
+    with pytest.raises(EmulationError, match="nothing to run"):
+        command.run(parse())
+    with pytest.raises(EmulationError, match="no-such-program"):
+        command.run(parse("--", "no-such-program"))
+
+
+@pytest.mark.emulated
+def test_trace_lists_operators_copies_and_syncs(tmp_path: Path) -> None:
+    code = (
+        "import torch; x = torch.ones(4).npu(); y = x * 2 + 1; g = torch.npu.NPUGraph()\n"
+        "with torch.npu.graph(g): z = y @ y\n"
+        "g.replay(); z.item()"
+    )
+    trace = tmp_path / "trace.jsonl"
+    run = machine.emulate("-c", code, machine=Machine(trace=trace))
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    # torch_npu itself fills the seeds of a graph, at capture and replay
+    ours = [line for line in lines if line["event"] == "op" and not line["name"].startswith("aten::fill_")]
+    assert [(line["name"], line["phase"]) for line in ours] == [
+        ("aten::mul.Tensor", "eager"),
+        ("aten::add.Tensor", "eager"),
+        ("aten::matmul", "capture"),
+        ("aten::matmul", "replay"),
+    ]
+    assert (ours[0]["read"], ours[0]["written"]) == (16, 16)
+    assert [(line["kind"], line["bytes"]) for line in lines if line["event"] == "copy"] == [("h2d", 16), ("d2h", 4)]
+    assert [line["what"] for line in lines if line["event"] == "graph"] == ["begin", "end", "replay"]
+    assert any(line["event"] == "sync" for line in lines)
+
+
+@pytest.mark.emulated
+def test_a_scatter_moves_its_rows_and_not_its_target(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "x, rows, at = torch.zeros(1000, 64).npu(), torch.ones(2, 64).npu(), torch.tensor([3, 5]).npu()\n"
+        "x[at] = rows\n"
+        "x.index_put_((at,), rows, accumulate=True)\n"
+        "x[:, at] = torch.ones((), device='npu')\n"
+        "x[x[:, 0] > 1] = rows[0]\n"
+        "x.scatter_(0, at[:, None], rows)\n"
+        "x.index_copy_(0, at, rows)"
+    )
+    trace = tmp_path / "trace.jsonl"
+    run = machine.emulate("-c", code, machine=Machine(trace=trace))
+    assert run.returncode == 0, run.stderr
+    events = map(json.loads, trace.read_text().splitlines())
+    scatters = ("aten::index_put_", "aten::_index_put_impl_", "aten::scatter_", "aten::index_copy_")
+    found = [
+        (e["read"], e["written"]) for e in events if e["event"] == "op" and e["name"].partition(".")[0] in scatters
+    ]
+    row, slots = 64 * 4, 2 * 8
+    assert found == [
+        (2 * row + slots, 2 * row),
+        (4 * row + slots, 2 * row),  # accumulating reads what is there
+        (4 + slots, 2000 * 4),
+        (row + 1000, 2 * row),  # a mask that chooses two rows
+        (2 * row + slots, 2 * 4),
+        (2 * row + slots, 2 * row),
+    ]
+
+
+@pytest.mark.emulated
+def test_children_run_on_the_machine_too() -> None:
+    code = (
+        "import subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', 'import torch; print(torch.ones(1).npu().device)'])"
+    )
+    assert machine.emulate("-c", code).stdout.strip() == "npu:0"
+    assert "NPU_GPTOSS_EMULATED" not in os.environ
