@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator import command, launch
+from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import EmulationError, Machine
 
 from emulator.tests import machine
-from npu_gptoss.errors import InputError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_toolkit_folder_names_the_version(venv: Path) -> None:
     ],
 )
 def test_machines_that_cannot_be_emulated_are_refused(changes: dict, text: str) -> None:
-    with pytest.raises(InputError, match=text):
+    with pytest.raises(EmulatorError, match=text):
         Machine(**changes)
 
 
