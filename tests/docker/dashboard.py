@@ -12,7 +12,7 @@ from typing import Any
 import promql_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "docker/grafana/dashboards/gpt-oss.json"
+DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/gpt-oss.json").read_text())
 # what Grafana puts in the place of its variables: everything is chosen
 VARIABLES = {"__rate_interval": "1m", "model": ".*", "engine": ".*", "datasource": "prometheus"}
 
@@ -20,8 +20,12 @@ VARIABLES = {"__rate_interval": "1m", "model": ".*", "engine": ".*", "datasource
 @dataclass(frozen=True)
 class Query:
     panel: str
-    expression: str
+    raw: str
     legend: str
+
+    @property
+    def expression(self) -> str:
+        return re.sub(r"\$\{?(\w+)\}?", lambda found: VARIABLES[found[1]], self.raw)
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,12 @@ class Series:
     labels: frozenset[str]
 
 
-def load() -> dict[str, Any]:
-    return json.loads(DASHBOARD.read_text())
-
-
 def queries() -> list[Query]:
     return [
-        Query(panel["title"], expand(target["expr"]), target["legendFormat"])
-        for panel in load()["panels"]
+        Query(panel["title"], target["expr"], target["legendFormat"])
+        for panel in DASHBOARD["panels"]
         for target in panel.get("targets", ())
     ]
-
-
-def expand(text: str) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda found: VARIABLES[found[1]], text)
 
 
 def children(node: Any) -> Iterator[Any]:

@@ -10,21 +10,17 @@ import yaml
 
 pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
 
-from tests.docker.dashboard import ROOT, VARIABLES, Query, kept_labels, load, missing, queries, series
+from tests.docker.dashboard import DASHBOARD, ROOT, VARIABLES, Query, kept_labels, missing, queries, series
 
-SOURCES = ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml"
+(SOURCE,) = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())[
+    "datasources"
+]
 EXPOSED = {"a_total": {"engine", "mode"}, "b_bucket": {"engine", "le"}}
 
 
-def test_every_query_is_promql() -> None:
-    found = queries()
-    assert len(found) > 15
-    for query in found:
-        assert series(query.expression), query
-
-
 @pytest.mark.parametrize("query", queries(), ids=lambda query: f"{query.panel}: {query.legend}")
-def test_every_legend_names_labels_that_the_query_keeps(query: Query) -> None:
+def test_every_query_is_promql_and_its_legend_names_labels_that_it_keeps(query: Query) -> None:
+    assert series(query.expression)
     assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= kept_labels(query.expression)
 
 
@@ -42,41 +38,29 @@ def test_the_checks_see_what_is_wrong() -> None:
         series("sum by mode rate(a_total[1m]")
 
 
-def test_each_of_our_metrics_has_a_panel() -> None:
-    text = (ROOT / "npu_gptoss/serving/metrics.py").read_text()
-    found = re.findall(r'(Gauge|Counter)\(\s*"(\w+)"', text)
+def test_each_of_our_metrics_has_a_panel_and_an_explanation() -> None:
+    found = re.findall(r'(Gauge|Counter)\(\s*"(\w+)"', (ROOT / "npu_gptoss/serving/metrics.py").read_text())
     ours = {f"{name}{'' if kind == 'Gauge' else '_total'}" for kind, name in found}
     assert len(ours) == 4
-    assert ours <= {wanted.metric for query in queries() for wanted in series(query.expression)}
-
-
-def test_our_metrics_are_explained() -> None:
+    shown = {wanted.metric for query in queries() for wanted in series(query.expression)}
+    assert ours <= shown
     page = (ROOT / "docs/monitoring.md").read_text()
-    names = {w.metric for query in queries() for w in series(query.expression) if w.metric.startswith("npu_gptoss_")}
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert [name for name in sorted(shown) if name.startswith("npu_gptoss_") and f"`{name}`" not in page] == []
 
 
 def test_variables_panels_and_data_source_fit_together() -> None:
-    dashboard = load()
-    defined = {variable["name"] for variable in dashboard["templating"]["list"]}
-    used = {name for target in queries_raw() for name in re.findall(r"\$\{?(\w+)\}?", target)}
-    assert used - {"__rate_interval"} <= defined <= set(VARIABLES)
-    (source,) = yaml.safe_load(SOURCES.read_text())["datasources"]
-    chosen = next(v for v in dashboard["templating"]["list"] if v["name"] == "datasource")
-    assert chosen["current"]["value"] == source["uid"]
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    defined = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    used = {name for query in queries() for name in re.findall(r"\$\{?(\w+)\}?", query.raw)}
+    assert used - {"__rate_interval"} <= set(defined) <= set(VARIABLES)
+    assert defined["datasource"]["current"]["value"] == SOURCE["uid"]
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 15
     for one, other in combinations((panel["gridPos"] for panel in panels), 2):
         apart = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         assert apart or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], (one, other)
 
 
-def queries_raw() -> list[str]:
-    return [target["expr"] for panel in load()["panels"] for target in panel.get("targets", ())]
-
-
 def test_a_rate_spans_several_scrapes() -> None:
     """Grafana's $__rate_interval is four of the data source's intervals, so that has to be Prometheus's."""
     scrape = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["global"]["scrape_interval"]
-    (source,) = yaml.safe_load(SOURCES.read_text())["datasources"]
-    assert source["jsonData"]["timeInterval"] == scrape
+    assert SOURCE["jsonData"]["timeInterval"] == scrape

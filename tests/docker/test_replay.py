@@ -35,8 +35,7 @@ CMD ["serve"]
 """
 
 
-@pytest.fixture
-def carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[replay.Image, Path, list[Any]]:
+def test_the_instructions_are_carried_out_as_docker_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
 
     def inside(root: Path, command: Sequence[str], image: replay.Image, extra: Any) -> int:
@@ -44,51 +43,37 @@ def carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[replay
         return 0
 
     monkeypatch.setattr(replay, "inside", inside)
-    file, root = tmp_path / "Dockerfile", tmp_path / "root"
-    file.write_text(DOCKERFILE)
+    root, here = tmp_path / "root", tmp_path / "root/opt/here"
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE)
     root.mkdir()
-    return replay.build(file, root, {"INDEX": "https://x"}), root, ran
+    image = replay.build(tmp_path / "Dockerfile", root, {"INDEX": "https://x"})
 
-
-def test_commands_run_in_their_order_as_the_user_and_in_the_folder_of_their_place(carried_out) -> None:
-    _, _, ran = carried_out
     chown, first, second = ran
     assert chown[0] == ["chown", "-R", "7:7", "/opt/here/as.yml"]
     assert [" ".join(first[0][2].split()), first[1], first[2]] == ["one && two", "0:0", "/opt/here"]
     assert first[0][:2] == ["/bin/bash", "-c"]
     assert first[3] == {"PATH": replay.PATH, "INDEX": "https://x", "NAME": "given", "A": "1", "B": "two words"}
     assert second[:2] == (["/bin/bash", "-c", "three"], "7:7")
-
-
-def test_copies_lie_where_docker_puts_them(carried_out) -> None:
-    _, root, _ = carried_out
-    here = root / "opt/here"
-    assert {p.relative_to(here).as_posix() for p in here.rglob("*") if p.suffix in (".py", ".yml")} == {
-        "docker/healthcheck.py",
-        "as.yml",
-    }
+    assert (here / "docker/healthcheck.py").is_file()
+    assert (here / "as.yml").is_file()
     assert (here / "grafana/dashboards/gpt-oss.json").is_file()
-
-
-def test_an_image_is_left_without_what_was_for_its_build(carried_out) -> None:
-    image, root, _ = carried_out
-    assert image.arguments == {}
+    assert image.arguments == {}, "they are for the build"
     assert (image.entrypoint, image.command, image.healthcheck) == (["entry"], ["serve"], ["check"])
     assert json.loads((root / replay.STATE).read_text())["user"] == "7:7"
 
 
 @pytest.mark.parametrize(
-    ("lines", "sentence"),
+    ("lines", "words"),
     [
-        ("FROM x\nCOPY no/such.file .\n", "there is no such file in the repository"),
-        ("FROM x\nADD a b\n", "this replay knows no ADD"),
-        ("FROM x\nRUN false\n", "line 2 ended with exit code 3: RUN false"),
+        ("FROM x\nCOPY no/such.file .\n", r"no/such\.file"),
+        ("FROM x\nADD a b\n", "ADD"),
+        ("FROM x\nRUN false\n", "line 2 ended with exit code 3"),
     ],
 )
-def test_what_cannot_be_carried_out_ends_it_in_words(
-    lines: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_carried_out_ends_it(
+    lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "inside", lambda *_: 3)
     (tmp_path / "Dockerfile").write_text(lines)
-    with pytest.raises(replay.ReplayError, match=sentence):
+    with pytest.raises(replay.ReplayError, match=words):
         replay.build(tmp_path / "Dockerfile", tmp_path / "root", {})
