@@ -12,7 +12,7 @@ import torch
 
 from npu_gptoss.cli import main
 from npu_gptoss.harmony.vocabulary import find_vocabulary
-from npu_gptoss.model.checkpoint import check_checkpoint, expand_stream, iterate_tensors
+from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
 from npu_gptoss.model.config import ConfigError, GptOssConfig
 from npu_gptoss.tiny import checkpoint as tiny
 from npu_gptoss.tiny.checkpoint import (
@@ -77,7 +77,7 @@ def test_trained_layouts_are_one_function(tmp_path, quick):
 def test_random_weights_make_every_part_matter():
     """Values beyond the clamp, sinks that take a share, biases as large as their products."""
     config = tiny_config(layers=1)
-    tensors = dict(expand_stream(random_tensors(config, 0), torch.float32))
+    tensors = {name: tensor.float() for name, tensor in random_tensors(config)}
     layer = "model.layers.0."
     x = torch.nn.functional.rms_norm(tensors["model.embed_tokens.weight"][:512].float(), (config.hidden_size,))
     experts = layer + "mlp.experts."
