@@ -46,9 +46,7 @@ def prompts() -> list[list[int]]:
     return random_prompts(LENGTHS, 512)
 
 
-def test_bf16_is_as_near_to_fp32_as_transformers_bf16(
-    engines: dict[str, Engine], rounded: GptOssForCausalLM, prompts: list[list[int]]
-) -> None:
+def test_bf16_is_as_near_to_fp32_as_transformers_bf16(engines, rounded, prompts) -> None:
     want = torch.cat(engines["float32"].batch_logits(prompts))
     got = {
         "ours": torch.cat(engines["bfloat16"].batch_logits(prompts)),
@@ -83,12 +81,7 @@ def with_routing_of_fp32(engines: dict[str, Engine], token_ids: list[int], monke
     return exact, engines["bfloat16"].logits(token_ids), routed
 
 
-def test_greedy_answers_part_at_near_ties_and_flipped_routers_only(
-    engines: dict[str, Engine],
-    rounded: GptOssForCausalLM,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_greedy_answers_part_at_near_ties_and_flipped_routers_only(engines, rounded, prompts, monkeypatch) -> None:
     """A router logit rounded across its neighbour sends a token to an unrelated expert.
 
     With fp32's choice of experts the rest of the bf16 computation is near enough for fp32's token, or its near-tie.

@@ -87,9 +87,7 @@ def test_json_is_what_the_engine_computes(capsys: pytest.CaptureFixture[str], di
         assert [best["token_id"] for best in entry["top"]] == [token for token, _ in expected.top]
 
 
-def test_a_prompts_file_gives_a_row_for_each_line_in_order(
-    capsys: pytest.CaptureFixture[str], worded_directory: Path, tmp_path: Path
-) -> None:
+def test_a_prompts_file_gives_a_row_for_each_line_in_order(capsys, worded_directory, tmp_path) -> None:
     file = prompts_file(tmp_path, {"prompt": "beta alpha"}, {"prompt_token_ids": [4]}, {"prompt": "gamma"})
     got = rows(capsys, worded_directory, "--prompts-file", file, "--max-tokens", "3")
     assert [row["prompt_token_ids"] for row in got] == [[1, 0], [4], [2]]
@@ -116,9 +114,7 @@ def test_the_command_and_a_call_from_python_continue_alike_by_default() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "batch"), [(3, 3), (400, 256)])
-def test_every_option_of_the_engine_reaches_it(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path, prompts: int, batch: int
-) -> None:
+def test_every_option_of_the_engine_reaches_it(monkeypatch, directory, tmp_path, prompts, batch) -> None:
     """None of these values is the default, so that an option which is read and forgotten shows."""
     seen: dict[str, Any] = {}
 
@@ -172,9 +168,7 @@ def test_what_is_no_harmony_is_printed_with_what_was_understood(capsys: pytest.C
     ]
 
 
-def test_text_without_json_is_readable(
-    capsys: pytest.CaptureFixture[str], worded_directory: Path, directory: Path, tmp_path: Path
-) -> None:
+def test_text_without_json_is_readable(capsys, worded_directory, directory, tmp_path) -> None:
     _, out, err = generate(capsys, worded_directory, "--prompt", WORDS[0], "--max-tokens", "3")
     assert len(out.split()) == 3
     assert "1 of 1 prompts done, 3 tokens" in err
@@ -185,9 +179,7 @@ def test_text_without_json_is_readable(
     assert len(out.split(",")) == 2
 
 
-def test_chat_renders_harmony_and_parses_the_answer(
-    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
-) -> None:
+def test_chat_renders_harmony_and_parses_the_answer(capsys, chat_directory, tmp_path) -> None:
     encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     options = ("--date", "2025-11-20", "--max-tokens", "3")
     (row,) = rows(capsys, chat_directory, "--prompt", "Hi", "--chat", "--reasoning-effort", "low", *options)
@@ -203,9 +195,7 @@ def test_chat_renders_harmony_and_parses_the_answer(
     assert out.startswith("[not harmony from here: ")
 
 
-def test_only_chats_are_parsed_as_such(
-    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
-) -> None:
+def test_only_chats_are_parsed_as_such(capsys, chat_directory, tmp_path) -> None:
     file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt_token_ids": [1]})
     chat, plain = rows(capsys, chat_directory, "--prompts-file", file, "--max-tokens", "2", "--ignore-eos")
     assert {"messages", "format_error"} == chat.keys() - plain.keys()
@@ -214,9 +204,7 @@ def test_only_chats_are_parsed_as_such(
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-def test_chats_end_where_harmony_says_unless_they_are_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, chat_directory: Path, tmp_path: Path, ignore: bool
-) -> None:
+def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat_directory, tmp_path, ignore) -> None:
     """Also where the checkpoint lists fewer stop tokens; a prompt that is no chat has those of the checkpoint only."""
     asked: list[SamplingParams] = []
     rendered: list[list[int]] = []
@@ -254,9 +242,7 @@ def test_chats_end_where_harmony_says_unless_they_are_to_go_on(
     assert rendered[1] == [1]
 
 
-def test_a_plain_prompt_is_tokenized_with_its_special_tokens(
-    capsys: pytest.CaptureFixture[str], chat_directory: Path
-) -> None:
+def test_a_plain_prompt_is_tokenized_with_its_special_tokens(capsys, chat_directory) -> None:
     (row,) = rows(capsys, chat_directory, "--prompt", "<|start|>user<|message|>Hé", "--max-tokens", "1")
     assert row["prompt_token_ids"][:3] == [200_006, 1428, 200_008]
     assert "messages" not in row
@@ -307,9 +293,7 @@ def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None
         ((), "one of the arguments --prompt --prompt-ids --prompts-file is required"),
     ],
 )
-def test_wrong_input_is_a_sentence_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], directory: Path, options: tuple[str, ...], message: str
-) -> None:
+def test_wrong_input_is_a_sentence_and_exit_code_2(capsys, directory, options, message) -> None:
     code, out, err = generate(capsys, directory, *options)
     assert code == 2
     assert message in err
@@ -317,9 +301,7 @@ def test_wrong_input_is_a_sentence_and_exit_code_2(
     assert out == ""
 
 
-def test_a_bad_line_of_a_prompts_file_is_named_whatever_is_wrong_with_it(
-    capsys: pytest.CaptureFixture[str], directory: Path, tmp_path: Path
-) -> None:
+def test_a_bad_line_of_a_prompts_file_is_named_whatever_is_wrong_with_it(capsys, directory, tmp_path) -> None:
     for bad, message in (
         ({"prompt_token_ids": []}, "the prompt is empty"),
         ({"prompt_token_ids": [512]}, "token id 512 is not in the vocabulary"),
@@ -332,9 +314,7 @@ def test_a_bad_line_of_a_prompts_file_is_named_whatever_is_wrong_with_it(
         assert message in err
 
 
-def test_a_bad_conversation_in_a_prompts_file_is_named(
-    capsys: pytest.CaptureFixture[str], chat_directory: Path, tmp_path: Path
-) -> None:
+def test_a_bad_conversation_in_a_prompts_file_is_named(capsys, chat_directory, tmp_path) -> None:
     file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "user"}]})
     code, _, err = generate(capsys, chat_directory, "--prompts-file", file)
     assert code == 2

@@ -51,18 +51,14 @@ def launched_one_by_one(directory: Path, graphs: str) -> Engine:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requests", range(1, 9))
-def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(
-    mode: str, requests: int, directory: Path, prompts: list[list[int]]
-) -> None:
+def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(mode, requests, directory, prompts) -> None:
     params = SamplingParams(max_tokens=40)
     want = tokens(launched_one_by_one(directory, mode), prompts[:requests], params)
     assert tokens(engine(directory, mode), prompts[:requests], params) == want
 
 
 @pytest.mark.parametrize("requests", [1, 2, 4, 8])
-def test_a_whole_bucket_chooses_the_tokens_of_steps_without_graphs(
-    requests: int, directory: Path, prompts: list[list[int]]
-) -> None:
+def test_a_whole_bucket_chooses_the_tokens_of_steps_without_graphs(requests, directory, prompts) -> None:
     """Piecewise, where attention splits its keys by the host's lengths in both."""
     params = SamplingParams(max_tokens=40)
     want = tokens(engine(directory, "none"), prompts[:requests], params)
@@ -99,46 +95,28 @@ def mistaken(directory: Path, expected: list[tuple[int, ...]], prompts: list[lis
     return [r.token_ids for r in graphed.generate(prompts[:4], SamplingParams(max_tokens=40))] != expected
 
 
-def test_without_a_mistake_nothing_is_noticed(
-    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]]
-) -> None:
+def test_without_a_mistake_nothing_is_noticed(directory, expected, prompts) -> None:
     assert not mistaken(directory, expected, prompts)
 
 
 @pytest.mark.parametrize("name", ["tokens", "next_positions", "block_table"])
-def test_an_input_that_the_host_does_not_refresh_is_noticed(
-    name: str,
-    directory: Path,
-    expected: list[tuple[int, ...]],
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_input_that_the_host_does_not_refresh_is_noticed(name, directory, expected, prompts, monkeypatch) -> None:
     monkeypatch.setattr(DecodeState, "load", load_without(name))
     assert mistaken(directory, expected, prompts)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "slots", "seq_lens", "next_positions"])
-def test_an_input_that_the_device_does_not_move_on_is_noticed(
-    name: str,
-    directory: Path,
-    expected: list[tuple[int, ...]],
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_input_that_the_device_does_not_move_on_is_noticed(name, directory, expected, prompts, monkeypatch) -> None:
     monkeypatch.setattr(decode, "advance", advance_without(name))
     assert mistaken(directory, expected, prompts)
 
 
-def test_a_block_table_that_is_stale_is_noticed(
-    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_table_that_is_stale_is_noticed(directory, expected, prompts, monkeypatch) -> None:
     monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
     assert mistaken(directory, expected, prompts)
 
 
-def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(
-    directory: Path, expected: list[tuple[int, ...]], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(directory, expected, prompts, monkeypatch):
     """The classic: a step's inputs replaced instead of overwritten, so that the graph goes on reading the old ones."""
 
     def replaced(self: DecodeState, token_ids: list, positions: list, tables: list) -> None:

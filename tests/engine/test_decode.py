@@ -77,17 +77,13 @@ def count_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 
 @pytest.mark.parametrize("requests", range(1, len(LENGTHS) + 1))
-def test_greedy_tokens_are_those_without_graphs(
-    requests: int, plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_greedy_tokens_are_those_without_graphs(requests, plain, graphed, prompts) -> None:
     """Three requests run in the bucket of four, five to seven in that of eight."""
     params = SamplingParams(max_tokens=24)
     assert tokens(graphed, prompts[:requests], params) == tokens(plain, prompts[:requests], params)
 
 
-def test_steps_are_launched_ahead_and_loaded_by_the_host_once(
-    graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_launched_ahead_and_loaded_by_the_host_once(graphed, prompts, monkeypatch) -> None:
     """Else the test above proves nothing about the inputs that the device moves on by itself."""
     counts = count_launches(graphed, monkeypatch)
     tokens(graphed, prompts[:3], SamplingParams(max_tokens=40))
@@ -95,9 +91,7 @@ def test_steps_are_launched_ahead_and_loaded_by_the_host_once(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_prompts_alone_are_computed_without_graphs(
-    temperature: float, graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_alone_are_computed_without_graphs(temperature, graphed, prompts, monkeypatch) -> None:
     """A request whose place in the cache the host loses track of would compute its last tokens again."""
     steps = []
     right = graphed._compute
@@ -106,9 +100,7 @@ def test_prompts_alone_are_computed_without_graphs(
     assert steps == [3]
 
 
-def test_steps_are_launched_ahead_while_a_request_waits_for_blocks(
-    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_launched_ahead_while_a_request_waits_for_blocks(directory, plain, prompts, monkeypatch) -> None:
     """Its blocks come free with the end of another, which no step is launched behind."""
     engine = Engine(directory, dtype="float32", num_blocks=5, graphs="full", graph_sizes=SIZES)
     counts = count_launches(engine, monkeypatch)
@@ -117,17 +109,13 @@ def test_steps_are_launched_ahead_while_a_request_waits_for_blocks(
     assert counts == {"launch": 2, "launch_next": 2 * 28}
 
 
-def test_requests_that_end_at_different_times_hand_their_rows_on(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_requests_that_end_at_different_times_hand_their_rows_on(plain, graphed, prompts) -> None:
     each = [SamplingParams(max_tokens=n) for n in (5, 30, 1, 17, 2, 24, 9)]
     want = [result.token_ids for result in plain.generate(prompts, each)]
     assert [result.token_ids for result in graphed.generate(prompts, each)] == want
 
 
-def test_what_was_launched_behind_a_stop_token_is_thrown_away(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_what_was_launched_behind_a_stop_token_is_thrown_away(plain, graphed, prompts) -> None:
     free = tokens(plain, prompts, SamplingParams(max_tokens=20))
     stops = SamplingParams(max_tokens=20, stop_token_ids=(free[0][4], free[3][9]))
     want = tokens(plain, prompts, stops)
@@ -135,9 +123,7 @@ def test_what_was_launched_behind_a_stop_token_is_thrown_away(
     assert tokens(graphed, prompts, stops) == want
 
 
-def test_sampled_tokens_and_logprobs_are_those_without_graphs(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_sampled_tokens_and_logprobs_are_those_without_graphs(plain, graphed, prompts) -> None:
     each = [
         SamplingParams(max_tokens=9, temperature=1.0, seed=3),
         SamplingParams(max_tokens=9),
@@ -150,9 +136,7 @@ def test_sampled_tokens_and_logprobs_are_those_without_graphs(
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_greedy_requests_get_their_logprobs_from_graphs_too(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_greedy_requests_get_their_logprobs_from_graphs_too(plain, graphed, prompts) -> None:
     """The device chooses their tokens as well, but only the host can report on them."""
     params = SamplingParams(max_tokens=9, logprobs=2)
     want, got = plain.generate(prompts[:3], params), graphed.generate(prompts[:3], params)
@@ -164,9 +148,7 @@ def test_greedy_requests_get_their_logprobs_from_graphs_too(
         )
 
 
-def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call(plain, graphed, prompts) -> None:
     def interrupt(requests: Sequence[Request]) -> None:
         if requests[0].num_generated == 4:  # the step of the last token is under way
             raise KeyboardInterrupt
@@ -202,9 +184,7 @@ def test_a_request_that_arrives_or_is_cancelled_between_steps_launched_ahead_cha
     assert counts["launch_next"] > 20
 
 
-def test_a_cache_too_small_for_all_preempts_and_loses_nothing(
-    directory: Path, plain: Engine, prompts: list[list[int]]
-) -> None:
+def test_a_cache_too_small_for_all_preempts_and_loses_nothing(directory, plain, prompts) -> None:
     tight = Engine(directory, dtype="float32", num_blocks=14, graphs="full", graph_sizes=SIZES)
     params = SamplingParams(max_tokens=60)
     assert tokens(tight, prompts, params) == tokens(plain, prompts, params)
@@ -231,17 +211,13 @@ def test_graphs_reach_the_end_of_a_context_that_fills_no_whole_block(tmp_path: P
     assert tokens(graphed, pair, params) == tokens(plain, pair, params)
 
 
-def test_logits_of_a_prompt_of_one_token_do_not_come_from_a_graph(
-    plain: Engine, graphed: Engine, prompts: list[list[int]]
-) -> None:
+def test_logits_of_a_prompt_of_one_token_do_not_come_from_a_graph(plain, graphed, prompts) -> None:
     """The step looks like decode, but somebody wants more of it than the next token."""
     assert len(prompts[0]) == 1
     assert torch.equal(graphed.logits(prompts[0]), plain.logits(prompts[0]))
 
 
-def test_a_chunk_of_one_token_in_the_middle_of_a_prompt_is_no_decode_step(
-    directory: Path, plain: Engine, prompts: list[list[int]]
-) -> None:
+def test_a_chunk_of_one_token_in_the_middle_of_a_prompt_is_no_decode_step(directory, plain, prompts) -> None:
     engine = Engine(directory, dtype="float32", num_blocks=100, max_batch_tokens=1, graphs="full", graph_sizes=SIZES)
     params = SamplingParams(max_tokens=4)
     assert tokens(engine, prompts[1:2], params) == tokens(plain, prompts[1:2], params)
@@ -264,9 +240,7 @@ def test_no_expert_is_read_for_padding_rows(graphed: Engine, prompts: list[list[
         assert bool((each[3:] == -1).all())
 
 
-def test_each_new_block_is_sent_to_the_device_once(
-    graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_new_block_is_sent_to_the_device_once(graphed, prompts, monkeypatch) -> None:
     sent = []
     right = DecodeState.set_blocks
     monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: (sent.extend(entries), right(self, entries)))
@@ -280,9 +254,7 @@ def test_a_graph_reaches_as_far_as_the_longest_request(graphed: Engine) -> None:
     assert graphed.graphs._metadata(graphed.graphs.state).max_seq_len >= graphed.max_length - 1
 
 
-def test_a_batch_above_the_largest_graph_runs_without(
-    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_above_the_largest_graph_runs_without(directory, plain, prompts, monkeypatch) -> None:
     small = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(2,))
     counts = count_launches(small, monkeypatch)
     params = SamplingParams(max_tokens=6)
@@ -338,31 +310,23 @@ def mistaken(directory: Path, plain: Engine, prompts: list[list[int]]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["tokens", "next_positions", "block_table"])
-def test_an_input_that_the_host_does_not_refresh_is_noticed(
-    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_the_host_does_not_refresh_is_noticed(name, directory, plain, prompts, monkeypatch) -> None:
     monkeypatch.setattr(DecodeState, "load", load_without(name))
     assert mistaken(directory, plain, prompts)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "slots", "seq_lens", "next_positions"])
-def test_an_input_that_the_device_does_not_move_on_is_noticed(
-    name: str, directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_the_device_does_not_move_on_is_noticed(name, directory, plain, prompts, monkeypatch) -> None:
     monkeypatch.setattr(decode, "advance", advance_without(name))
     assert mistaken(directory, plain, prompts)
 
 
-def test_a_block_that_the_device_is_not_told_of_is_noticed(
-    directory: Path, plain: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_the_device_is_not_told_of_is_noticed(directory, plain, prompts, monkeypatch) -> None:
     monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
     assert mistaken(directory, plain, prompts)
 
 
-def test_a_tail_that_is_not_zeroed_is_noticed(
-    directory: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tail_that_is_not_zeroed_is_noticed(directory, prompts, monkeypatch) -> None:
     """Three requests after four: the fourth row would go on writing into a block that may have a new owner."""
 
     def slots_of_padding() -> list[int]:
@@ -413,9 +377,7 @@ def test_a_cpu_has_no_graphs_by_default(plain: Engine) -> None:
     ("device", "dtype", "features"),
     [("cuda", torch.float32, {"triton"}), ("cuda", torch.bfloat16, set()), ("npu", torch.bfloat16, {"triton"})],
 )
-def test_steps_of_plain_torch_operations_are_not_captured_by_default(
-    device: str, dtype: torch.dtype, features: set[str]
-) -> None:
+def test_steps_of_plain_torch_operations_are_not_captured_by_default(device, dtype, features) -> None:
     """They ask the device for lengths, which a capture refuses: the engine would not start."""
     kinds = {"cuda": "cuda", "npu": "ascend"}
     engine = SimpleNamespace(device=SimpleNamespace(type=device), model=SimpleNamespace(dtype=dtype))

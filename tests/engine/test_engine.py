@@ -61,16 +61,12 @@ def is_idle(engine: Engine) -> bool:
 # Parity
 
 
-def test_logits_of_a_mixed_batch_equal_transformers(
-    engine: Engine, prompts: list[list[int]], expected_logits: list[torch.Tensor]
-) -> None:
+def test_logits_of_a_mixed_batch_equal_transformers(engine, prompts, expected_logits) -> None:
     assert worst(engine.batch_logits(prompts), expected_logits) < TOLERANCE
     assert is_idle(engine)
 
 
-def test_logits_of_each_prompt_alone_equal_transformers(
-    engine: Engine, prompts: list[list[int]], expected_logits: list[torch.Tensor]
-) -> None:
+def test_logits_of_each_prompt_alone_equal_transformers(engine, prompts, expected_logits) -> None:
     assert worst([engine.logits(prompt) for prompt in prompts], expected_logits) < TOLERANCE
 
 
@@ -92,18 +88,14 @@ def test_chunks_that_cross_the_window_equal_transformers(
     assert worst(engine.batch_logits(prompts), expected_logits) < TOLERANCE
 
 
-def test_greedy_tokens_equal_transformers_in_a_batch(
-    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
-) -> None:
+def test_greedy_tokens_equal_transformers_in_a_batch(engine, prompts, expected_tokens) -> None:
     results = engine.generate(prompts, SamplingParams(max_tokens=GREEDY))
     assert tokens(results) == expected_tokens
     assert {result.finish_reason for result in results} == {"length"}
     assert len(set(expected_tokens[-1])) > 10  # no loop over a few tokens, which any model would agree on
 
 
-def test_greedy_tokens_equal_transformers_one_by_one(
-    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
-) -> None:
+def test_greedy_tokens_equal_transformers_one_by_one(engine, prompts, expected_tokens) -> None:
     alone = [engine.generate([prompt], SamplingParams(max_tokens=GREEDY))[0] for prompt in prompts]
     assert tokens(alone) == expected_tokens
 
@@ -126,9 +118,7 @@ def finished(engine: Engine) -> dict[Request, Result]:
     return ended
 
 
-def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(
-    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
-) -> None:
+def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(engine, prompts, expected_tokens) -> None:
     params, requests, ended = SamplingParams(max_tokens=GREEDY), [], {}
     for prompt in prompts[:6]:
         requests.append(engine.add_request(prompt, params))
@@ -139,9 +129,7 @@ def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(
     assert engine.step() == []
 
 
-def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(
-    engine: Engine, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
-) -> None:
+def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(engine, prompts, expected_tokens) -> None:
     cancelled, waiting, other = (engine.add_request(prompt, SamplingParams(max_tokens=9)) for prompt in prompts[:3])
     engine.cancel(waiting)
     for _ in range(4):
@@ -159,9 +147,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(
 # A full cache
 
 
-def test_a_full_cache_delays_requests_but_loses_nothing(
-    directory: Path, prompts: list[list[int]], expected_tokens: list[tuple[int, ...]]
-) -> None:
+def test_a_full_cache_delays_requests_but_loses_nothing(directory, prompts, expected_tokens) -> None:
     """48 blocks of 16 hold the longest request (764 tokens) and nothing beside it."""
     engine = Engine(directory, dtype="float32", num_blocks=48, max_batch_tokens=300)
     assert tokens(engine.generate(prompts, SamplingParams(max_tokens=GREEDY))) == expected_tokens
@@ -274,9 +260,7 @@ def test_a_stop_token_ends_the_answer_and_ignore_eos_goes_past_it(directory: Pat
         (None, {9, 200002, 200012, 199999}),  # return, call, endoftext
     ],
 )
-def test_stop_tokens_come_from_both_configurations(
-    tmp_path: Path, generation_config: str | None, expected: set[int]
-) -> None:
+def test_stop_tokens_come_from_both_configurations(tmp_path, generation_config, expected) -> None:
     write_random_checkpoint(tmp_path, layers=1, eos_token_id=9)
     if generation_config is not None:
         (tmp_path / "generation_config.json").write_text(generation_config)
@@ -326,9 +310,7 @@ def test_logprobs_go_to_the_requests_that_asked_for_them(engine: Engine) -> None
             assert entry.top == ((entry.token_id, entry.logprob),)
 
 
-def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(engine, monkeypatch) -> None:
     """At the published vocabulary those of 100 000 tokens would take 80 GB."""
     rows = []
     right = engine.model.logits
@@ -432,9 +414,7 @@ def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
     ("weights", "expected"),
     [("auto", "float32"), ("bf16", "float32"), ("mxfp4", "mxfp4"), ("fp8", "float8_e4m3fn")],
 )
-def test_experts_reach_their_kernel_in_the_format_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, expected: str, streamed: bool
-) -> None:
+def test_experts_reach_their_kernel_in_the_format_asked_for(tmp_path, monkeypatch, weights, expected, streamed) -> None:
     """A CPU computes the same with either, so that only the format itself tells; "bf16" is floats in the dtype."""
     config = write_random_checkpoint(tmp_path, layers=2, mxfp4=True)
     formats = []

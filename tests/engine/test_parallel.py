@@ -119,9 +119,7 @@ def test_generate_under_torchrun_answers_once(directory: Path) -> None:
     assert json.loads(together.stdout) == json.loads(alone.stdout)
 
 
-def test_bench_under_torchrun_prints_and_writes_one_table_that_names_its_layout(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_bench_under_torchrun_prints_and_writes_one_table_that_names_its_layout(directory, tmp_path) -> None:
     bench = ["-m", "npu_gptoss.cli", "bench", "decode", "--model", str(directory), "--device", "cpu"]
     bench += ["--num-blocks", "20", "--batch", "2", "--context", "20", "300", "--steps", "2", "--gpu-price", "1"]
     run = run_python(under_torchrun([*bench, "--share-experts", "expert", "--json", str(tmp_path / "decode.json")]))

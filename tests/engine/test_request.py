@@ -37,9 +37,7 @@ def test_settings_without_meaning_are_refused_in_words(settings: dict[str, objec
     ("tokens", "max_length", "expected"),
     [([5], 100, [None]), ([5, 6, 7], 100, [None, None, "length"]), ([9], 100, ["stop"]), ([5, 5], 4, [None, "length"])],
 )
-def test_a_request_ends_at_a_stop_token_at_max_tokens_or_at_its_longest(
-    tokens: list[int], max_length: int, expected: list[str | None]
-) -> None:
+def test_a_request_ends_at_a_stop_token_at_max_tokens_or_at_its_longest(tokens, max_length, expected) -> None:
     request = Request(
         prompt_length=2,
         token_ids=[9, 9],  # the stop token in the prompt ends nothing
@@ -72,9 +70,7 @@ def test_a_stop_token_at_the_last_place_is_a_stop() -> None:
         (2, 9, 4, False),  # it has ended
     ],
 )
-def test_no_step_is_launched_behind_a_requests_last_token(
-    generated: int, max_tokens: int, max_length: int, expected: bool
-) -> None:
+def test_no_step_is_launched_behind_a_requests_last_token(generated, max_tokens, max_length, expected) -> None:
     request = Request(2, [1, 1], SamplingParams(max_tokens=max_tokens), 0, frozenset(), max_length)
     for _ in range(generated):
         request.append(5)

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.model.corrupt import PRISTINE, Case, case, write_pristine
 
 GOOD = ("refused", "right", "other numbers", "starts")
@@ -179,6 +181,7 @@ def readable(text: str) -> bool:
 def ready(through: str) -> Iterator[tuple[Callable[[Path], int], Path, Path]]:
     """What `run` needs: the action, the pristine checkpoints with their tokens, and a scratch folder."""
     logging.disable(logging.NOTSET)
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
     action = prepare(through)
     with tempfile.TemporaryDirectory() as folder:
         pristine, scratch = Path(folder) / "pristine", Path(folder) / "scratch"

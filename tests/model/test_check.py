@@ -53,9 +53,7 @@ FINE_TUNES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("tool", FINE_TUNES)
-def test_fine_tunes_load_and_unknown_notes_are_one_warning_each(
-    directory: Path, tool: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fine_tunes_load_and_unknown_notes_are_one_warning_each(directory, tool, caplog, monkeypatch) -> None:
     monkeypatch.setattr(config_fields, "_warned", set())
     change(directory, "config.json", **FINE_TUNES[tool])
     with caplog.at_level(logging.WARNING):
@@ -128,9 +126,7 @@ def test_numbers_that_exhaust_a_machine_are_refused(directory: Path, field: str,
         ({"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
-def test_a_generation_config_that_no_request_survives_is_refused(
-    directory: Path, fields: dict[str, Any], named: str
-) -> None:
+def test_a_generation_config_that_no_request_survives_is_refused(directory, fields, named) -> None:
     change(directory, "generation_config.json", **fields)
     assert f"generation_config.json: {named} must be" in refusal(directory)
 

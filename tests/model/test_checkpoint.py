@@ -27,7 +27,6 @@ from npu_gptoss.model.checkpoint import (
 )
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.sharding import Shard
-from npu_gptoss.moe.mxfp4 import expand
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
 from tests.model.published import gpt_oss_20b, published_config
 
@@ -50,7 +49,7 @@ def loaded(directory: Path, config: GptOssConfig, dtype: torch.dtype = torch.bfl
 
 
 def test_published_checkpoints_have_these_tensors_and_bytes() -> None:
-    """Count and total_size of the published indexes; shapes of the 20b's first layer."""
+    """Count and total_size of the published indexes. Names and shapes are held against transformers below."""
     for config, count, size in (
         (gpt_oss_20b(), 459, 13_761_264_768),
         (GptOssConfig.from_dict(published_config(36, 128)), 687, 65_248_815_744),
@@ -58,32 +57,6 @@ def test_published_checkpoints_have_these_tensors_and_bytes() -> None:
         specs = expected_tensors(config)
         assert len(specs) == count
         assert sum(torch.Size(spec.shape).numel() * spec.dtypes[0].itemsize for spec in specs.values()) == size
-    prefix = "model.layers.0."
-    first = {n.removeprefix(prefix): s.shape for n, s in expected_tensors(gpt_oss_20b()).items() if prefix in n}
-    assert first == {
-        "input_layernorm.weight": (2880,),
-        "self_attn.q_proj.weight": (4096, 2880),
-        "self_attn.q_proj.bias": (4096,),
-        "self_attn.k_proj.weight": (512, 2880),
-        "self_attn.k_proj.bias": (512,),
-        "self_attn.v_proj.weight": (512, 2880),
-        "self_attn.v_proj.bias": (512,),
-        "self_attn.o_proj.weight": (2880, 4096),
-        "self_attn.o_proj.bias": (2880,),
-        "self_attn.sinks": (64,),
-        "post_attention_layernorm.weight": (2880,),
-        "mlp.router.weight": (32, 2880),
-        "mlp.router.bias": (32,),
-        "mlp.experts.gate_up_proj_blocks": (32, 5760, 90, 16),
-        "mlp.experts.gate_up_proj_scales": (32, 5760, 90),
-        "mlp.experts.gate_up_proj_bias": (32, 5760),
-        "mlp.experts.down_proj_blocks": (32, 2880, 90, 16),
-        "mlp.experts.down_proj_scales": (32, 2880, 90),
-        "mlp.experts.down_proj_bias": (32, 2880),
-    }
-    plain = expected_tensors(replace(gpt_oss_20b(), quantization=None, intermediate_size=1440))
-    assert plain[prefix + "mlp.experts.gate_up_proj"].shape == (32, 2880, 2880)
-    assert plain[prefix + "mlp.experts.down_proj"].shape == (32, 1440, 2880)
 
 
 @pytest.mark.parametrize("mxfp4", [False, True])
@@ -113,16 +86,6 @@ def test_both_layouts_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> 
         assert torch.equal(tensor, other[name]), name
     assert GptOssConfig.from_directory(tmp_path / "mxfp4") == packed
     assert GptOssConfig.from_directory(tmp_path / "bf16") == plain
-
-
-def test_expanded_experts_are_transposed_blocks(tmp_path: Path) -> None:
-    config = small_config(mxfp4=True)
-    tensors = random_tensors(config)
-    write_checkpoint(tmp_path, config, tensors)
-    got = loaded(tmp_path, config)[EXPERTS + "down_proj"]
-    want = expand(tensors[EXPERTS + "down_proj_blocks"], tensors[EXPERTS + "down_proj_scales"])
-    assert got.shape == (4, 32, 64)
-    assert torch.equal(got, want.transpose(1, 2))
 
 
 def test_float32_checkpoint_is_legal_and_casts_on_the_way(tmp_path: Path) -> None:
@@ -161,9 +124,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "tensor", "expected"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
-def test_fault_is_found_before_any_tensor_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tensor: torch.Tensor | None, expected: str
-) -> None:
+def test_fault_is_found_before_any_tensor_is_read(tmp_path, monkeypatch, name, tensor, expected) -> None:
     config = small_config()
     if tensor is not None and tensor.dtype == torch.float32:
         tensor = tensor.to(torch.bfloat16)
@@ -190,31 +151,6 @@ def test_fault_in_mxfp4_experts_is_named(tmp_path: Path, name: str, tensor: torc
         check_checkpoint(tmp_path, config)
 
 
-def test_a_wrong_tensor_is_named_with_its_shard(tmp_path: Path) -> None:
-    tensors = wrong(random_tensors(small_config()), SINKS, torch.zeros(4, dtype=torch.bfloat16))
-    halves = list(tensors), {f"model-0000{i}-of-00002.safetensors": {} for i in (1, 2)}
-    for number, name in enumerate(halves[0]):
-        list(halves[1].values())[number % 2][name] = tensors[name]
-    for file, held in halves[1].items():
-        save_file(held, tmp_path / file)
-    weight_map = {name: file for file, held in halves[1].items() for name in held}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=rf"{weight_map[SINKS]}: {SINKS} should have shape"):
-        check_checkpoint(tmp_path, small_config())
-
-
-def test_dtype_without_torch_equivalent_is_named(tmp_path: Path) -> None:
-    config = small_config()
-    file = stored(tmp_path, random_tensors(config)) / "model.safetensors"
-    content = file.read_bytes()
-    text = json.dumps({**json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])})
-    text = text.replace('"BF16", "shape": [8]', '"F6X2", "shape": [8]')
-    rest = content[8 + int.from_bytes(content[:8], "little") :]
-    file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + rest)
-    with pytest.raises(CheckpointError, match=r"sinks should have dtype bfloat16 or float32, got F6X2"):
-        check_checkpoint(tmp_path, config)
-
-
 def test_layout_that_contradicts_the_config_is_one_sentence(tmp_path: Path) -> None:
     plain, packed = small_config(), small_config(mxfp4=True)
     stored(tmp_path, random_tensors(plain))
@@ -226,14 +162,6 @@ def test_layout_that_contradicts_the_config_is_one_sentence(tmp_path: Path) -> N
     stored(tmp_path, random_tensors(plain) | {n: t for n, t in random_tensors(packed).items() if EXPERTS in n})
     with pytest.raises(CheckpointError, match="in one layout, got"):
         check_checkpoint(tmp_path, packed)
-
-
-def test_truncated_file_is_named_with_its_tensor(tmp_path: Path) -> None:
-    config = small_config()
-    file = stored(tmp_path, random_tensors(config)) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is truncated: model\.\S+ ends at byte"):
-        iterate_tensors(tmp_path, config, dtype=torch.bfloat16)
 
 
 def test_damaged_scales_are_named(tmp_path: Path) -> None:
@@ -449,9 +377,7 @@ WRITE_FAULTS = [
 @pytest.mark.parametrize(
     ("name", "tensor", "expected"), [f[1:] for f in WRITE_FAULTS], ids=[f[0] for f in WRITE_FAULTS]
 )
-def test_wrong_tensors_leave_nothing_behind(
-    tmp_path: Path, name: str, tensor: torch.Tensor | None, expected: str
-) -> None:
+def test_wrong_tensors_leave_nothing_behind(tmp_path, name, tensor, expected) -> None:
     config = small_config()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=expected):
@@ -459,9 +385,7 @@ def test_wrong_tensors_leave_nothing_behind(
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
-def test_config_comes_last_so_that_a_directory_with_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_comes_last_so_that_a_directory_with_one_is_complete(tmp_path, monkeypatch) -> None:
     renamed = []
     right = Path.replace
     monkeypatch.setattr(Path, "replace", lambda file, target: (renamed.append(target.name), right(file, target)))

@@ -55,9 +55,7 @@ def _answers_wrongly(_: Path) -> int:
         (_answers_wrongly, "wrong"),
     ],
 )
-def test_the_fuzz_sees_what_must_not_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: object, kind: str
-) -> None:
+def test_the_fuzz_sees_what_must_not_be(tmp_path, monkeypatch, action, kind) -> None:
     monkeypatch.setattr(fuzz, "PATIENCE", 2)
     write_pristine(tmp_path / "pristine" / PRISTINE[0], PRISTINE[0])
     (tmp_path / "pristine" / f"{PRISTINE[0]}.json").write_text("[1, 2]")

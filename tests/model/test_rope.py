@@ -43,9 +43,7 @@ def yarn_by_definition(config: GptOssConfig) -> list[float]:
     ("factor", "trained", "theta"),
     [(32.0, 4096, 150_000.0), (8.0, 64, 150_000.0), (1.0, 4096, 150_000.0), (32.0, 4, 150_000.0), (32.0, 4096, 10.0)],
 )
-def test_frequencies_are_bit_for_bit_those_of_transformers(
-    truncate: bool, head_dim: int, factor: float, trained: int, theta: float
-) -> None:
+def test_frequencies_are_bit_for_bit_those_of_transformers(truncate, head_dim, factor, trained, theta) -> None:
     """Context and base put the ends of the ramp before the first pair, among the pairs, and behind the last."""
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = dataclasses.replace(

@@ -234,9 +234,7 @@ def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
         (_no_json, "expected JSON"),
     ],
 )
-def test_index_and_shards_that_disagree_are_refused(
-    tmp_path: Path, damage: Callable[[Path, dict[str, str]], None], expected: str
-) -> None:
+def test_index_and_shards_that_disagree_are_refused(tmp_path, damage, expected) -> None:
     shards = {FIRST: {"b": TENSORS["b"]}, SECOND: {"a": TENSORS["a"], "c": TENSORS["c"]}}
     damage(tmp_path, sharded(tmp_path, shards))
     with pytest.raises(CheckpointError, match=expected):

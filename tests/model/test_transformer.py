@@ -85,9 +85,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max())
 
 
-def test_logits_equal_transformers_in_fp32(
-    config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_logits_equal_transformers_in_fp32(config, tensors, prompt, expected) -> None:
     assert expected.std() > 1  # the tolerance is absolute, so the logits must not be tiny
     assert error(prompt_logits(build(config, tensors), prompt), expected) < TOLERANCE
 
@@ -125,18 +123,14 @@ TENSOR_MISTAKES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] =
 
 
 @pytest.mark.parametrize("mistake", TENSOR_MISTAKES)
-def test_parity_notices_mistaken_weights(
-    mistake: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_parity_notices_mistaken_weights(mistake, config, tensors, prompt, expected) -> None:
     suffix, change = TENSOR_MISTAKES[mistake]
     changed = {n: change(t) if n.endswith(suffix) else t for n, t in tensors.items()}
     assert error(prompt_logits(build(config, changed), prompt), expected) > CAUGHT
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_tensor_reaches_the_logits(
-    suffix: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_every_tensor_reaches_the_logits(suffix, config, tensors, prompt, expected) -> None:
     changed = {n: t.flip(0) if n.endswith(suffix) else t for n, t in tensors.items()}
     assert error(prompt_logits(build(config, changed), prompt), expected) > CAUGHT
 
@@ -153,16 +147,12 @@ CONFIG_MISTAKES: dict[str, Callable[[GptOssConfig], GptOssConfig]] = {
 
 
 @pytest.mark.parametrize("mistake", CONFIG_MISTAKES)
-def test_parity_notices_mistaken_configuration(
-    mistake: str, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_parity_notices_mistaken_configuration(mistake, config, tensors, prompt, expected) -> None:
     model = build(CONFIG_MISTAKES[mistake](config), tensors)
     assert error(prompt_logits(model, prompt), expected) > CAUGHT
 
 
-def test_parity_notices_router_weights_that_are_not_renormalised(
-    monkeypatch: pytest.MonkeyPatch, config: GptOssConfig, tensors: Tensors, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_parity_notices_router_weights_that_are_not_renormalised(monkeypatch, config, tensors, prompt, expected):
     def softmax_first(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = router_logits.float().softmax(-1).topk(top_k, dim=-1)
         return weights, ids
@@ -171,9 +161,7 @@ def test_parity_notices_router_weights_that_are_not_renormalised(
     assert error(prompt_logits(build(config, tensors), prompt), expected) > CAUGHT
 
 
-def test_padded_rows_holding_nan_leave_the_real_rows_alone(
-    config: GptOssConfig, tensors: Tensors, prompt: list[int]
-) -> None:
+def test_padded_rows_holding_nan_leave_the_real_rows_alone(config, tensors, prompt) -> None:
     poisoned_id = next(i for i in range(config.vocab_size) if i not in prompt)
     embedding = tensors["model.embed_tokens.weight"].clone()
     embedding[poisoned_id] = float("nan")
@@ -195,9 +183,7 @@ def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None
         assert torch.equal(*logits)
 
 
-def test_bf16_is_as_close_to_fp32_as_transformers_bf16(
-    directory: Path, prompt: list[int], expected: torch.Tensor
-) -> None:
+def test_bf16_is_as_close_to_fp32_as_transformers_bf16(directory, prompt, expected) -> None:
     ours = prompt_logits(GptOss.load(directory, dtype=torch.bfloat16, progress=False), prompt)
     theirs = oracle_logits(load_oracle(directory, torch.bfloat16), prompt)
     our_error, their_error = (float((logits - expected).abs().mean()) for logits in (ours, theirs))
@@ -284,9 +270,7 @@ def test_loading_holds_the_tensors_of_one_layer_only(config: GptOssConfig, tenso
     assert most == 1
 
 
-def test_layers_that_arrive_interleaved_are_put_together(
-    config: GptOssConfig, tensors: Tensors, prompt: list[int]
-) -> None:
+def test_layers_that_arrive_interleaved_are_put_together(config, tensors, prompt) -> None:
     backwards = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
     assert list(backwards) != list(tensors)
     got = prompt_logits(build(config, backwards), prompt)
@@ -312,9 +296,7 @@ def stream(directory: Path, config: GptOssConfig, *, expand: bool) -> Tensors:
     return dict(iterate_tensors(directory, config, dtype=torch.float32, progress=False, expand=expand))
 
 
-def test_experts_that_stay_packed_give_the_same_bits(
-    mxfp4_directory: Path, mxfp4_config: GptOssConfig, prompt: list[int]
-) -> None:
+def test_experts_that_stay_packed_give_the_same_bits(mxfp4_directory, mxfp4_config, prompt) -> None:
     packed, floats = (stream(mxfp4_directory, mxfp4_config, expand=expand) for expand in (False, True))
     assert any(name.endswith("_blocks") for name in packed)
     assert not any(name.endswith("_blocks") for name in floats)

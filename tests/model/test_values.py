@@ -58,9 +58,7 @@ def test_a_nan_in_any_tensor_is_refused_when_it_is_read(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(("exact", "lines"), [(True, 0), (False, 1)])
-def test_float32_norms_and_sinks_beside_bfloat16_are_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, exact: bool, lines: int
-) -> None:
+def test_float32_norms_and_sinks_beside_bfloat16_are_taken(tmp_path, caplog, exact, lines) -> None:
     """Tools that fine-tune leave them so. Values that bfloat16 holds give the same tokens, others are rounded."""
     config = random_config(vocab_size=64, layers=2, hidden=64, intermediate=32)
     tensors = random_tensors(config)
@@ -77,9 +75,7 @@ def test_float32_norms_and_sinks_beside_bfloat16_are_taken(
     assert got == want
 
 
-def test_weights_that_memory_cannot_hold_are_refused_before_one_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_memory_cannot_hold_are_refused_before_one_is_read(tmp_path, monkeypatch) -> None:
     config = random_config(vocab_size=64, layers=2, hidden=64, intermediate=32)
     write_checkpoint(tmp_path, config, random_tensors(config))
     assert memory.free_memory() > 1 << 28
