@@ -7,7 +7,7 @@ user meets the same text on the real device.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p, py_object
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 NOT_ON_CAPTURED_STREAM, STREAM_CAPTURED, CANNOT_UPDATE, KERNEL_FAILED = 107030, 107027, 207019, 507015
@@ -30,6 +30,7 @@ for _name, _result, _arguments in (
     ("emulator_generation", c_uint64, []),
     ("emulator_poison", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
     ("emulator_poison_freed", None, [c_void_p, c_size_t, c_int]),
+    ("emulator_keep_errors", None, [py_object, c_void_p, c_void_p]),
     ("emulator_set_error", None, [c_char_p]),
     ("emulator_set_hooks", None, [EXECUTE, FORGET]),
     ("emulator_trace", None, [c_char_p]),

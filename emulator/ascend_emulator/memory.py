@@ -115,7 +115,12 @@ def _poison_freed(address: int) -> None:
 
 
 def watch_frees() -> None:
-    """Turns the trace on that torch_npu has for its sanitizer."""
+    """Turns the trace on that torch_npu has for its sanitizer; an exception outlives the tensors that die with it."""
+    fetch, restore = (
+        ctypes.cast(f, ctypes.c_void_p) for f in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_Restore)
+    )
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        library.emulator_keep_errors(kind, fetch, restore)
     _npu_trace.register_callback_for_npu_memory_deallocation(_poison_freed, "poison of freed memory")
     torch_npu._C._activate_npu_trace(0)
 

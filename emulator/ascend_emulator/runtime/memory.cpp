@@ -22,6 +22,18 @@ std::map<uintptr_t, size_t> pinned;
 std::map<int, size_t> used;
 uint64_t generation = 1;
 
+// torch_npu tells Python of every block that its allocator takes back, and Python forgets then which exception is on its
+// way: `bool(x * 2)`, whose tensor dies while its error rises, ended in a SystemError. So the exception waits outside.
+void (*deallocate)(void *);
+void (*fetch_error)(void **, void **, void **);
+void (*restore_error)(void *, void *, void *);
+void deallocate_beside_error(void *tensor) {
+  void *type, *value, *traceback;
+  fetch_error(&type, &value, &traceback);
+  deallocate(tensor);
+  restore_error(type, value, traceback);
+}
+
 size_t total() {
   static const size_t bytes = strtoull(setting("MEMORY", "4294967296"), nullptr, 0);
   return bytes;
@@ -260,4 +272,13 @@ void emulator_poison_freed(void *target, size_t bytes, int value) {
   if ((uintptr_t)target + bytes <= next->first + next->second.bytes && !next->second.captured) memset(target, value, bytes);
 }
 uint64_t emulator_generation() { return generation; }
+// `type`: torch.Tensor or a class of it; the functions are PyErr_Fetch and PyErr_Restore.
+void emulator_keep_errors(void *type, void *fetch, void *restore) {
+  void *&slot = static_cast<void **>(type)[6];  // tp_dealloc, in every CPython of 64 bits
+  if (slot == (void *)deallocate_beside_error) return;
+  deallocate = (decltype(deallocate))slot;
+  fetch_error = (decltype(fetch_error))fetch;
+  restore_error = (decltype(restore_error))restore;
+  slot = (void *)deallocate_beside_error;
+}
 }

@@ -462,6 +462,18 @@ def case_float32_weights_have_no_NZ_R77() -> None:
         torch_npu.npu_format_cast(torch.ones(4, 32, 32, device="npu"), 29)
 
 
+def case_an_error_outlives_the_tensors_that_die_with_it() -> None:
+    """It was lost when torch_npu told Python of their memory: "SystemError: error return without exception set"."""
+    x = torch.ones(3, device="npu")
+    for function, words in (
+        (lambda: bool(x * 2), "Boolean value of Tensor with more than one value is ambiguous"),
+        (lambda: bool(torch.nn.Parameter(x * 2)), "Boolean value of Tensor"),
+        (lambda: torch.matmul(x * 2, torch.ones(5, 5, device="npu") * 1), "cannot be multiplied"),
+    ):
+        with refused(words):
+            function()
+
+
 def case_the_card_decides_how_experts_lie() -> None:
     """The real clock and torch-npu's own formats; what is faster is nothing that an emulated card can tell."""
     from npu_gptoss.moe import expert_format
