@@ -21,8 +21,8 @@ from npu_gptoss.serving.lines.vllm import (
     FusedMoE,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
-    QuantizationConfig,
 )
+from npu_gptoss.serving.quantization import OurConfig
 
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
@@ -113,7 +113,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
                 raise InputError(f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}")
 
 
-class ExpertsConfig(QuantizationConfig):
+class ExpertsConfig(OurConfig):
     """Carries the experts' method to the layer. Not a format: the weights are BF16 (or FP32) as the model runs."""
 
     def __init__(self, method: type[GptOssExpertsMethod], swiglu_limit: float) -> None:
@@ -126,17 +126,6 @@ class ExpertsConfig(QuantizationConfig):
 
     def get_name(self) -> str:
         return "gptoss_experts"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ExpertsConfig:

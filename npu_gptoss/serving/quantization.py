@@ -7,60 +7,58 @@ either; the weights are expanded to the model's dtype while they load (loading.p
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.lines.vllm import QuantizationConfig
 
 NAME = "gptoss_mxfp4"
 CLAIMED = "mxfp4"  # what config.json says
 RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked first
 
 
-@functools.cache
-def _config_class() -> type:
-    import torch
-    from torch import nn
+class OurConfig(QuantizationConfig):
+    """What vLLM asks of any quantization; for weights that are in the model's dtype once they are loaded."""
 
-    from npu_gptoss.serving.lines.vllm import QuantizationConfig, QuantizeMethodBase
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
 
-    class GptOssMxfp4Config(QuantizationConfig):
-        """Stands for "MXFP4 on disk, the model's dtype in memory"."""
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
 
-        # vllm-ascend's RMSNorm looks for biases of its own formats in whatever quantization a model has
-        quant_description: ClassVar[dict[str, Any]] = {}
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
 
-        def get_name(self) -> str:
-            return NAME
 
-        def get_supported_act_dtypes(self) -> list[torch.dtype]:
-            return [torch.bfloat16, torch.float32]
+class GptOssMxfp4Config(OurConfig):
+    """Stands for "MXFP4 on disk, the model's dtype in memory"."""
 
-        @classmethod
-        def get_min_capability(cls) -> int:
-            return 0
+    # vllm-ascend's RMSNorm looks for biases of its own formats in whatever quantization a model has
+    quant_description: ClassVar[dict[str, Any]] = {}
 
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            return []
+    def get_name(self) -> str:
+        return NAME
 
-        @classmethod
-        def from_config(cls, config: dict[str, Any]) -> GptOssMxfp4Config:
-            return cls()
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GptOssMxfp4Config:
+        return cls()
 
-        @classmethod
-        def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
-            claimed = hf_quant_cfg.get("quant_method") == CLAIMED and user_quant in (None, CLAIMED, NAME)
-            return NAME if claimed else None
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
+        claimed = hf_quant_cfg.get("quant_method") == CLAIMED and user_quant in (None, CLAIMED, NAME)
+        return NAME if claimed else None
 
-        def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-            # Our model hands this config to none of its layers, so another model's layer is asking.
-            from npu_gptoss.errors import InputError
-
-            raise InputError(
-                f"{prefix} belongs to a model that is not gpt-oss, and npu-gptoss expands MXFP4 checkpoints of gpt-oss "
-                "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint"
-            )
-
-    return GptOssMxfp4Config
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> None:
+        # Our model hands this config to none of its layers, so another model's layer is asking.
+        raise InputError(
+            f"{prefix} belongs to a model that is not gpt-oss, and npu-gptoss expands MXFP4 checkpoints of gpt-oss "
+            "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint"
+        )
 
 
 def register() -> None:
@@ -69,7 +67,7 @@ def register() -> None:
 
     methods = QUANTIZATION_METHODS
     if NAME not in methods:
-        register_quantization_config(NAME)(_config_class())
+        register_quantization_config(NAME)(GptOssMxfp4Config)
     if methods.index(NAME) > min((methods.index(rival) for rival in RIVALS if rival in methods), default=len(methods)):
         # vLLM asks in this order; the list itself is what vLLM's parser and config refer to
         methods.remove(NAME)

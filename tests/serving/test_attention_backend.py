@@ -187,9 +187,7 @@ def test_the_profile_run_without_a_cache_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("window", [WINDOW, None])
-def test_padded_rows_with_nan_reach_neither_the_output_nor_the_cache(
-    builder: SinkAttentionMetadataBuilder, cache: torch.Tensor, window: int | None
-) -> None:
+def test_padded_rows_with_nan_reach_neither_the_output_nor_the_cache(builder, cache, window):
     metadata, pristine = builder.build(0, common_metadata(padding=4)), cache.clone()
     padded = run(implementation(window=window), cache, metadata, PADDED, float("nan"))
     assert torch.isfinite(padded).all()
@@ -200,9 +198,7 @@ def test_padded_rows_with_nan_reach_neither_the_output_nor_the_cache(
     assert torch.equal(cache, pristine)
 
 
-def test_a_kernel_call_that_keeps_its_padding_would_be_seen(
-    builder: SinkAttentionMetadataBuilder, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_call_that_keeps_its_padding_would_be_seen(builder, cache, monkeypatch):
     """The mutation of the test above: rows past the tokens are left as the buffer had them."""
 
     def keeps_the_tail(query: torch.Tensor, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -216,9 +212,7 @@ def test_a_kernel_call_that_keeps_its_padding_would_be_seen(
     assert not torch.isfinite(output).all()
 
 
-def test_the_layer_hands_its_sinks_scale_and_window_to_the_definition(
-    builder: SinkAttentionMetadataBuilder, cache: torch.Tensor
-) -> None:
+def test_the_layer_hands_its_sinks_scale_and_window_to_the_definition(builder, cache):
     metadata = builder.build(0, common_metadata())
     layer = implementation()
     got = run(layer, cache, metadata, TOKENS, 0.0)

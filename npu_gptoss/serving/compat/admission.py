@@ -22,7 +22,7 @@ from npu_gptoss.serving.admission.keys import KeyGuard
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace, stock
 from npu_gptoss.serving.compat.targets import API_SERVER, PROCESSOR, PROTOCOL
 
 if TYPE_CHECKING:
@@ -128,13 +128,6 @@ class StructureCompiler:
             "automatic": wanted._backend_was_auto,
             "fields": structure_of(wanted),
         }
-
-
-def stock(function: Any) -> Any:
-    """vLLM's own function below every patch."""
-    while hasattr(function, "__npu_gptoss_replaces__"):
-        function = function.__npu_gptoss_replaces__
-    return function
 
 
 class VllmServer:

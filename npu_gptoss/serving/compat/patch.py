@@ -86,13 +86,19 @@ def expect_parameters(function: Any, *names: str) -> None:
         )
 
 
+def stock(value: Any) -> Any:
+    """The foreign code's own object below every patch."""
+    while hasattr(value, "__npu_gptoss_replaces__"):
+        value = value.__npu_gptoss_replaces__
+    return value
+
+
 def expect_source(function: Any, *markers: str) -> None:
     """Raise Mismatch unless each marker occurs in the function's source (white space does not count).
 
     It is the foreign function's that is looked at, where another patch is in front of it already.
     """
-    while hasattr(function, "__npu_gptoss_replaces__"):
-        function = function.__npu_gptoss_replaces__
+    function = stock(function)
     try:
         source = "".join(inspect.getsource(function).split())
     except (OSError, TypeError) as error:

@@ -40,7 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
     f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
     f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
-    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig", "QuantizeMethodBase"),
+    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig",),
     f"{_LAYERS}.rotary_embedding": ("get_rope",),
     f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
     f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),

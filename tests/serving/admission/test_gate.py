@@ -253,9 +253,7 @@ DOORS = [
 
 @pytest.mark.parametrize(("path", "root", "sent", "metrics", "enters"), DOORS)
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD"])
-def test_every_door_but_two_needs_the_key(
-    path: str, root: str, sent: bytes | None, metrics: bool, enters: bool, method: str
-) -> None:
+def test_every_door_but_two_needs_the_key(path, root, sent, metrics, enters, method):
     app = Taken()
     # CVE-2026-48746: what the client says about the host decides nothing
     headers = ((b"host", b"a/health?"),) + (((b"authorization", sent),) if sent is not None else ())

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from npu_gptoss.serving import compat
+from npu_gptoss.serving.compat.patch import stock
 
 # Those whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
 HERE = [patch for patch in compat.patches() if importlib.util.find_spec(patch.module.partition(".")[0])]
@@ -27,19 +28,13 @@ def _owner(target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _stock(value: Any) -> Any:
-    while hasattr(value, "__npu_gptoss_replaces__"):
-        value = value.__npu_gptoss_replaces__
-    return value
-
-
 @contextlib.contextmanager
 def _patched(*names: str) -> Iterator[None]:
     compat.apply()  # so that a plugin loaded by vLLM inside the block finds its work done
     targets = [_owner(target) for patch in HERE for target in patch.touches]
     before = [(owner, name, vars(owner)[name]) for owner, name in targets]
     for owner, name, value in before:
-        setattr(owner, name, _stock(value))
+        setattr(owner, name, stock(value))
     try:
         for patch in HERE:
             if patch.name in names:

@@ -108,9 +108,7 @@ def test_other_models_keep_their_updates(ours: bool, release: Any, monkeypatch: 
     assert module.called == ([] if ours else [("update", "stream", "context", 8, "transfer")])
 
 
-def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(
-    release: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(release, monkeypatch):
     module = stand_in()
     ascend.install_full_graph(module)
     monkeypatch.setattr(full_graph, "prepare", lambda *given: module.called.append(("prepare", *given)))

@@ -70,9 +70,7 @@ def no_shard(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"), [(outside, "of this directory"), (no_stop, "eos_token_id"), (no_shard, "is not there")]
 )
-def test_stock_vllm_takes_what_it_will_refuse_in_an_engine(
-    directory: Path, patched: Any, damage: Any, words: str
-) -> None:
+def test_stock_vllm_takes_what_it_will_refuse_in_an_engine(directory, patched, damage, words):
     damage(directory)
     with patched(), pytest.raises(Reached):
         engine_config(directory)
@@ -119,9 +117,7 @@ def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: P
             tokenizer.init_tokenizer_from_configs(config)
 
 
-def test_a_refusal_is_one_line_and_exit_status_1(
-    patched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):
     from vllm.entrypoints.cli import serve
 
     async def refuses(_: object) -> None:

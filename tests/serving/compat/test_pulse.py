@@ -108,9 +108,7 @@ def test_a_step_tells_how_long_it_lasts_and_a_death_why(patched: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [(), ("health",)])
-def test_health_refuses_an_engine_that_does_not_answer(
-    patched: Any, monkeypatch: pytest.MonkeyPatch, name: tuple[str, ...]
-) -> None:
+def test_health_refuses_an_engine_that_does_not_answer(patched, monkeypatch, name):
     monkeypatch.setattr(pulse, "GRACE", 0.3)
     monkeypatch.setattr(pulse, "SILENCE", 0.1)
     heart = pulse.Pulse({})

@@ -28,9 +28,7 @@ pytestmark = pytest.mark.serving
 
 @pytest.mark.parametrize(("name", "status"), [((), 500), (("server-end-answers",), 503)])
 @pytest.mark.parametrize("error", [stopping_error()(), EngineDeadError()])
-def test_an_answer_that_the_engines_end_took_may_be_asked_for_again(
-    patched: Any, name: tuple[str, ...], status: int, error: Exception
-) -> None:
+def test_an_answer_that_the_engines_end_took_may_be_asked_for_again(patched, name, status, error):
     with patched(*name):
         app = api_server.build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
 
@@ -105,9 +103,7 @@ def test_a_drain_that_cannot_be_is_refused_at_the_start(patched: Any, monkeypatc
         ("", None, ""),
     ],
 )
-def test_the_last_line_names_the_reason(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cause: str, exitcode: int | None, words: str
-) -> None:
+def test_the_last_line_names_the_reason(caplog, monkeypatch, cause, exitcode, words):
     process = types.SimpleNamespace(name="EngineCore_DP0", exitcode=exitcode)
     manager = types.SimpleNamespace(processes=[process])
     core = types.SimpleNamespace(

@@ -43,33 +43,12 @@ def final(text: str) -> str:
     return f"<|channel|>final <|constrain|>json<|message|>{text}<|return|>"
 
 
-def test_a_required_call_written_as_the_answer_is_a_call(patched, answer):
-    written = final('[{"name": "get_weather", "parameters": {"city": "Zürich"}}]')
-    with patched():
-        content, calls, _ = answer(written, tool_choice="required")
-        assert (calls, content[0]) == ([], "[")
-    with patched(*PATCHES):
-        assert answer(written, tool_choice="required") == (None, [("get_weather", '{"city": "Zürich"}')], "tool_calls")
-
-
-def test_a_named_call_written_as_the_answer_is_a_call(patched, answer):
-    with patched(*PATCHES):
-        found = answer(final('{"city": "Rome"}'), tool_choice=NAMED)
-    assert found == (None, [("get_weather", '{"city": "Rome"}')], "tool_calls")
-
-
 def test_a_forced_call_that_the_model_makes_by_itself_is_left_as_it_is(patched, answer):
     with patched(*PATCHES):
         for choice in ("required", NAMED):
             assert answer(CALL, tool_choice=choice)[1] == [("get_weather", '{"city": "Paris"}')]
         preamble = '<|channel|>commentary<|message|>{"city": "Rome"}<|end|><|start|>assistant'
         assert answer(preamble + CALL, tool_choice=NAMED)[1] == [("get_weather", '{"city": "Paris"}')]
-
-
-@pytest.mark.parametrize("written", ['[{"name": "get_wea', '["get_weather"]', "Sorry."])
-def test_what_is_no_call_stays_content(patched, answer, written):
-    with patched(*PATCHES):
-        assert answer(final(written), tool_choice="required")[:2] == (written, [])
 
 
 def test_json_that_nobody_forced_stays_content(patched, answer):
