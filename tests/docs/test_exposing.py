@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from emulator.tests.machine import venv
-from npu_gptoss.serving.compat import PATCHES
+from npu_gptoss.serving.compat import patches
 from scripts.setup.machine import read_pins
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import free_port
@@ -120,7 +120,7 @@ def test_the_patches_that_stand_against_a_hole_exist() -> None:
     named = {name for row in rows for name in re.findall(r"patch `([\w-]+)`", row)}
     assert len(rows) > 20
     assert named
-    assert named <= {patch.name for patch in PATCHES}
+    assert named <= {patch.name for patch in patches()}
 
 
 @pytest.mark.emulated

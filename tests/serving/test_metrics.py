@@ -223,7 +223,9 @@ def test_without_the_receiver_nothing_is_sent(patched, monkeypatch):  # noqa: F8
     from npu_gptoss.serving import compat
     from npu_gptoss.serving.compat.patch import Mismatch
 
-    skipped = compat.PatchStatus(next(p for p in compat.PATCHES if p.name == "stat-logger"), "skipped", "for this test")
+    skipped = compat.PatchStatus(
+        next(p for p in compat.patches() if p.name == "stat-logger"), "skipped", "for this test"
+    )
     monkeypatch.setattr(compat, "status", lambda: (skipped,))
     with pytest.raises(Mismatch, match="the patch stat-logger is left out"), patched("step-statistics"):
         pass

@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+Spoil = contextlib.AbstractContextManager[Any]
 
-@contextlib.contextmanager
-def updates_dropped() -> Iterator[None]:
+
+def updates_dropped() -> Spoil:
     """Graphs replay with the lengths of their capture; only the events come."""
     from npu_gptoss.serving.ascend import captured
 
     def update(stream: Any, call: Any, handle: Any, event: Any, lengths: Any) -> None:
         event.record(stream)
 
-    with mock.patch.object(captured, "update", update):
-        yield
+    return mock.patch.object(captured, "update", update)
 
 
-@contextlib.contextmanager
-def updates_late() -> Iterator[None]:
+def updates_late() -> Spoil:
     """Each replay gets the lengths of the one before."""
     from npu_gptoss.serving.ascend import captured
 
@@ -37,20 +36,16 @@ def updates_late() -> Iterator[None]:
         right(stream, call, handle, event, before.get(key, lengths))
         before[key] = lengths
 
-    with mock.patch.object(captured, "update", update):
-        yield
+    return mock.patch.object(captured, "update", update)
 
 
-@contextlib.contextmanager
-def replay_dropped() -> Iterator[None]:
+def replay_dropped() -> Spoil:
     import torch
 
-    with mock.patch.object(torch.npu.NPUGraph, "replay"):
-        yield
+    return mock.patch.object(torch.npu.NPUGraph, "replay")
 
 
-@contextlib.contextmanager
-def block_table_rebound() -> Iterator[None]:
+def block_table_rebound() -> Spoil:
     """Graphs are captured with a copy of the block table, which nobody fills."""
     from npu_gptoss.serving.ascend.attention import AscendSinkMetadataBuilder
 
@@ -62,28 +57,22 @@ def block_table_rebound() -> Iterator[None]:
         return dataclasses.replace(metadata, block_table=build.kept[-1])
 
     build.kept = []
-    with mock.patch.object(AscendSinkMetadataBuilder, "build_for_graph_capture", build):
-        yield
+    return mock.patch.object(AscendSinkMetadataBuilder, "build_for_graph_capture", build)
 
 
-@contextlib.contextmanager
-def choice_not_narrowed() -> Iterator[None]:
+def choice_not_narrowed() -> Spoil:
     from vllm_ascend.sample.sampler import AscendTopKTopPSampler
 
-    with mock.patch.object(AscendTopKTopPSampler, "_apply_top_k_top_p", lambda self, logits, k, p: logits):
-        yield
+    return mock.patch.object(AscendTopKTopPSampler, "_apply_top_k_top_p", lambda self, logits, k, p: logits)
 
 
-@contextlib.contextmanager
-def window_of_129() -> Iterator[None]:
+def window_of_129() -> Spoil:
     from npu_gptoss.attention import ascend
 
-    with mock.patch.object(ascend, "keys_before", lambda window: window):
-        yield
+    return mock.patch.object(ascend, "keys_before", lambda window: window)
 
 
-@contextlib.contextmanager
-def query_strided() -> Iterator[None]:
+def query_strided() -> Spoil:
     import torch
 
     from npu_gptoss.attention import ascend
@@ -92,26 +81,21 @@ def query_strided() -> Iterator[None]:
         return right(torch.stack([query, query], -1)[..., 0], *args, **kwargs)
 
     right = ascend.call_arguments
-    with mock.patch.object(ascend, "call_arguments", strided):
-        yield
+    return mock.patch.object(ascend, "call_arguments", strided)
 
 
-@contextlib.contextmanager
-def sinks_dropped() -> Iterator[None]:
+def sinks_dropped() -> Spoil:
     from npu_gptoss.attention import ascend
 
     right = ascend.call_arguments
-    with mock.patch.object(ascend, "call_arguments", lambda *a, **k: {**right(*a, **k), "learnable_sink": None}):
-        yield
+    return mock.patch.object(ascend, "call_arguments", lambda *a, **k: {**right(*a, **k), "learnable_sink": None})
 
 
-@contextlib.contextmanager
-def interleaved_weights() -> Iterator[None]:
+def interleaved_weights() -> Spoil:
     """The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts."""
     from npu_gptoss.moe import ascend
 
-    with mock.patch.object(ascend, "halves", lambda columns: columns):
-        yield
+    return mock.patch.object(ascend, "halves", lambda columns: columns)
 
 
 @contextlib.contextmanager
@@ -120,8 +104,7 @@ def interleaved_weights_unchecked() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def biases_in_bf16() -> Iterator[None]:
+def biases_in_bf16() -> Spoil:
     from npu_gptoss.moe import ascend
 
     right = ascend.grouped_mlp
@@ -134,12 +117,10 @@ def biases_in_bf16() -> Iterator[None]:
 
     from npu_gptoss.serving.ascend import moe
 
-    with mock.patch.object(moe, "grouped_mlp", grouped_mlp):
-        yield
+    return mock.patch.object(moe, "grouped_mlp", grouped_mlp)
 
 
-@contextlib.contextmanager
-def upstream_lists() -> Iterator[None]:
+def upstream_lists() -> Spoil:
     """The query list as vllm-ascend's builder makes it for a padded decode step: one short of the rows."""
     from npu_gptoss.attention import ascend
 
@@ -149,8 +130,7 @@ def upstream_lists() -> Iterator[None]:
         ours = right(*args, **kwargs)
         return {**ours, "actual_seq_qlen": ours["actual_seq_qlen"][:-1] or [1]}
 
-    with mock.patch.object(ascend, "call_arguments", arguments):
-        yield
+    return mock.patch.object(ascend, "call_arguments", arguments)
 
 
 @contextlib.contextmanager
@@ -167,17 +147,14 @@ def one_call_for_all() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def tail_not_zeroed() -> Iterator[None]:
+def tail_not_zeroed() -> Spoil:
     """The rows that a graph is padded with keep what memory held."""
     from npu_gptoss import attention
 
-    with mock.patch.object(attention, "zero_tail", lambda out, tokens: out):
-        yield
+    return mock.patch.object(attention, "zero_tail", lambda out, tokens: out)
 
 
-@contextlib.contextmanager
-def biases_spread() -> Iterator[None]:
+def biases_spread() -> Spoil:
     """Right, but the size of a result is known on the device only: the article's fourth. One rank, counts."""
     from npu_gptoss.moe import ascend
     from npu_gptoss.serving.ascend import moe
@@ -196,12 +173,10 @@ def biases_spread() -> Iterator[None]:
         gate_up = product(rows, experts.gate_up_proj, experts.gate_up_proj_bias)
         return product(ascend.clipped_swiglu(gate_up, experts), experts.down_proj, experts.down_proj_bias)
 
-    with mock.patch.object(moe, "grouped_mlp", grouped_mlp):
-        yield
+    return mock.patch.object(moe, "grouped_mlp", grouped_mlp)
 
 
-@contextlib.contextmanager
-def rows_not_cut() -> Iterator[None]:
+def rows_not_cut() -> Spoil:
     """The operator gets the rows that a graph is padded with, and lists of the real requests: the article's fifth."""
     from npu_gptoss import attention
 
@@ -210,18 +185,15 @@ def rows_not_cut() -> Iterator[None]:
     def unpad(rows: Any, tokens: int, name: str = "rows") -> Any:
         return rows if name in ("query", "out") else right(rows, tokens, name)
 
-    with mock.patch.object(attention, "unpad", unpad):
-        yield
+    return mock.patch.object(attention, "unpad", unpad)
 
 
-@contextlib.contextmanager
-def by_all_to_all() -> Iterator[None]:
+def by_all_to_all() -> Spoil:
     """No mistake: experts get their tokens as vllm-ascend sends them on an A3; on a 910B it never does for gpt-oss."""
     from vllm_ascend.ascend_forward_context import MoECommType
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-    with mock.patch.object(NPUModelRunner, "_select_moe_comm_method", return_value=MoECommType.ALLTOALL):
-        yield
+    return mock.patch.object(NPUModelRunner, "_select_moe_comm_method", return_value=MoECommType.ALLTOALL)
 
 
 @contextlib.contextmanager
@@ -232,7 +204,7 @@ def not_checked_at_start() -> Iterator[None]:
         yield
 
 
-def refusing_update(number: int) -> contextlib.AbstractContextManager[Any]:
+def refusing_update(number: int) -> Spoil:
     """A driver that refuses the task update of this number, counted from here, and every one after it."""
     import torch
 
@@ -247,17 +219,13 @@ def refusing_update(number: int) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.npu, "graph_task_update_begin", graph_task_update_begin)
 
 
-@contextlib.contextmanager
-def updates_refused() -> Iterator[None]:
-    with refusing_update(1):
-        yield
+def updates_refused() -> Spoil:
+    return refusing_update(1)
 
 
-@contextlib.contextmanager
-def update_of_the_second_layer_refused() -> Iterator[None]:
-    with refusing_update(2):
-        yield
+def update_of_the_second_layer_refused() -> Spoil:
+    return refusing_update(2)
 
 
-def spoilt(name: str | None) -> contextlib.AbstractContextManager[None]:
+def spoilt(name: str | None) -> Spoil:
     return globals()[name]() if name else contextlib.nullcontext()
