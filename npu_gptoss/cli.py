@@ -14,7 +14,7 @@ from npu_gptoss.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("npu_gptoss.doctor.command", "check this machine for gpt-oss, and say what to do where it does not fit"),
-    "bench": ("npu_gptoss.bench.command", "measure decode, prefill, kernels beside the floor, a server; compare, plot"),
+    "bench": ("npu_gptoss.bench.command", "measure decode, prefill, kernels beside the floor; compare"),
     "emulate": ("npu_gptoss.emulate", "run any command on an emulated Ascend 910B, without an NPU"),
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),

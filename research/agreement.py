@@ -31,9 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from npu_gptoss.bench import records
-from npu_gptoss.bench.actions import shared
-from npu_gptoss.bench.decode import significant
+from npu_gptoss.bench import records, session
 from npu_gptoss.bench.graphs import identical
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, model_name, random_tensors
 from npu_gptoss.dense.rotary import apply_rotary
@@ -186,7 +184,7 @@ def compare(engine: Engine, rows: Sequence[dict[str, Any]], weights: str) -> dic
             "mean_gap": statistics.fmean(wrong_gaps or [0.0]),
             "changed": 1 - share_equal(wrong, ours),
         }
-        controls.append({name: significant(value) for name, value in control.items()})
+        controls.append({name: session.significant(value) for name, value in control.items()})
     params = [SamplingParams(max_tokens=len(row["token_ids"]), ignore_eos=True) for row in rows]
     results = engine.generate([row["prompt_token_ids"] for row in rows], params)
     decoded = sum(identical(result.token_ids, row["token_ids"]) for result, row in zip(results, rows, strict=True))
@@ -200,7 +198,7 @@ def compare(engine: Engine, rows: Sequence[dict[str, Any]], weights: str) -> dic
         "mean_gap": statistics.fmean(gaps or [0.0]),
         "decode_agreement": decoded / len(theirs),
     }
-    return {name: significant(value) for name, value in record.items()} | {"controls": controls}
+    return {name: session.significant(value) for name, value in record.items()} | {"controls": controls}
 
 
 def follow(engine: Engine, rows: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
@@ -228,14 +226,15 @@ def write_calm(args: argparse.Namespace) -> int:
 
 
 def compare_command(args: argparse.Namespace) -> int:
-    peer = records.read_peer(args.peer, "greedy", ("prompt_token_ids", "token_ids"))
-    with shared.running_engine(args, [len(peer["records"])]) as running:
+    peer = records.read_peer(args.peer, "greedy", needed=("prompt_token_ids", "token_ids"))
+    with session.running_engine(args, [len(peer["records"])]) as running:
         record = compare(running.engine, peer["records"], running.form)
         record["peer"] = {"engine": peer["engine"]}
         print(", ".join(f"{name} {value}" for name, value in record.items() if name != "controls"))
         for control in record["controls"]:
             print("with a mistake: " + ", ".join(f"{name} {value}" for name, value in control.items()))
-        shared.write(args, "agreement", running.device, [record], DEFINITIONS, running.nominal, running.own)
+        ceilings = (running.nominal, running.own)
+        session.write_records(args, "agreement", DEFINITIONS, running.device, [record], ceilings)
     return 0
 
 
@@ -248,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_weights.add_argument("--seed", type=int, default=0)
     of_weights.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
     of_tokens = commands.add_parser("compare", help="our tokens against another engine's on the same checkpoint")
-    shared.engine_arguments(of_tokens, peer=False)
+    session.engine_arguments(of_tokens, "share-experts", "json")
     of_tokens.add_argument("--peer", type=Path, required=True, metavar="FILE", help="the other's prompts and tokens")
     args = parser.parse_args(arguments)
     return write_calm(args) if args.action == "checkpoint" else compare_command(args)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from npu_gptoss.tables import markdown
+
 METRIC, STEPS = "dram__bytes_read.sum", 8
 NCU = ("ncu", "--profile-from-start", "off", "--graph-profiling", "graph", "--metrics", METRIC)
 
@@ -40,12 +42,10 @@ class Counters:
 def measure(arguments: Sequence[str]) -> int:
     """`bench decode`, whose profiled steps ncu counts instead."""
     from npu_gptoss.bench import decode
-    from npu_gptoss.bench.actions import shared
     from npu_gptoss.cli import main as cli
 
     decode.recording = lambda device: Counters()
     decode.kernels_of = lambda recorded, device, repeats: []
-    shared.show_profile = lambda found: []
     return cli(["bench", "decode", "--profile", "--steps", str(STEPS), *arguments])
 
 
@@ -59,15 +59,13 @@ def table(records: Sequence[dict], read: Sequence[int]) -> list[str]:
     """Raises ValueError where a point has not exactly as many replays as steps."""
     if len(read) != len(records) * STEPS:
         raise ValueError(f"expected {STEPS} replays for each of {len(records)} points, ncu counted {len(read)}")
-    lines = [
-        "| batch | experts a layer | GB counted | GB read, mean of 8 steps | least to most |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for place, record in enumerate(records):
         mine = [count / 1e9 for count in read[place * STEPS : (place + 1) * STEPS]]
-        counted = f"| {record['batch']} | {record['distinct_experts']} | {record['bytes'] / 1e9:.3f} "
-        lines.append(counted + f"| {sum(mine) / STEPS:.3f} | {min(mine):.3f} to {max(mine):.3f} |")
-    return lines
+        found = f"{sum(mine) / STEPS:.3f}", f"{min(mine):.3f} to {max(mine):.3f}"
+        rows.append((record["batch"], record["distinct_experts"], f"{record['bytes'] / 1e9:.3f}", *found))
+    head = ("batch", "experts a layer", "GB counted", f"GB read, mean of {STEPS} steps", "least to most")
+    return markdown(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

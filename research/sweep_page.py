@@ -2,9 +2,9 @@
 
 python research/sweep_page.py --write
 
-Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md, and pictures
-that `npu-gptoss bench plot` drew of it; `note` in a file says how it differs from that. Python with torch,
-as the package needs.
+Each folder docs/benchmarks/sweep_* holds what one `npu-gptoss bench sweep --out` wrote, but its tables.md; `note` in a
+file says how it differs from that. The pictures were drawn of the same files once, and no command draws them anew.
+Python with torch, as the package needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from npu_gptoss.bench import records, sweep
+from npu_gptoss.bench import records, tables
 from scripts.docs.page_tables import ROOT, Tables
 
 PAGE = "docs/benchmarking.md"
@@ -42,7 +42,7 @@ def shown(files: Sequence[Path]) -> list[str]:
     missing = {name: why for content in contents for name, why in content.get("not_measured", {}).items()}
     links = ", ".join(f"[{file.name}]({file.relative_to(ROOT / 'docs').as_posix()})" for file in files)
     notes = dict.fromkeys(f"Of it: {content['note']}." for content in contents if "note" in content)
-    return ["", f"From {links}. {' '.join(notes)}".rstrip(), "", *sweep.page(contents, missing)]
+    return ["", f"From {links}. {' '.join(notes)}".rstrip(), "", *tables.page(contents, missing)]
 
 
 TABLES = Tables(script="research/sweep_page.py", page=PAGE, tables={"sweeps": measured})

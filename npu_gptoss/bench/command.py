@@ -1,8 +1,8 @@
-"""Measure gpt-oss: decode and prefill of the offline engine, each kernel alone, beside the floor; a server under load.
+"""Measure gpt-oss: decode and prefill of the offline engine, and each kernel alone, beside the floor.
 
 Without a checkpoint at hand, `bench checkpoint` writes one of full size with random weights first. On a machine
 whose nominal ceilings are not known here, a CPU for one, the floors are at the ceilings that the run itself measures,
-and only numbers of one run compare.
+and only numbers of one run compare. `vllm bench serve` measures a server.
 """
 
 from __future__ import annotations
@@ -10,33 +10,17 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench.actions import (
-    agreement,
-    checkpoint,
-    compare,
-    decode,
-    engine,
-    graphs,
-    kernel,
-    plot,
-    prefill,
-    serve,
-    sweep,
-    table,
-)
+from npu_gptoss.bench import checkpoint, compare, decode, engine, graphs, kernel_command, prefill, sweep, tables
 
 ACTIONS: dict[str, ModuleType] = {
     "decode": decode,
     "prefill": prefill,
-    "kernel": kernel,
+    "kernel": kernel_command,
     "engine": engine,
     "sweep": sweep,
-    "serve": serve,
     "graphs": graphs,
-    "agreement": agreement,
     "compare": compare,
-    "table": table,
-    "plot": plot,
+    "table": tables,
     "checkpoint": checkpoint,
 }
 

@@ -7,90 +7,80 @@ squares; never less than `SMALLEST`, since clocks and heat move every number a l
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from npu_gptoss.bench.records import KEYS, key_of
+from npu_gptoss.bench import records
+from npu_gptoss.bench.records import KINDS, key_of
 from npu_gptoss.errors import InputError
 
 Record = Mapping[str, Any]
 
+SUMMARY = "two files of records: faster, slower or within noise, row by row"
 SMALLEST, DEFAULT = 0.01, 0.05
 SLOWER, FASTER, WITHIN_NOISE = "slower", "faster", "within noise"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", type=Path, metavar="OLD.json", help="what --json wrote before")
+    parser.add_argument("new", type=Path, metavar="NEW.json", help="and after")
+    parser.add_argument("--fail-on-slower", action="store_true", help="exit with 1 when a row is slower beyond noise")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = compare(*(records.read(file) for file in (args.old, args.new)))
+    print("\n".join(table(found)))
+    return 1 if args.fail_on_slower and found.slower else 0
+
+
 @dataclass(frozen=True)
 class Measure:
-    """One number of a record. spread: its half-width as a share of it, None where the record does not tell.
+    """Times of a kind's records. spread: half-width as a share of the number, None where the record does not tell."""
 
-    larger_is_faster: of rates; times are the other way round.
-    """
-
-    name: str
+    names: tuple[str, ...]
+    meaning: str
     spread: Callable[[Record], float | None]
-    larger_is_faster: bool = False
 
 
-def _half(low: str, high: str, middle: str) -> Callable[[Record], float | None]:
-    """Half of high - low."""
+def _half(low: str, high: str, middle: str, count: str) -> Callable[[Record], float | None]:
+    """Half of high - low, of a record with more than one sample."""
 
     def spread(record: Record) -> float | None:
-        if record.get(low) is None or record.get(high) is None:
+        if record.get(low) is None or record.get(high) is None or record.get(count, 2) < 2:
             return None
         return (record[high] - record[low]) / 2 / record[middle]
 
     return spread
 
 
-def _repeats(record: Record) -> float | None:
-    """Of a prefill; one repeat has no spread."""
-    return _half("prefill_min_s", "prefill_max_s", "prefill_s")(record) if record.get("repeats", 1) > 1 else None
+def _of_samples(record: Record) -> float | None:
+    """A kernel's record holds (slowest - fastest) / median."""
+    return record["spread"] / 2 if record.get("spread") is not None and record.get("samples", 2) > 1 else None
 
 
-def _samples(record: Record) -> float | None:
-    """Of a kernel, whose record holds (slowest - fastest) / median."""
-    return record["spread"] / 2 if record.get("spread") is not None and record.get("samples", 1) > 1 else None
-
-
-def _of_the_mean(stem: str) -> Callable[[Record], float | None]:
-    """Twice the standard error of a mean over requests: they differ from each other by much more than runs do."""
-
-    def spread(record: Record) -> float | None:
-        if record.get(f"{stem}_std_ms") is None or not record.get("succeeded"):
-            return None
-        return 2 * record[f"{stem}_std_ms"] / math.sqrt(record["succeeded"]) / record[f"{stem}_mean_ms"]
-
-    return spread
-
-
-def _unknown(record: Record) -> None:
-    return None
-
-
-MEASURES: dict[str, tuple[Measure, ...]] = {
-    "decode": (Measure("tpot_ms", _half("tpot_p10_ms", "tpot_p90_ms", "tpot_ms")),),
-    "prefill": (Measure("prefill_s", _repeats),),
-    "kernel": (Measure("us", _samples),),
-    "graphs": (Measure("tpot_ms", _unknown), Measure("eager_tpot_ms", _unknown)),
-    "serve": (
-        *(Measure(f"{stem}_mean_ms", _of_the_mean(stem)) for stem in ("ttft", "tpot", "e2e")),
-        Measure("output_tokens_per_s", _unknown, larger_is_faster=True),
+MEASURES = {
+    "decode": Measure(
+        ("tpot_ms",),
+        "half of what lies between a tenth and nine tenths of the steps",
+        _half("tpot_p10_ms", "tpot_p90_ms", "tpot_ms", "steps"),
     ),
-}
-SPREADS = {
-    "decode": "half of what lies between a tenth and nine tenths of the steps",
-    "prefill": "half of what lies between the fastest and the slowest repeat",
-    "kernel": "half of what lies between the fastest and the slowest sample",
-    "graphs": "not in these records",
-    "serve": "two standard errors of the mean over requests; of the throughput not in these records",
+    "prefill": Measure(
+        ("prefill_s",),
+        "half of what lies between the fastest and the slowest repeat",
+        _half("prefill_min_s", "prefill_max_s", "prefill_s", "repeats"),
+    ),
+    "kernel": Measure(("us",), "half of what lies between the fastest and the slowest sample", _of_samples),
+    "graphs": Measure(("tpot_ms", "eager_tpot_ms"), "not in these records", lambda record: None),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of two records. ratio: time of the new one over the old one's, of a rate the old over the new."""
+    """One number of two records. ratio: the new one over the old one."""
 
     key: tuple[Any, ...]
     measure: str
@@ -133,23 +123,20 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
     rows = tuple(row for key, record in before.items() if key in after for row in _rows(what, key, record, after[key]))
     if not rows:
         raise InputError(
-            f"the files have no record of {what} in common (told apart by {', '.join(KEYS[what])}): measure the same "
-            "points in both"
+            f"the files have no record of {what} in common (told apart by {', '.join(KINDS[what].keys)}): "
+            "measure the same points in both"
         )
     only_old, only_new = (tuple(key for key in a if key not in b) for a, b in ((before, after), (after, before)))
     return Comparison(what, rows, only_old, only_new, tuple(_warnings(old, new)))
 
 
 def _rows(what: str, key: tuple[Any, ...], old: Record, new: Record) -> Iterator[Row]:
-    for measure in MEASURES[what]:
-        values = old.get(measure.name), new.get(measure.name)
-        if None in values or not min(values) > 0:
-            continue  # a single token has no time per token
-        spreads = measure.spread(old), measure.spread(new)
-        assumed = None in spreads
-        band = DEFAULT if assumed else max(SMALLEST, math.hypot(*spreads))
-        ratio = values[0] / values[1] if measure.larger_is_faster else values[1] / values[0]
-        yield Row(key, measure.name, *values, ratio, band, assumed)
+    measure = MEASURES[what]
+    spreads = measure.spread(old), measure.spread(new)
+    assumed = None in spreads
+    band = DEFAULT if assumed else max(SMALLEST, math.hypot(*spreads))
+    for name in (name for name in measure.names if old.get(name) and new.get(name)):
+        yield Row(key, name, old[name], new[name], new[name] / old[name], band, assumed)
 
 
 def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -190,8 +177,8 @@ def table(found: Comparison) -> list[str]:
     for which, keys in (("old", found.only_old), ("new", found.only_new)):
         lines += [f"only in the {which} file: {_words(key)}" for key in keys]
     lines.append(
-        "times: new / old of a time, old / new of a rate, so that above 1 is slower. band: "
-        f"{SPREADS[found.what]}, of both files added in squares, at least {SMALLEST:.0%}"
+        f"times: new / old, so that above 1 is slower. band: {MEASURES[found.what].meaning}, of both files added in "
+        f"squares, at least {SMALLEST:.0%}"
     )
     if any(row.assumed for row in found.rows):
         lines.append(f"* a record tells no spread: {DEFAULT:.0%} is assumed")

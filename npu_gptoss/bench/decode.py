@@ -7,6 +7,7 @@ of them after a warm-up. Keys that a step sees are counted as they were, experts
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
@@ -15,18 +16,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
-from npu_gptoss.bench.cost import dollars_per_million
-from npu_gptoss.bench.measure import percentile, synchronize
+from npu_gptoss.bench import session
+from npu_gptoss.bench.measure import synchronize
 from npu_gptoss.bench.profile import DeviceKernel, kernels_of, recording
-from npu_gptoss.bench.random_checkpoint import model_name
-from npu_gptoss.bench.roofline import Ceilings, beside_floor, decode_work
+from npu_gptoss.bench.roofline import decode_work
 from npu_gptoss.bench.routing import distinct_experts
+from npu_gptoss.bench.session import DoesNotFit, Running
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 
+SUMMARY = "time per output token, batch by context"
 WARM_UP_STEPS = 4  # steady steps before the first that counts: graphs captured, kernels compiled and tuned
 DEFINITIONS = {
     "tpot_ms": "mean milliseconds between the ends of consecutive steps in which every request of the batch generates "
@@ -59,14 +62,6 @@ class DecodeRun:
     @property
     def mean_s(self) -> float:
         return statistics.fmean(self.step_s)
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.step_s)
-
-
-class DoesNotFit(InputError):
-    """A point that the engine's cache or batch is too small for; others may fit."""
 
 
 class _Enough(Exception):
@@ -177,78 +172,64 @@ def _decode(engine: Engine, batch: int, context: int, steps: int, seed: int, wat
     raise AssertionError(f"{tokens} tokens were generated without {steps} steady steps in a row")
 
 
-def decode_record(
-    engine: Engine,
-    run: DecodeRun,
-    *,
-    batch: int,
-    context: int,
-    weights: str,
-    nominal: Ceilings,
-    measured: Ceilings | None,
-    price_per_hour: float,
-    fp8_projections: bool = False,
-) -> dict[str, Any]:
-    """The run beside its floors, as `records` wants it.
+def measure(running: Running, batch: int, context: int) -> dict[str, Any]:
+    """The record of one point."""
+    return record(running, run_decode(running.engine, batch, context, running.args.steps), batch, context)
 
-    nominal, measured: of all the ranks' devices together. price_per_hour: of one.
-    """
-    config, seconds = engine.config, run.mean_s
-    layout, gpus = layout_of(engine)
-    work = decode_work(config, run.contexts, weights, run.distinct, fp8_projections=fp8_projections)
-    uniform = decode_work(config, [context] * batch, weights, fp8_projections=fp8_projections)
-    layers = config.num_hidden_layers
-    record = {
-        "model": model_name(config),
-        "weights": weights,
-        "layout": layout,
-        "gpus": gpus,
+
+def record(running: Running, run: DecodeRun, batch: int, context: int) -> dict[str, Any]:
+    """The run beside its floors, as `records` wants it."""
+    config, seconds, fp8 = running.engine.config, run.mean_s, running.args.fp8_projections
+    work = decode_work(config, run.contexts, running.form, run.distinct, fp8_projections=fp8)
+    uniform = decode_work(config, [context] * batch, running.form, fp8_projections=fp8)
+    milliseconds = np.array(run.step_s) * 1e3
+    low, middle, high = map(float, np.percentile(milliseconds, (10, 50, 90)))
+    return {
+        **running.priced(work, seconds, batch),
         "batch": batch,
         "context": context,
-        "tpot_ms": round(seconds * 1e3, 4),
-        "tpot_median_ms": round(run.median_s * 1e3, 4),
-        "tpot_min_ms": round(min(run.step_s) * 1e3, 4),
-        "tpot_p10_ms": round(percentile(run.step_s, 10) * 1e3, 4),
-        "tpot_p90_ms": round(percentile(run.step_s, 90) * 1e3, 4),
+        "tpot_ms": seconds * 1e3,
+        "tpot_median_ms": middle,
+        "tpot_min_ms": float(milliseconds.min()),
+        "tpot_p10_ms": low,
+        "tpot_p90_ms": high,
         "steps": len(run.step_s),
-        "projections": "fp8" if fp8_projections else "bf16",
-        "mean_keys": round(sum(run.contexts) / batch, 1),
-        "distinct_experts": None if run.distinct is None else round(sum(run.distinct) / layers, 2),
+        "mean_keys": sum(run.contexts) / batch,
+        "distinct_experts": None if run.distinct is None else sum(run.distinct) / config.num_hidden_layers,
         "distinct_source": "uniform" if run.distinct is None else "counted",
-        **beside_floor(work, seconds, nominal, measured, "ms"),
-        "floor_uniform_ms": uniform.floor_s(nominal) * 1e3,
-        "tokens_per_s": batch / seconds,
-        "dollars_per_million_tokens": dollars_per_million(batch, seconds, price_per_hour * gpus),
+        "floor_uniform_ms": uniform.floor_s(running.nominal) * 1e3,
     }
-    return {name: significant(value) for name, value in record.items()}
 
 
-def layout_of(engine: Engine) -> tuple[str, int]:
-    """How the ranks share the model, as `Shard.layout`, and how many there are."""
-    ranks = engine.model.ranks
-    return ("tp1", 1) if ranks is None else (ranks.shard.layout, ranks.shard.size)
-
-
-def significant(value: Any, digits: int = 5) -> Any:
-    """Rounds a float to digits that mean something, and leaves everything else."""
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def decode_line(record: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
-    peer = record.get("peer")
+    peer, distinct = record.get("peer"), record["distinct_experts"]
     text = (
         f"{record['model']:>6} {record['weights']:>6} {record['layout']:>6} {record['batch']:>6} "
         f"{record['context']:>8} "
         f"{record['tpot_ms']:>9.3f} {record['floor_ms']:>9.3f} {record['percent_of_floor']:>6.1f}% "
         f"{record['bytes'] / 1e9:>8.2f} {record['TBps']:>6.3f} {record['TFLOPs']:>7.2f} "
-        f"{record['distinct_experts'] if record['distinct_experts'] is not None else '-':>8} "
+        f"{'-' if distinct is None else f'{distinct:.2f}':>8} "
         f"{record['tokens_per_s']:>9.1f} {record['dollars_per_million_tokens']:>8.3f}"
     )
     return text + (f"  {peer['engine']}: {peer['tpot_ms']:.3f} ms" if peer else "")
 
 
-DECODE_HEAD = (
-    f"{'model':>6} {'expert':>6} {'layout':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} {'floor':>7} "
-    f"{'GB':>8} {'TB/s':>6} {'TFLOP/s':>7} {'distinct':>8} {'tok/s':>9} {'$/Mtok':>8}"
+KIND = session.Kind(
+    what="decode",
+    definitions=DEFINITIONS,
+    head=f"{'model':>6} {'expert':>6} {'layout':>6} {'batch':>6} {'context':>8} {'TPOT ms':>9} {'floor ms':>9} "
+    f"{'floor':>7} {'GB':>8} {'TB/s':>6} {'TFLOP/s':>7} {'distinct':>8} {'tok/s':>9} {'$/Mtok':>8}",
+    line=line,
+    points=session.batches_by_contexts,
+    measure=measure,
+    profile=profile_decode,
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    session.engine_arguments(parser, "batch", "context", "steps", "profile", "share-experts", "peer", "json")
+
+
+def run(args: argparse.Namespace) -> int:
+    return session.run(args, KIND, args.batch)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from npu_gptoss.bench.decode import random_prompts, run_decode, significant
+from npu_gptoss.bench import session
+from npu_gptoss.bench.decode import random_prompts, run_decode
 from npu_gptoss.bench.random_checkpoint import model_name
-from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.bench.session import Running
+from npu_gptoss.engine import SamplingParams
 from npu_gptoss.errors import InputError
+
+SUMMARY = "decode with graphs against without: times and tokens"
 
 DEFINITIONS = {
     "graphs": "full: one graph a step; piecewise: one for what lies between two attentions, and attention launched "
@@ -20,8 +25,9 @@ DEFINITIONS = {
 }
 
 
-def compare_graphs(engine: Engine, batch: int, context: int, steps: int, weights: str, seed: int = 0) -> dict[str, Any]:
+def measure(running: Running, batch: int, context: int, seed: int = 0) -> dict[str, Any]:
     """The record of one point. Raises InputError where the engine has no graphs."""
+    engine, steps = running.engine, running.args.steps
     graphs = engine.graphs
     if graphs is None:
         raise InputError("this engine decodes without graphs: name some with --graphs")
@@ -36,9 +42,9 @@ def compare_graphs(engine: Engine, batch: int, context: int, steps: int, weights
         eager = run_decode(engine, batch, context, steps, seed)
     finally:
         engine.graphs = graphs
-    record = {
+    return {
         "model": model_name(engine.config),
-        "weights": weights,
+        "weights": running.form,
         "graphs": graphs.mode,
         "batch": batch,
         "context": context,
@@ -49,10 +55,27 @@ def compare_graphs(engine: Engine, batch: int, context: int, steps: int, weights
         "tokens_compared": sum(map(len, tokens)),
         "tokens_identical": sum(identical(a, b) for a, b in zip(tokens, eager_tokens, strict=True)),
     }
-    return {name: significant(value) for name, value in record.items()}
 
 
 def identical(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens before the first difference."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+KIND = session.Kind(
+    what="graphs",
+    definitions=DEFINITIONS,
+    head="",
+    line=lambda record: ", ".join(f"{name} {value}" for name, value in record.items()),
+    points=session.batches_by_contexts,
+    measure=measure,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    session.engine_arguments(parser, "batch", "context", "steps", "share-experts", "json", batch=[1], steps=64)
+
+
+def run(args: argparse.Namespace) -> int:
+    return session.run(args, KIND, args.batch)

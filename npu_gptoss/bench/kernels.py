@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench.decode import significant
 from npu_gptoss.bench.measure import Timing, measure
 from npu_gptoss.bench.profile import DeviceKernel, as_records, device_kernels
 from npu_gptoss.bench.roofline import Ceilings, Work, beside_floor
+from npu_gptoss.bench.session import significant
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelSpec, Operation, Priority, Signature, current_platform
 from npu_gptoss.kernels.registry import registry

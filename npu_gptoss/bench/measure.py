@@ -9,7 +9,6 @@ the cache holds finds none of them there. On other devices the host's clock is r
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,15 +45,6 @@ def timing_of(samples: Sequence[float], method: str) -> Timing:
     if not samples:
         raise InputError("a timing needs at least one sample")
     return Timing(statistics.median(samples), min(samples), max(samples), len(samples), method)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks; the smallest is percentile 0, the largest 100."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from typing import Any
 
-from npu_gptoss.bench.cost import dollars_per_million
-from npu_gptoss.bench.decode import check_fits, layout_of, random_prompts, significant
+from npu_gptoss.bench import session
+from npu_gptoss.bench.decode import check_fits, random_prompts
 from npu_gptoss.bench.profile import DeviceKernel, device_kernels
-from npu_gptoss.bench.random_checkpoint import model_name
-from npu_gptoss.bench.roofline import Ceilings, beside_floor, prefill_work
+from npu_gptoss.bench.roofline import prefill_work
+from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.errors import InputError
 
+SUMMARY = "time to the first token of one prompt"
 DEFINITIONS = {
     "prefill_s": "median seconds from handing one random prompt to the idle engine to its first token, over `repeats` "
     "different prompts after one that does not count; host work and sampling included",
@@ -52,44 +54,24 @@ def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[DeviceKe
     return device_kernels(lambda: engine.generate(prompt, params), engine.device, repeats=1)
 
 
-def prefill_record(
-    engine: Engine,
-    times: list[float],
-    *,
-    tokens: int,
-    weights: str,
-    nominal: Ceilings,
-    measured: Ceilings | None,
-    price_per_hour: float,
-    fp8_projections: bool = False,
-) -> dict[str, Any]:
-    """The run beside its floors, as `records` wants it.
-
-    nominal, measured: of all the ranks' devices together. price_per_hour: of one.
-    """
+def measure(running: Running, tokens: int) -> dict[str, Any]:
+    """The record of one length."""
+    times = run_prefill(running.engine, tokens, running.args.repeats)
     seconds = statistics.median(times)
-    layout, gpus = layout_of(engine)
-    work = prefill_work(engine.config, tokens, weights, fp8_projections=fp8_projections)
-    record = {
-        "model": model_name(engine.config),
-        "weights": weights,
-        "layout": layout,
-        "gpus": gpus,
+    fp8 = running.args.fp8_projections
+    work = prefill_work(running.engine.config, tokens, running.form, fp8_projections=fp8)
+    return {
+        **running.priced(work, seconds, tokens),
         "prompt_tokens": tokens,
         "prefill_s": seconds,
         "prefill_min_s": min(times),
         "prefill_max_s": max(times),
         "repeats": len(times),
-        "projections": "fp8" if fp8_projections else "bf16",
-        "max_batch_tokens": engine.scheduler.max_batch_tokens,
-        **beside_floor(work, seconds, nominal, measured, "ms"),
-        "tokens_per_s": tokens / seconds,
-        "dollars_per_million_tokens": dollars_per_million(tokens, seconds, price_per_hour * gpus),
+        "max_batch_tokens": running.engine.scheduler.max_batch_tokens,
     }
-    return {name: significant(value) for name, value in record.items()}
 
 
-def prefill_line(record: dict[str, Any]) -> str:
+def line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
     peer = record.get("peer")
     text = (
@@ -101,7 +83,21 @@ def prefill_line(record: dict[str, Any]) -> str:
     return text + (f"  {peer['engine']}: {peer['prefill_s']:.4f} s" if peer else "")
 
 
-PREFILL_HEAD = (
-    f"{'model':>6} {'expert':>6} {'layout':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} {'TFLOP/s':>8} "
-    f"{'TB/s':>6} {'tok/s':>10} {'$/Mtok':>8}"
+KIND = session.Kind(
+    what="prefill",
+    definitions=DEFINITIONS,
+    head=f"{'model':>6} {'expert':>6} {'layout':>6} {'tokens':>8} {'TTFT s':>10} {'floor s':>9} {'floor':>7} "
+    f"{'TFLOP/s':>8} {'TB/s':>6} {'tok/s':>10} {'$/Mtok':>8}",
+    line=line,
+    points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
+    measure=measure,
+    profile=profile_prefill,
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    session.engine_arguments(parser, "tokens", "repeats", "profile", "share-experts", "peer", "json")
+
+
+def run(args: argparse.Namespace) -> int:
+    return session.run(args, KIND, [1])

@@ -245,3 +245,8 @@ def _linear_flops(config: GptOssConfig) -> int:
     router = config.hidden_size * config.num_local_experts
     attention = attention_parameters(config)
     return 2 * config.num_hidden_layers * (attention + router + config.num_experts_per_tok * matrix)
+
+
+def dollars_per_million(tokens: float, seconds: float, price_per_hour: float) -> float:
+    """`tokens` in `seconds` on a machine at `price_per_hour` dollars -> dollars a million tokens."""
+    return price_per_hour / 3600 * seconds / tokens * 1e6

@@ -1,4 +1,4 @@
-"""Decode and prefill of one model over ways to share it among GPUs: which can run here, and one set of records of all.
+"""`bench sweep`: decode and prefill of one model over ways to share it among GPUs, as one set of records with tables.
 
 Each layout is measured by processes of its own, `bench engine`, alone or under torchrun: what a layout leaves behind in
 a GPU's memory is gone before the next one starts, and one that fails takes none of the others with it.
@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench.tables import decode_tables, prefill_tables
+from npu_gptoss.bench import engine, records, session, tables
+from npu_gptoss.engine.device import resolve_device
 from npu_gptoss.errors import InputError
+from npu_gptoss.files import read_json, write_atomically
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
+SUMMARY = "decode and prefill, batch by parallel layout: tables of speed and cost"
 # on four GPUs MXFP4 cannot be cut: a quarter of an expert is no whole number of scales
 DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "ep4", "ep8")
-TABLES = {"prefill": prefill_tables, "decode": decode_tables}
+PAGE = "tables.md"
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,64 @@ def layout(name: str) -> Layout:
     match = re.fullmatch(r"(tp|ep)([1-9]\d*)", name)
     if match is None:
         raise argparse.ArgumentTypeError(f"a layout is tpN or epN with N GPUs, for example tp2 or ep4, got {name!r}")
-    kind, gpus = match[1], int(match[2])
-    if kind == "ep" and gpus == 1:
+    if name == "ep1":
         raise argparse.ArgumentTypeError("on one GPU there are no others to deal experts to: name it tp1")
-    return Layout(gpus, EXPERT if kind == "ep" else TENSOR)
+    return Layout(int(match[2]), EXPERT if match[1] == "ep" else TENSOR)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    engine.add_points(parser)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        type=layout,
+        default=[layout(name) for name in DEFAULT_LAYOUTS],
+        metavar="tpN|epN",
+        help="GPUs that share the model: each expert cut (tp) or dealt out whole (ep); "
+        f"default: {' '.join(DEFAULT_LAYOUTS)}, of which those run that this machine has the GPUs for",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 when a layout that has its GPUs failed."""
+    session.check_price(args.gpu_price)
+    records.check_folder(args.out, *(f"{kind.what}.json" for kind in engine.KINDS), PAGE)
+    device = resolve_device(args.device)
+    if device.index is not None:
+        raise InputError(f"each rank takes a device of its own: give the type only, got {args.device!r}")
+    count = None if device.type == "cpu" else torch.get_device_module(device.type).device_count()
+    layouts, missing = split_by_devices(args.layouts, device, count)
+    for name, reason in missing.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    if not layouts:
+        raise InputError("this machine has the GPUs for none of these layouts; name smaller ones with --layouts")
+    for kind in engine.KINDS:
+        print("\n".join(f"  {name}: {meaning}" for name, meaning in kind.definitions.items()))
+    options = {name: value for name, value in vars(args).items() if name not in ("action", "layouts", "out")}
+    found: dict[str, list[dict[str, Any]]] = {kind.what: [] for kind in engine.KINDS}
+    status, page = 0, ""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, each in enumerate(layouts, 1):
+            print(f"[{number}/{len(layouts)}] {each.name}", flush=True)
+            reason: str | None = "was ended before all of it was measured"
+            try:
+                reason = run_layout(each, options, Path(folder) / each.name)
+            finally:  # what has been measured is kept, also of a layout that is ended
+                if reason is not None:
+                    missing[each.name] = reason
+                for kind, documents in found.items():
+                    file = Path(folder) / each.name / f"{kind}.json"
+                    if file.is_file():
+                        documents.append(read_json(file))
+                page = _write(args, found, missing)  # now, because the next layout may take long and be ended
+            if reason is not None:
+                status = 1
+                print(f"{each.name}: {reason}; what it said stands above", file=sys.stderr)
+    if not page:
+        raise InputError("no layout could be measured; what each said stands above")
+    print(page, end="")
+    print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
+    return status
 
 
 def split_by_devices(
@@ -79,6 +137,17 @@ def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
     return [*start, "-m", "npu_gptoss.cli", "bench", "engine", *_words(own)]
 
 
+def _words(options: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
+    return words
+
+
 def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | None:
     """Measures one layout, its output beside ours; None or why there are no records."""
     # a sweep that is ended (by a batch system, by Ctrl-C) must leave no ranks behind on the GPUs
@@ -93,48 +162,30 @@ def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | Non
     return None if status == 0 else f"failed with exit status {status}"
 
 
+def _write(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], missing: dict[str, str]) -> str:
+    """The records so far, a file a kind, and their tables, which are returned; nothing while there are none."""
+    # paths belong to one machine
+    settings = {name: value for name, value in vars(args).items() if name not in ("action", "model", "out")}
+    settings["layouts"] = [each.name for each in args.layouts]
+    written = []
+    for kind in ("prefill", "decode"):  # as the page shows them
+        if found[kind]:
+            written.append(merged(found[kind], settings) | {"not_measured": missing})
+            records.write(args.out / f"{kind}.json", written[-1])
+    page = "\n".join(tables.page(written, missing)) + "\n" if written else ""
+    if page:
+        write_atomically(args.out / PAGE, page.encode())
+    return page
+
+
 def merged(documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
     """One file's content of several of the same kind, in which `layout` tells the records apart.
 
     settings: of the sweep. Everything else is the first's, with the ceilings of all.
     """
-    kinds = {document["what"] for document in documents}
-    if len(kinds) != 1:
-        raise InputError(f"only files of one kind make one, got {', '.join(sorted(kinds)) or 'none'}")
     return {
         **documents[0],
         "settings": dict(settings),
         "ceilings": {name: value for document in documents for name, value in document["ceilings"].items()},
         "records": [record for document in documents for record in document["records"]],
     }
-
-
-def page(documents: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> list[str]:
-    """The two tables, with what they were measured on and what is not in them; lines of Markdown."""
-    lines: list[str] = []
-    for document in documents:
-        head = _measured_on(document)
-        if head not in lines:
-            lines += [head, ""]
-        lines += TABLES[document["what"]](document["records"])
-    for name, reason in skipped.items():
-        lines += [f"{name}: {reason}.", ""]
-    return lines[:-1]
-
-
-def _measured_on(document: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    price = document.get("dollars_per_gpu_hour")
-    said = "" if price is None else f"; a GPU hour at ${price:.2f}"
-    return f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}{said}."
-
-
-def _words(options: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
-    return words

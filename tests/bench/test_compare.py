@@ -92,35 +92,6 @@ def test_a_kernels_spread_is_from_the_fastest_to_the_slowest():
     assert row.band == pytest.approx(0.05)
 
 
-def serve_row(scale: float, std: float, **changes: object) -> dict[str, object]:
-    row = {"model": "m", "api": "chat", "prompt": "words", "input_tokens": 8, "output_tokens": 8, "concurrency": 1}
-    row |= {"rate": None, "succeeded": 100, "output_tokens_per_s": 50.0 / scale}
-    for stem in ("ttft", "tpot", "e2e"):
-        row |= {f"{stem}_mean_ms": 10.0 * scale, f"{stem}_std_ms": std}
-    return {**row, **changes}
-
-
-def test_of_a_server_means_and_the_rate_are_compared_each_in_its_direction():
-    found = compare.compare(content(serve_row(1.0, 2.0), what="serve"), content(serve_row(1.2, 2.0), what="serve"))
-    assert [row.measure for row in found.rows] == [
-        "ttft_mean_ms",
-        "tpot_mean_ms",
-        "e2e_mean_ms",
-        "output_tokens_per_s",
-    ]
-    assert {row.verdict for row in found.rows} == {SLOWER}, "fewer tokens a second is slower"
-    first, *_, rate = found.rows
-    # two standard errors: 2 * 2 / sqrt(100) of 10 and of 12 ms
-    assert first.band == pytest.approx(math.hypot(0.04, 0.4 / 12))
-    assert rate.assumed
-
-
-def test_what_a_record_has_no_number_for_is_no_row():
-    one_token = {"tpot_mean_ms": None, "tpot_std_ms": None}
-    pair = (content(serve_row(1.0, 2.0, **one_token), what="serve") for _ in range(2))
-    assert "tpot_mean_ms" not in [row.measure for row in compare.compare(*pair).rows]
-
-
 def test_rows_belong_together_by_all_that_tells_them_apart():
     changes = [{"batch": 1}, {"context": 8192}, {"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}]
     changes.append({"layout": "tp2"})
@@ -174,8 +145,18 @@ def test_what_measures_different_things_is_refused():
 
 
 def test_every_kind_with_times_can_be_compared():
-    assert set(compare.MEASURES) == set(records.KEYS) - {"agreement"}
-    assert set(compare.SPREADS) == set(compare.MEASURES)
+    assert set(compare.MEASURES) == set(records.KINDS) - {"agreement"}
+
+
+def test_graphs_have_two_times_of_unknown_spread():
+    row = {"model": "20b", "weights": "mxfp4", "graphs": "full", "batch": 1, "context": 20, "tpot_ms": 2.0}
+    old, new = (content({**row, "eager_tpot_ms": eager}, what="graphs") for eager in (3.0, 4.0))
+    found = compare.compare(old, new)
+    assert [(each.measure, each.verdict, each.assumed) for each in found.rows] == [
+        ("tpot_ms", WITHIN_NOISE, True),
+        ("eager_tpot_ms", SLOWER, True),
+    ]
+    assert len(compare.compare(content(row, what="graphs"), new).rows) == 1
 
 
 # -- the command, on committed records
@@ -206,9 +187,10 @@ def test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a file of records"),
+        ("{", "expected JSON in UTF-8"),
+        ('{"what": "decode", "what": "kernel"}', "is there twice in one object"),
         ("[]", "expected an object with records"),
-        ('{"what": "speed"}', "expected records of decode, prefill"),
+        ('{"what": "speed"}', "records of decode, prefill"),
         ('{"what": "decode", "engine": "x", "records": []}', "machine, versions, date missing"),
     ],
 )

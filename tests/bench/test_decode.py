@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from npu_gptoss.bench import decode, routing
-from npu_gptoss.bench.decode import WARM_UP_STEPS, DecodeRun, SteadySteps, decode_record, run_decode
+from npu_gptoss.bench.decode import WARM_UP_STEPS, DecodeRun, SteadySteps, run_decode
 from npu_gptoss.bench.roofline import H200
+from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import SamplingParams
 from npu_gptoss.errors import InputError
 
@@ -51,7 +53,6 @@ def test_the_mean_is_over_the_steps_after_the_warm_up(monkeypatch):
     run = seen.run()
     assert run.step_s == (1.0, 2.0, 6.0)
     assert run.mean_s == 3.0
-    assert run.median_s == 2.0
 
 
 def test_a_batch_is_measured_on_the_engine_and_leaves_nothing_behind(engine):
@@ -86,11 +87,11 @@ def test_distinct_experts_are_counted_once_each_and_unwritten_slots_not_at_all()
 
 
 def test_the_record_holds_the_run_beside_its_floors(engine):
-    run = DecodeRun((0.001, 0.003), (41, 42), (5, 6))
-    record = decode_record(
-        engine, run, batch=2, context=40, weights="bf16", nominal=H200, measured=H200, price_per_hour=3.6
-    )
-    assert record["tpot_ms"] == 2.0
+    args = SimpleNamespace(fp8_projections=False, gpu_price=3.6)
+    running = Running(args, engine, torch.device("cpu"), "bf16", nominal=H200, own=H200)
+    record = decode.record(running, DecodeRun((0.001, 0.003), (41, 42), (5, 6)), 2, 40)
+    assert record["tpot_ms"] == record["tpot_median_ms"] == 2.0
+    assert (record["tpot_p10_ms"], record["tpot_p90_ms"]) == pytest.approx((1.2, 2.8)), "linear between the ranks"
     assert record["mean_keys"] == 41.5
     assert record["distinct_experts"] == 5.5
     assert record["distinct_source"] == "counted"
@@ -98,18 +99,10 @@ def test_the_record_holds_the_run_beside_its_floors(engine):
     assert record["dollars_per_million_tokens"] == pytest.approx(1.0)
     assert record["floor_ms"] == record["floor_measured_ms"]
     assert record["TBps"] == pytest.approx(record["bytes"] / 2e-3 / 1e12, rel=1e-4)
-    unseen = decode_record(
-        engine,
-        DecodeRun((0.001,), (40, 40), None),
-        batch=2,
-        context=40,
-        weights="bf16",
-        nominal=H200,
-        measured=None,
-        price_per_hour=0,
-    )
+    unseen = decode.record(replace(running, own=None), DecodeRun((0.001,), (40, 40), None), 2, 40)
     assert unseen["distinct_source"] == "uniform"
     assert unseen["floor_ms"] == unseen["floor_uniform_ms"]
+    assert "floor_measured_ms" not in unseen
 
 
 @pytest.mark.parametrize(

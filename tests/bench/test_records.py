@@ -78,7 +78,7 @@ def test_a_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
 
 MISTAKES = {
     "no record": (lambda c: c["records"].clear(), "at least one record"),
-    "another kind": (lambda c: c.update(what="speed"), "what must be one of decode, prefill, kernel"),
+    "another kind": (lambda c: c.update(what="speed"), "what must be one of decode"),
     "no definitions": (lambda c: c.pop("definitions"), "definitions is missing"),
     "another schema": (lambda c: c.update(schema=2), "schema must be 1"),
     "NaN": (lambda c: c["records"][0].update(tpot_ms=float("nan")), "tpot_ms must be a finite number above 0"),
@@ -89,7 +89,7 @@ MISTAKES = {
     "seconds for milliseconds": (lambda c: c["records"][0].update(floor_ms=0.00078), "its numbers give 0.1"),
     "twice the same": (
         lambda c: c["records"].append(decode_row()),
-        r"record 1 repeats \('20b', 'mxfp4', 'bf16', 'tp1', 1, 1024\)",
+        "record 1: repeats .*1, 1024",
     ),
 }
 
@@ -143,15 +143,15 @@ def test_a_peers_file_needs_the_keys_and_the_number_only(tmp_path):
     point = {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": 0.117}
     file.write_text(json.dumps({"what": "prefill", "engine": "vLLM 0.25.1", "records": [point]}))
     assert records.read_peer(file, "prefill")["records"] == [point]
-    with pytest.raises(InputError, match="expected records of decode, got 'prefill'"):
+    with pytest.raises(InputError, match="records of decode, got 'prefill'"):
         records.read_peer(file, "decode")
     lacking = copy.deepcopy(point)
     del lacking["prefill_s"]
     file.write_text(json.dumps({"what": "prefill", "engine": "vLLM 0.25.1", "records": [point, lacking]}))
-    with pytest.raises(InputError, match="record 1 lacks prefill_s"):
+    with pytest.raises(InputError, match="record 1: lacks prefill_s"):
         records.read_peer(file, "prefill")
     file.write_text("{")
-    with pytest.raises(InputError, match="cannot be read as a file of records"):
+    with pytest.raises(InputError, match="expected JSON in UTF-8"):
         records.read_peer(file, "prefill")
 
 

@@ -4,7 +4,15 @@ import pytest
 
 from npu_gptoss.bench import roofline
 from npu_gptoss.bench.random_checkpoint import full_config
-from npu_gptoss.bench.roofline import H200, Work, decode_work, expected_distinct, experts_work, prefill_work
+from npu_gptoss.bench.roofline import (
+    H200,
+    Work,
+    decode_work,
+    dollars_per_million,
+    expected_distinct,
+    experts_work,
+    prefill_work,
+)
 from npu_gptoss.errors import InputError
 from tests.checkpoints import random_config
 
@@ -146,3 +154,9 @@ def test_projections_in_eight_bits_halve_their_matrices_and_nothing_else():
     work = decode_work(config, [5], "bf16", fp8_projections=True)
     assert work.dense_bytes == eight
     assert work.expert_bytes == decode_work(config, [5], "bf16").expert_bytes
+
+
+def test_a_million_tokens_cost_the_time_that_they_take():
+    assert dollars_per_million(1_000_000, 3600, 3.0) == pytest.approx(3.0)
+    # a batch of 32 every 4 ms: 8 000 tokens a second, 28.8 million an hour
+    assert dollars_per_million(32, 4e-3, 2.88) == pytest.approx(0.1)

@@ -9,16 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from npu_gptoss.bench import records, sweep, tables
-from npu_gptoss.bench.actions import sweep as action
 from npu_gptoss.cli import main
-from npu_gptoss.errors import InputError
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 CUDA = torch.device("cuda")
@@ -144,8 +141,6 @@ def test_merging_keeps_every_record_and_the_ceilings_of_all():
     assert [record["layout"] for record in found["records"]] == ["tp1", "tp2"]
     assert found["ceilings"] == {"tp1": 1, "tp2": 1}
     assert found["settings"] == {"layouts": ["tp1", "tp2"]}
-    with pytest.raises(InputError, match="only files of one kind make one, got decode, prefill"):
-        sweep.merged([first, content("prefill", prefill_row("tp1", 8, 1.0, 1.0))], {})
 
 
 def run(directory: Path, out: Path, *names: str) -> int:
@@ -174,9 +169,6 @@ def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, 
         ("tp1", 30),
         ("ep2", 30),
     ]
-    drawn = {file.name for file in tmp_path.iterdir() if file.suffix in (".png", ".svg")}
-    if find_spec("matplotlib"):
-        assert {f"decode_2x96x8e_bf16_20_cost.{form}" for form in ("png", "svg")} < drawn
     page = (tmp_path / "tables.md").read_text()
     assert "| layout | 30 tokens |" in page
     assert "| batch | tp1 | ep2 |" in page
@@ -194,8 +186,7 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
         measured(out, decode=full_decode_row(each.name), prefill=full_prefill_row(each.name))
         return None
 
-    monkeypatch.setattr(action.sweep, "run_layout", started)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sweep, "run_layout", started)
     assert run(directory, tmp_path, "tp1", "tp3", "tp2") == 1
     assert seen == [("tp1", False), ("tp3", True), ("tp2", True)]
     written = json.loads((tmp_path / "prefill.json").read_text())
@@ -204,8 +195,6 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
     assert "tp3: failed with exit status 1." in (tmp_path / "tables.md").read_text()
     err = capsys.readouterr().err
     assert "tp3: failed with exit status 1; what it said stands above" in err
-    assert "pictures need matplotlib" in err, "what was measured is there, without pictures"
-    assert not list(tmp_path.glob("*.svg"))
 
 
 def measured(out: Path, **rows: dict[str, object]) -> None:
@@ -228,7 +217,7 @@ def full_prefill_row(layout: str) -> dict[str, object]:
 
 
 def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(action.sweep, "run_layout", lambda *_: "failed with exit status 1")
+    monkeypatch.setattr(sweep, "run_layout", lambda *_: "failed with exit status 1")
     assert run(directory, tmp_path, "tp2") == 2
     assert "no layout could be measured" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -237,7 +226,7 @@ def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, mo
 @pytest.mark.parametrize("name", ["decode.json", "tables.md"])
 def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_path, monkeypatch, capsys):
     """Where this one measures less, the earlier one's numbers would stand, and be drawn, beside it."""
-    monkeypatch.setattr(action.sweep, "run_layout", None)
+    monkeypatch.setattr(sweep, "run_layout", None)
     (tmp_path / name).write_text("hours")
     assert run(directory, tmp_path, "tp1") == 2
     assert f"{tmp_path} holds {name} of an earlier run: name another folder with --out" in capsys.readouterr().err
@@ -254,7 +243,7 @@ def test_what_a_layout_had_measured_when_it_was_ended_is_kept(directory, tmp_pat
         if each.name == "tp2":
             raise SystemExit(143)
 
-    monkeypatch.setattr(action.sweep, "run_layout", ended)
+    monkeypatch.setattr(sweep, "run_layout", ended)
     with pytest.raises(SystemExit):
         run(directory, tmp_path, "tp1", "tp2", "ep2")
     kept = json.loads((tmp_path / "decode.json").read_text())
@@ -286,7 +275,7 @@ def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys
     assert out[-1] == "tp4: needs 4 GPUs."
     files[0].write_text(json.dumps(here | {"what": "kernel"}))
     assert main(["bench", "table", str(files[0])]) == 2
-    assert "expected records of prefill, decode, got 'kernel'" in capsys.readouterr().err
+    assert "records of prefill, decode, got 'kernel'" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_ended_leaves_no_process_behind(tmp_path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,26 @@ def test_make_serve_answers_the_pages_request(request_: Command, port: int) -> N
         assert choice["finish_reason"] == shown["finish_reason"]
         for key, value in shown["message"].items():
             assert holds(choice["message"][key], value), f"{key}: {choice['message'][key]}"
+
+
+LOADS = [command for command in ALL_COMMANDS if command.text.startswith("vllm bench serve ")]
+
+
+@pytest.mark.serving
+@pytest.mark.slow
+@pytest.mark.parametrize("load", LOADS, ids=lambda command: command.place)
+def test_make_serve_bears_the_pages_load(load: Command, port: int, tmp_path: Path) -> None:
+    """With fewer requests. Each succeeds: the model has something to say to prompts of this kind and length."""
+    words = shlex.split(load.text.replace(ADDRESS.rstrip("/"), f"http://127.0.0.1:{port}"))
+    fewer = ["--num-prompts", "4", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "load.json"]
+    program = Path(sys.executable).with_name(words[0])
+    done = subprocess.run([program, *words[1:], *fewer], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "load.json").read_text())
+    assert result["completed"] == 4
+    assert result["total_output_tokens"] >= 4
+    if "--ignore-eos" in words:
+        assert result["total_output_tokens"] == 4 * int(words[words.index("--random-output-len") + 1])
 
 
 def holds(got: Any, shown: Any) -> bool:

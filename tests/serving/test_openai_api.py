@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from npu_gptoss.cli import main
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import Server, serve, wait_for
 
@@ -356,25 +354,6 @@ def test_the_request_and_the_client_of_the_pages_work(server: Server) -> None:
     run = subprocess.run([sys.executable, "-c", ported(program)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "8 + 9 = 17."
-
-
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_bench_serve_measures_it(api: str, server: Server, tmp_path: Path) -> None:
-    """Tokens as the server counts them, in answers of exactly the length that was asked for."""
-    file = tmp_path / "serve.json"
-    words = ["--url", f"{server.url}/v1", "--api", api, "--json", str(file)]
-    words += ["--prompts", "6", "--concurrency", "1", "3", "--input-tokens", "50", "--output-tokens", "9"]
-    tokenizer = [] if api == "completions" else ["--tokenizer", str(server.log.parent / "model")]
-    assert main(["bench", "serve", *words, *tokenizer]) == 0
-    content = json.loads(file.read_text())
-    assert content["engine"] == "vLLM 0.11.0"
-    for record, at_a_time in zip(content["records"], (1, 3), strict=True):
-        assert (record["model"], record["concurrency"], record["failures"]) == (server.name, at_a_time, {})
-        assert record["mean_output_tokens"] == 9
-        assert record["short_answers"] == 0
-        assert record["mean_prompt_tokens"] == 50 if api == "completions" else record["mean_prompt_tokens"] > 50
-        assert 0 < record["ttft_p50_ms"] < record["e2e_p50_ms"]
-        assert record["output_tokens_per_s"] == pytest.approx(6 * 9 / record["duration_s"], rel=1e-3)
 
 
 def test_nothing_broke_behind_the_answers(server: Server) -> None:

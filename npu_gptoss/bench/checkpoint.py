@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, calm, full_config, write_random_checkpoint
+from npu_gptoss.bench.random_checkpoint import LAYOUTS, SHAPES, full_config, write_random_checkpoint
 from npu_gptoss.engine.device import resolve_device
 
 SUMMARY = "write a random checkpoint of full size, without a tokenizer"
@@ -15,21 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must hold no weights")
     parser.add_argument("--size", choices=SHAPES, default="20b")
     parser.add_argument("--weights", choices=LAYOUTS, default="mxfp4", help="layout of the experts (default: mxfp4)")
-    parser.add_argument(
-        "--calm",
-        action="store_true",
-        help="layers that do not amplify rounding and do show mistakes, for `bench agreement`; not for speed",
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
 
 
 def run(args: argparse.Namespace) -> int:
     config = full_config(args.size, mxfp4=args.weights == "mxfp4")
-    deviations = calm(config) if args.calm else None
-    device = resolve_device(args.device)
-    write_random_checkpoint(args.directory, config, seed=args.seed, device=device, deviations=deviations)
+    write_random_checkpoint(args.directory, config, seed=args.seed, device=resolve_device(args.device))
     size = sum(path.stat().st_size for path in args.directory.iterdir()) / 1e9
-    kind = "random, calm" if args.calm else "random"
-    print(f"{args.directory}: {args.size} {args.weights}, {kind}, {size:.1f} GB")
+    print(f"{args.directory}: {args.size} {args.weights}, random, {size:.1f} GB")
     return 0

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import attention_cases, dense_cases, kernels, moe_cases, records
-from npu_gptoss.bench.actions import shared
+from npu_gptoss.bench import attention_cases, dense_cases, kernels, moe_cases, records, session
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config
 from npu_gptoss.bench.roofline import WEIGHT_BYTES
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
@@ -25,35 +24,27 @@ SUMMARY = "each registered kernel of an operation alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", nargs="*", action=shared.Once, help="for example moe.experts; default: all")
+    parser.add_argument("operation", nargs="*", action=session.Once, help="for example moe.experts; default: all")
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels or solutions")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--size", choices=SHAPES, default="20b", help="published shapes (default: 20b)")
     shape.add_argument("--model", type=Path, metavar="DIR", help="the shapes of a checkpoint's config.json")
-    counts = shared.COUNTS
-    parser.add_argument("--batch", default=[1, 8, 32, 128], help="rows of a decode step", **counts)
-    parser.add_argument("--context", default=[1024, 8192], help="of attention's decode (default: 1024 8192)", **counts)
-    parser.add_argument("--tokens", default=[8192], help="of a prefill (default: 8192)", **counts)
+    names = ("batch", "context", "tokens", "block-size", "samples", "peer", "device", "dtype", "gpu-price", "json")
+    session.add_options(parser, *names, context=[1024, 8192], dtype="bfloat16")
     parser.add_argument(
         "--weights",
         nargs="+",
         choices=WEIGHT_BYTES,
         default=["mxfp4"],
-        action=shared.Once,
+        action=session.Once,
         help="of the experts (default: mxfp4)",
     )
-    parser.add_argument("--block-size", default=16, help="of the cache (default: 16)", **shared.COUNT)
-    parser.add_argument("--samples", default=20, help="of each timing (default: 20)", **shared.COUNT)
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="another engine's kernels, to be laid beside ours")
-    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|npu")
-    parser.add_argument("--dtype", default="bfloat16", metavar="float32|bfloat16")
-    shared.output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     peer = None if args.peer is None else records.read_peer(args.peer, "kernel")
     load_kernels()
-    shared.check_price(args.gpu_price)
+    session.check_price(args.gpu_price)
     if args.json is not None:
         records.check_place(args.json)
     device = resolve_device(args.device)
@@ -65,11 +56,16 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"there are no cases of an operation {unknown[0]!r}, but of {', '.join(sorted(builders))}")
     operations = args.operation or sorted(builders)
     _check_kernels(args.kernel or (), operations)
-    nominal, own = shared.ceilings_of(device)
-    shared.say_what(kernels.DEFINITIONS, nominal, own, device, args.gpu_price)
+    nominal, own = session.ceilings_of(device)
+    session.say_what(kernels.DEFINITIONS, nominal, own, device, args.gpu_price)
     print(kernels.KERNEL_HEAD)
     rows: list[dict[str, Any]] = []
     told: set[tuple[str, str]] = set()
+
+    def write(*, last: bool = True) -> None:
+        ceilings = (nominal, own)
+        session.write_records(args, "kernel", kernels.DEFINITIONS, device, rows, ceilings, last=last)
+
     with kernels_for(device):
         for name in operations:
             for found in kernels.run_kernels(
@@ -83,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
                     rows.append(found)
                     print(kernels.kernel_line(found), flush=True)
             if rows:
-                shared.write(args, "kernel", device, rows, kernels.DEFINITIONS, nominal, own, last=False)
+                write(last=False)
     if peer is not None:
         rows = records.beside(rows, peer, "kernel")
         print(f"beside {peer['engine']}:")
         print("\n".join(kernels.kernel_line(row) for row in rows if row["peer"]))
     if not rows:
         raise InputError("no kernel could run any of these cases; standard error says why for each")
-    shared.write(args, "kernel", device, rows, kernels.DEFINITIONS, nominal, own)
+    write()
     return 0
 
 

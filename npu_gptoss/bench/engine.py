@@ -1,0 +1,37 @@
+"""`bench engine`: decode and prefill on one engine; what `bench sweep` runs for each layout."""
+
+from __future__ import annotations
+
+import argparse
+
+from npu_gptoss.bench import decode, prefill, records, session
+from npu_gptoss.errors import InputError
+
+SUMMARY = "decode and prefill on one engine, as sweep runs it for each layout"
+KINDS = (decode.KIND, prefill.KIND)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_points(parser)
+    session.add_options(parser, "share-experts")
+
+
+def add_points(parser: argparse.ArgumentParser) -> None:
+    """All that is measured and with what; without how the ranks share the model."""
+    defaults = {"context": [1024, 8192], "tokens": [8192, 32768], "steps": 64}
+    session.engine_arguments(parser, "batch", "context", "steps", "tokens", "repeats", "out", **defaults)
+
+
+def run(args: argparse.Namespace) -> int:
+    records.check_folder(args.out, *(f"{kind.what}.json" for kind in KINDS))
+    args.json, args.profile = None, False
+    with session.running_engine(args, args.batch) as running:
+        session.say_what({}, running.nominal, running.own, running.device, args.gpu_price)
+        print("  what each number means stands in the files' `definitions`")
+        found = 0
+        for kind in KINDS:
+            args.json = args.out / f"{kind.what}.json"
+            found += len(session.measure_kind(kind, running))
+        if not found:
+            raise InputError(session.NOTHING_FITS)
+    return 0
