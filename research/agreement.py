@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_weights.add_argument("--seed", type=int, default=0)
     of_weights.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
     of_tokens = commands.add_parser("compare", help="our tokens against another engine's on the same checkpoint")
-    session.engine_arguments(of_tokens, "share-experts", "json")
+    session.engine_arguments(of_tokens, "--share-experts", "--json")
     of_tokens.add_argument("--peer", type=Path, required=True, metavar="FILE", help="the other's prompts and tokens")
     args = parser.parse_args(arguments)
     return write_calm(args) if args.action == "checkpoint" else compare_command(args)

@@ -228,7 +228,9 @@ KIND = session.Kind(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(parser, "batch", "context", "steps", "profile", "share-experts", "peer", "json")
+    session.engine_arguments(
+        parser, "--batch", "--context", "--steps", "--profile", "--share-experts", "--peer", "--json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ KINDS = (decode.KIND, prefill.KIND)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_points(parser)
-    session.add_options(parser, "share-experts")
+    session.add_options(parser, "--share-experts")
 
 
 def add_points(parser: argparse.ArgumentParser) -> None:
     """All that is measured and with what; without how the ranks share the model."""
     defaults = {"context": [1024, 8192], "tokens": [8192, 32768], "steps": 64}
-    session.engine_arguments(parser, "batch", "context", "steps", "tokens", "repeats", "out", **defaults)
+    session.engine_arguments(parser, "--batch", "--context", "--steps", "--tokens", "--repeats", "--out", **defaults)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -74,7 +74,9 @@ KIND = session.Kind(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(parser, "batch", "context", "steps", "share-experts", "json", batch=[1], steps=64)
+    session.engine_arguments(
+        parser, "--batch", "--context", "--steps", "--share-experts", "--json", batch=[1], steps=64
+    )
 
 
 def run(args: argparse.Namespace) -> int:

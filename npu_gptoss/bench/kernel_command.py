@@ -29,7 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--size", choices=SHAPES, default="20b", help="published shapes (default: 20b)")
     shape.add_argument("--model", type=Path, metavar="DIR", help="the shapes of a checkpoint's config.json")
-    names = ("batch", "context", "tokens", "block-size", "samples", "peer", "device", "dtype", "gpu-price", "json")
+    names = (
+        "--batch",
+        "--context",
+        "--tokens",
+        "--block-size",
+        "--samples",
+        "--peer",
+        "--device",
+        "--dtype",
+        "--gpu-price",
+        "--json",
+    )
     session.add_options(parser, *names, context=[1024, 8192], dtype="bfloat16")
     parser.add_argument(
         "--weights",

@@ -96,7 +96,7 @@ KIND = session.Kind(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(parser, "tokens", "repeats", "profile", "share-experts", "peer", "json")
+    session.engine_arguments(parser, "--tokens", "--repeats", "--profile", "--share-experts", "--peer", "--json")
 
 
 def run(args: argparse.Namespace) -> int:

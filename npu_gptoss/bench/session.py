@@ -66,44 +66,46 @@ COUNTS = {"nargs": "+", "action": Once, **COUNT}
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {"default": "auto", "metavar": "auto|cpu|cuda|npu"},
-    "dtype": {"default": "auto", "metavar": "auto|float32|bfloat16"},
-    "max-batch-tokens": {"default": 16384, "help": "of a step", **COUNT},
-    "block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
-    "num-blocks": {"help": "blocks of the cache (default: what memory allows)", **COUNT},
-    "weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
-    "fp8-projections": {"action": "store_true", "help": "attention's projections and lm_head in eight bits"},
-    "graphs": {"choices": (AUTO, *MODES), "default": AUTO, "help": "decode steps as graphs"},
-    "batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **COUNTS},
-    "context": {"default": [1024], "help": "tokens of each prompt before decode", **COUNTS},
-    "steps": {"default": 128, "help": "steady decode steps measured", **COUNT},
-    "tokens": {"default": [8192], "help": "of a prefill", **COUNTS},
-    "repeats": {"default": 3, "help": "prompts measured", **COUNT},
-    "samples": {"default": 20, "help": "of each timing", **COUNT},
-    "profile": {"action": "store_true", "help": "show the device's kernels inside each point"},
-    "share-experts": {
+    "--device": {"default": "auto", "metavar": "auto|cpu|cuda|npu"},
+    "--dtype": {"default": "auto", "metavar": "auto|float32|bfloat16"},
+    "--max-batch-tokens": {"default": 16384, "help": "of a step", **COUNT},
+    "--block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
+    "--num-blocks": {"help": "blocks of the cache (default: what memory allows)", **COUNT},
+    "--weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
+    "--fp8-projections": {"action": "store_true", "help": "attention's projections and lm_head in eight bits"},
+    "--graphs": {"choices": (AUTO, *MODES), "default": AUTO, "help": "decode steps as graphs"},
+    "--batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **COUNTS},
+    "--context": {"default": [1024], "help": "tokens of each prompt before decode", **COUNTS},
+    "--steps": {"default": 128, "help": "steady decode steps measured", **COUNT},
+    "--tokens": {"default": [8192], "help": "of a prefill", **COUNTS},
+    "--repeats": {"default": 3, "help": "prompts measured", **COUNT},
+    "--samples": {"default": 20, "help": "of each timing", **COUNT},
+    "--profile": {"action": "store_true", "help": "show the device's kernels inside each point"},
+    "--share-experts": {
         "choices": (TENSOR, EXPERT),
         "default": TENSOR,
         "help": "under torchrun: cut each expert, or deal them out whole",
     },
-    "gpu-price": {"type": float, "default": PRICE, "metavar": "USD", "help": "of one hour"},
-    "peer": {"type": Path, "metavar": "FILE", "help": "another engine's records, to be laid beside ours"},
-    "json": {"type": Path, "metavar": "FILE", "help": "write the records there"},
-    "out": {"type": Path, "metavar": "DIR", "required": True, "help": "the folder for decode.json and prefill.json"},
+    "--gpu-price": {"type": float, "default": PRICE, "metavar": "USD", "help": "of one hour"},
+    "--peer": {"type": Path, "metavar": "FILE", "help": "another engine's records, to be laid beside ours"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write the records there"},
+    "--out": {"type": Path, "metavar": "DIR", "required": True, "help": "the folder for decode.json and prefill.json"},
 }
 _OF_AN_ENGINE = (
-    *("device", "dtype", "max-batch-tokens", "block-size", "num-blocks"),
-    *("weights", "fp8-projections", "graphs", "gpu-price"),
+    *("--device", "--dtype", "--max-batch-tokens", "--block-size", "--num-blocks"),
+    *("--weights", "--fp8-projections", "--graphs", "--gpu-price"),
 )
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Options by name. defaults: where this action has another one."""
+    """Options by name. defaults: where this action has another one, by the name in the namespace."""
     for name in names:
-        how = {**_OPTIONS[name], **({"default": defaults[name]} if name in defaults else {})}
+        how = dict(_OPTIONS[name])
+        if (key := name.lstrip("-")) in defaults:
+            how["default"] = defaults[key]
         if how.get("default") is not None:
             how["help"] = f"{how.get('help', '')} (default: %(default)s)".lstrip()
-        parser.add_argument(f"--{name}", **how)
+        parser.add_argument(name, **how)
 
 
 def engine_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:

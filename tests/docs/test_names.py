@@ -21,7 +21,7 @@ FOLDERS = "npu_gptoss|emulator|research|scripts|tests|docs|docker|requirements|p
 # of pytest, pip, docker, evalscope, certbot, vllm bench
 FOREIGN_OPTIONS = {
     *("--pdb", "--constraint", "--no-deps", "--require-hashes", "--privileged", "--build", "--restart", "--use-cache"),
-    *("--warmup-num", "--nginx", "--no-binary"),
+    *("--warmup-num", "--nginx", "--no-binary", "--max-concurrency", "--request-rate", "--save-result"),
 }
 VLLM_PARSER = """
 import contextlib, io, json, sys
