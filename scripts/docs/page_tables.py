@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from npu_gptoss.files import write_atomically
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,9 +43,7 @@ class Tables:
         before = page.read_text(encoding="utf-8")
         after = self.written(before)
         if args.write:
-            temporary = page.with_suffix(".new")
-            temporary.write_text(after, encoding="utf-8")
-            temporary.replace(page)
+            write_atomically(page, after.encode())
             return 0
         print("up to date" if before == after else f"out of date: python {self.script} --write")
         return int(before != after)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from npu_gptoss.files import write_atomically
 from scripts.setup.environments import REQUIREMENTS, TORCH, TORCH_NPU, TORCH_ON_ASCEND, VLLM_ASCEND
 from scripts.setup.machine import read_pins
 
@@ -187,9 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.check:
                 wrong += [] if lock.path.is_file() and lock.path.read_text() == text else [lock.path.name]
                 continue
-            half = lock.path.with_suffix(".part")
-            half.write_text(text)
-            half.replace(lock.path)
+            write_atomically(lock.path, text.encode())
     except LockError as error:
         print(f"lock: {error}", file=sys.stderr)
         return 1

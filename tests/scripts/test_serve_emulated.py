@@ -47,23 +47,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
-        return json.load(response)["choices"][0]["message"]
+        return json.load(response)
+
+
+def chat(url: str, **body: Any) -> dict[str, Any]:
+    """The message of the reply."""
+    return post(f"{url}/v1/chat/completions", {"model": "gpt-oss-tiny", **body})["choices"][0]["message"]
 
 
 def test_the_printed_request_is_answered_rightly(served: Served) -> None:
     assert "on the emulated Ascend 910B" in served.printed
     words = shlex.split(next(line for line in served.printed.splitlines() if line.strip().startswith("curl ")))
-    message = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
-    assert message["content"] == "3 + 4 = 7."
+    reply = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
+    assert reply["choices"][0]["message"]["content"] == "3 + 4 = 7."
 
 
 def test_a_choice_of_one_token_is_greedy_beside_free_ones(served: Served) -> None:
     """top_k and top_p through the server, in graphs' decode steps; free choices at this temperature go astray."""
-    question = {"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 60}
+    question = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 60}
     narrow = ({"top_k": 1}, {"top_p": 1e-6}, {"top_k": 1, "top_p": 0.5})
     asked = [question | {"temperature": 2.0} | choice for choice in (*narrow, *({"seed": seed} for seed in range(5)))]
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = list(pool.map(lambda body: post(f"{served.url}/v1/chat/completions", body)["content"], asked))
+        answers = list(pool.map(lambda body: chat(served.url, **body)["content"], asked))
     assert answers[:3] == ["3 + 4 = 7."] * 3
     assert any(answer != "3 + 4 = 7." for answer in answers[3:])
 
@@ -80,11 +85,7 @@ def test_metrics_tell_replays_from_eager_steps(served: Served) -> None:
     before = {mode: server.metric("npu_gptoss_tokens_total", mode=mode) for mode in ("eager", "piecewise")}
     replays = server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="1")
     body = {"model": "gpt-oss-tiny", "prompt": [7] * 517, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
-    request = urllib.request.Request(
-        f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == 6
+    assert post(f"{served.url}/v1/completions", body)["usage"]["completion_tokens"] == 6
     assert server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="1") - replays == 5
     assert server.metric("npu_gptoss_tokens_total", mode="piecewise") - before["piecewise"] == 5
     assert server.metric("npu_gptoss_tokens_total", mode="eager") - before["eager"] == 517
@@ -93,9 +94,7 @@ def test_metrics_tell_replays_from_eager_steps(served: Served) -> None:
     # three requests whose tokens meet in one step are padded to the next captured size
     padding = server.metric("npu_gptoss_padding_tokens_total", mode="piecewise")
     body |= {"n": 3, "prompt": [9] * 3, "max_tokens": 12, "temperature": 1}
-    request.data = json.dumps(body).encode()
-    with urllib.request.urlopen(request, timeout=300) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == 36
+    assert post(f"{served.url}/v1/completions", body)["usage"]["completion_tokens"] == 36
     assert server.metric("npu_gptoss_padding_tokens_total", mode="piecewise") - padding >= 10
     assert server.metric("npu_gptoss_steps_total", mode="piecewise", bucket="4") >= 10
 
@@ -106,15 +105,9 @@ def test_the_score_is_that_of_the_cpu(served: Served, tmp_path: Path, monkeypatc
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
 
     def is_right(example: Example) -> bool:
-        body = {
-            "model": "gpt-oss-tiny",
-            "temperature": 0,
-            "max_tokens": 200,
-            "messages": list(example.messages),
-            "reasoning_effort": example.reasoning_effort,
-            **({"tools": list(example.tools)} if example.tools else {}),
-        }
-        message = post(f"{served.url}/v1/chat/completions", body)
+        asked = {"messages": list(example.messages), "reasoning_effort": example.reasoning_effort}
+        tools = {"tools": list(example.tools)} if example.tools else {}
+        message = chat(served.url, temperature=0, max_tokens=200, **asked, **tools)
         call = message["tool_calls"][0]["function"] if message["tool_calls"] else {}
         return example.is_right_reply(message["content"], call.get("name"), call.get("arguments"))
 
