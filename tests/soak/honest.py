@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.soak.server import NAME
 
 Body = dict[str, Any]
 Answer = dict[str, Any]  # what is compared
+Reader = Callable[[list[Any]], Answer]  # of the pieces of a reply
 
 WEATHER = {
     "name": "get_weather",
@@ -46,7 +47,7 @@ class Honest:
     key: str
     route: str
     body: Body
-    read: Callable[[list[Any]], Answer]
+    read: Reader
 
     @property
     def streamed(self) -> bool:
@@ -63,6 +64,10 @@ def _chat(text: str, **fields: Any) -> Body:
 
 def _sum(seed: int) -> str:
     return f"What is {seed % 9 + 1} + {seed % 7 + 2}?"
+
+
+def _city(seed: int) -> str:
+    return CITIES[seed % len(CITIES)]
 
 
 def _facts(seed: int) -> str:
@@ -84,6 +89,12 @@ def _of_message(message: dict[str, Any], finish: str) -> Answer:
     }
 
 
+def _only(finishes: list[str]) -> str:
+    if len(finishes) != 1:
+        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
+    return finishes[0]
+
+
 def read_chat(pieces: list[Any]) -> Answer:
     (choice,) = pieces[0]["choices"]
     return _of_message(choice["message"], choice["finish_reason"])
@@ -103,9 +114,8 @@ def read_chat_stream(pieces: list[Any]) -> Answer:
             place["name"] += function.get("name") or ""
             place["arguments"] += function.get("arguments") or ""
         finishes += [choice["finish_reason"]] if choice.get("finish_reason") else []
-    if len(finishes) != 1:
-        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
-    return _of_message({**text, "tool_calls": [{"function": call} for _, call in sorted(calls.items())]}, finishes[0])
+    written = {**text, "tool_calls": [{"function": call} for _, call in sorted(calls.items())]}
+    return _of_message(written, _only(finishes))
 
 
 def read_logprobs(pieces: list[Any]) -> Answer:
@@ -149,13 +159,7 @@ def read_completion(pieces: list[Any]) -> Answer:
 def read_completion_stream(pieces: list[Any]) -> Answer:
     choices = [choice for piece in pieces for choice in piece["choices"]]
     finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    if len(finishes) != 1:
-        raise Wrong(f"a stream has one finish_reason, this one has {finishes}")
-    return {
-        "text": "".join(choice["text"] for choice in choices),
-        "finish": finishes[0],
-        "usage": _count(pieces[-1]),
-    }
+    return {"text": "".join(c["text"] for c in choices), "finish": _only(finishes), "usage": _count(pieces[-1])}
 
 
 def _count(piece: dict[str, Any]) -> list[int]:
@@ -198,54 +202,24 @@ def read_response_stream(pieces: list[Any]) -> Answer:
 
 # --- the kinds: a seed -> a request ---
 
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 TOOLS = [{"type": "function", "function": WEATHER}]
 
 
-def chat(seed: int) -> Honest:
-    return Honest("chat", f"sum {_sum(seed)}", CHAT, _chat(_sum(seed)), read_chat)
+def _logprobs(seed: int) -> Body:
+    return _chat(_sum(seed), logprobs=True, top_logprobs=2)
 
 
-def chat_streamed(seed: int) -> Honest:
-    return Honest("chat, streamed", f"sum {_sum(seed)}", CHAT, _chat(_sum(seed), **USAGE), read_chat_stream)
+def _samples(seed: int) -> Body:
+    return _chat(_sum(seed), n=3) | {"temperature": 0.7, "seed": seed}
 
 
-def prefix(seed: int) -> Honest:
-    return Honest("long common prefix", f"facts {seed}", CHAT, _chat(_facts(seed)), read_chat)
+def _tool(seed: int) -> Body:
+    return _chat(f"What is the weather in {_city(seed)}?", tools=TOOLS)
 
 
-def prefix_streamed(seed: int) -> Honest:
-    body = _chat(_facts(seed), **USAGE)
-    return Honest("long common prefix, streamed", f"facts {seed}", CHAT, body, read_chat_stream)
-
-
-def logprobs(seed: int) -> Honest:
-    body = _chat(_sum(seed), logprobs=True, top_logprobs=2)
-    return Honest("logprobs", f"sum {_sum(seed)}", CHAT, body, read_logprobs)
-
-
-def samples(seed: int) -> Honest:
-    body = _chat(_sum(seed), n=3) | {"temperature": 0.7, "seed": seed}
-    return Honest("n = 3, sampled", "three", CHAT, body, read_samples)
-
-
-def tool(seed: int) -> Honest:
-    city = CITIES[seed % len(CITIES)]
-    return Honest(
-        "tool call", f"weather {city}", CHAT, _chat(f"What is the weather in {city}?", tools=TOOLS), read_chat
-    )
-
-
-def tool_streamed(seed: int) -> Honest:
-    city = CITIES[seed % len(CITIES)]
-    body = _chat(f"What is the weather in {city}?", tools=TOOLS, **USAGE)
-    return Honest("tool call, streamed", f"weather {city}", CHAT, body, read_chat_stream)
-
-
-def structured(seed: int) -> Honest:
+def _structured(seed: int) -> Body:
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
-    body = _chat(_sum(seed), response_format=form)
-    return Honest("structured output", f"schema {_sum(seed)}", CHAT, body, read_structured)
+    return _chat(_sum(seed), response_format=form)
 
 
 def _prompt(seed: int) -> Body:
@@ -254,55 +228,43 @@ def _prompt(seed: int) -> Body:
     return _body(prompt=ids, max_tokens=16, ignore_eos=True)
 
 
-def completion(seed: int) -> Honest:
-    return Honest("random prompt", f"random {seed}", COMPLETIONS, _prompt(seed), read_completion)
+def _response(seed: int) -> Body:
+    return _body(input=_sum(seed), max_output_tokens=120)
 
 
-def completion_streamed(seed: int) -> Honest:
-    body = _prompt(seed) | USAGE
-    return Honest("random prompt, streamed", f"random {seed}", COMPLETIONS, body, read_completion_stream)
+def _response_call(seed: int) -> Body:
+    text = f"What is the weather in {_city(seed)}?"
+    return _body(input=text, tools=[{"type": "function", **WEATHER}], max_output_tokens=120)
 
 
-def response(seed: int) -> Honest:
-    body = _body(input=_sum(seed), max_output_tokens=120)
-    return Honest("Responses", f"response {_sum(seed)}", RESPONSES, body, read_response)
-
-
-def response_streamed(seed: int) -> Honest:
-    body = _body(input=_sum(seed), max_output_tokens=120, stream=True)
-    return Honest("Responses, streamed", f"response {_sum(seed)}", RESPONSES, body, read_response_stream)
-
-
-def _response_call(seed: int, **fields: Any) -> Body:
-    text = f"What is the weather in {CITIES[seed % len(CITIES)]}?"
-    return _body(input=text, tools=[{"type": "function", **WEATHER}], max_output_tokens=120, **fields)
-
-
-def response_tool(seed: int) -> Honest:
-    key = f"response {CITIES[seed % len(CITIES)]}"
-    return Honest("Responses, tool call", key, RESPONSES, _response_call(seed), read_response)
-
-
-def response_tool_streamed(seed: int) -> Honest:
-    key, body = f"response {CITIES[seed % len(CITIES)]}", _response_call(seed, stream=True)
-    return Honest("Responses, tool call, streamed", key, RESPONSES, body, read_response_stream)
-
-
-# weight, maker; a streamed kind follows the one whose answer it has to have
-KINDS: tuple[tuple[int, Callable[[int], Honest]], ...] = (
-    (10, chat),
-    (12, chat_streamed),
-    (4, prefix),
-    (4, prefix_streamed),
-    (4, logprobs),
-    (4, samples),
-    (4, tool),
-    (4, tool_streamed),
-    (3, structured),
-    (5, completion),
-    (5, completion_streamed),
-    (4, response),
-    (4, response_streamed),
-    (2, response_tool),
-    (2, response_tool_streamed),
+# weight, weight streamed, kind, route, what has the same answer, body, readers of the whole and of the streamed reply
+_TABLE: tuple[tuple[int, int, str, str, Callable[[int], str], Callable[[int], Body], Reader, Reader | None], ...] = (
+    (10, 12, "chat", CHAT, lambda s: f"sum {_sum(s)}", lambda s: _chat(_sum(s)), read_chat, read_chat_stream),
+    (4, 4, "long common prefix", CHAT, lambda s: f"facts {s}", lambda s: _chat(_facts(s)), read_chat, read_chat_stream),
+    (4, 0, "logprobs", CHAT, lambda s: f"sum {_sum(s)}", _logprobs, read_logprobs, None),
+    (4, 0, "n = 3, sampled", CHAT, lambda s: "three", _samples, read_samples, None),
+    (4, 4, "tool call", CHAT, lambda s: f"weather {_city(s)}", _tool, read_chat, read_chat_stream),
+    (3, 0, "structured output", CHAT, lambda s: f"schema {_sum(s)}", _structured, read_structured, None),
+    (5, 5, "random prompt", COMPLETIONS, lambda s: f"random {s}", _prompt, read_completion, read_completion_stream),
+    (4, 4, "Responses", RESPONSES, lambda s: f"response {_sum(s)}", _response, read_response, read_response_stream),
+    (
+        *(2, 2, "Responses, tool call", RESPONSES, lambda s: f"response {_city(s)}"),
+        *(_response_call, read_response, read_response_stream),
+    ),
 )
+
+
+def _kinds() -> Iterator[tuple[int, Callable[[int], Honest]]]:
+    """(weight, seed -> request); a streamed kind follows the one whose answer it has to have."""
+
+    def maker(name: str, route: str, key: Any, body: Any, read: Reader, more: Body) -> Callable[[int], Honest]:
+        return lambda seed: Honest(name, key(seed), route, {**body(seed), **more}, read)
+
+    for weight, streamed, name, route, key, body, read, read_stream in _TABLE:
+        yield weight, maker(name, route, key, body, read, {})
+        if streamed:
+            usage = {} if route == RESPONSES else {"stream_options": {"include_usage": True}}
+            yield streamed, maker(f"{name}, streamed", route, key, body, read_stream, {"stream": True, **usage})
+
+
+KINDS = tuple(_kinds())
