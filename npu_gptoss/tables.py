@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table; every row has as many cells as the head."""
-    lines = [list(map(str, head)), ["---"] * len(head), *(list(map(str, row)) for row in rows)]
-    uneven = next((line for line in lines if len(line) != len(head)), None)
-    if uneven is not None:
-        raise ValueError(f"expected {len(head)} cells, got {uneven}")
-    return ["|" + "|".join(line) + "|" if line[0] == "---" else "| " + " | ".join(line) + " |" for line in lines]
+    """The lines of a table. Raises ValueError for a row that has not as many cells as the head."""
+    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        if len(row) != len(head):
+            raise ValueError(f"expected {len(head)} cells, got {row}")
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return lines

@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from npu_gptoss.bench.records import beside
+from npu_gptoss.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
@@ -119,10 +120,6 @@ def against(value: float, goal: float | None) -> str:
     return "met" if value <= goal else f"missed, {value / goal:.2f} ×"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-
-
 def decode_table(records: list[Record]) -> list[str]:
     head = (
         "model",
@@ -155,7 +152,7 @@ def decode_table(records: list[Record]) -> list[str]:
                 against(r["tpot_ms"], goal),
             )
         )
-    return table(head, rows)
+    return markdown(head, rows)
 
 
 def prefill_table(records: list[Record]) -> list[str]:
@@ -176,7 +173,7 @@ def prefill_table(records: list[Record]) -> list[str]:
                 against(r["prefill_s"], peer["prefill_s"] if peer and has_goals(r) else None),
             )
         )
-    return table(head, rows)
+    return markdown(head, rows)
 
 
 def kernel_verdict(record: Record) -> tuple[str, str]:
@@ -213,7 +210,7 @@ def kernel_table(records: list[Record]) -> list[str]:
                 *kernel_verdict(r),
             )
         )
-    return table(head, rows)
+    return markdown(head, rows)
 
 
 def other_lines(records: list[Record]) -> list[str]:
@@ -245,7 +242,7 @@ def control_table(record: Record) -> list[str]:
     for control in record["controls"]:
         agrees, changed = f"{100 * control['top1_agreement']:.1f} %", f"{100 * control['changed']:.1f} %"
         rows.append((control["mistake"], agrees, f"{control['mean_gap']:.3f}", changed))
-    return ["", *table(head, rows)]
+    return ["", *markdown(head, rows)]
 
 
 def sources(records: list[Record]) -> list[str]:

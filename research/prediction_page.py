@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from npu_gptoss.bench.roofline import decode_work, expected_distinct
 from npu_gptoss.doctor.memory import PUBLISHED_20B
 from npu_gptoss.nominal import memory_bandwidth
+from npu_gptoss.tables import markdown
 from research.trace_table import SHAPE
 from scripts.docs.page_tables import ROOT, Tables
 
@@ -108,22 +109,21 @@ def pair(values: tuple[float, float]) -> str:
 
 
 def table() -> str:
-    lines = [
-        "| requests | keys each | experts a layer | GB a step | ms at 1.6 and 1.2 TB/s | small launches "
-        "| ms at 3 and 4 µs | **predicted TPOT, ms** | by hand | measured |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        *("requests", "keys each", "experts a layer", "GB a step", "ms at 1.6 and 1.2 TB/s", "small launches"),
+        *("ms at 3 and 4 µs", "**predicted TPOT, ms**", "by hand", "measured"),
+    )
+    rows = []
     for requests, keys in CASES:
         row = predict(requests, keys)
         measured = f"{MEASURED} (the Ascend article)" if requests == 10 else "–"
-        lines.append(
-            f"| {requests} | {keys} | {row.experts:.1f} of {PUBLISHED_20B.num_local_experts} | {row.gigabytes:.2f} | "
-            f"{pair(row.bytes_ms)} | {row.small_launches} | {pair(row.launches_ms)} | **{pair(row.tpot_ms)}** | "
-            f"{BY_HAND[requests]} | {measured} |"
-        )
+        distinct = f"{row.experts:.1f} of {PUBLISHED_20B.num_local_experts}"
+        counted_ms = pair(row.bytes_ms), row.small_launches, pair(row.launches_ms), f"**{pair(row.tpot_ms)}**"
+        rows.append((requests, keys, distinct, f"{row.gigabytes:.2f}", *counted_ms, BY_HAND[requests], measured))
     requests, keys = CASES[1]
     expected = predict(requests, keys).experts
-    lines += [
+    lines = [
+        *markdown(head, rows),
         "",
         f"The article's {MEASURED} ms are what this arithmetic gives for {pair(experts_of(requests, keys, MEASURED))} "
         f"distinct experts a layer, where uniform routing expects {expected:.1f}.",

@@ -30,6 +30,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from ascend_emulator.launch import EmulationError, Machine, environment, find_venv  # noqa: E402
 
+from npu_gptoss.tables import markdown  # noqa: E402
+
 PAGE = HERE.parent / "docs/performance.md"
 TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"
 BEGIN, END = "<!-- written by research/trace_table.py: begin -->", "<!-- end -->"
@@ -255,10 +257,6 @@ def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 Measured = Mapping[str, Mapping[int, Mapping[str, Sequence[Counts]]]]  # way or title -> batch -> region
 
 
@@ -266,7 +264,7 @@ def table(measured: Measured, *, two_devices: bool = False) -> list[str]:
     """One line a batch, region and way. Host times relative to ours of the same batch and region."""
     columns = ("batch", "in a layer", "path", "device ops", "host→device", "device→host", "syncs", "MB moved")
     last = "collectives" if two_devices else "host time"
-    lines = [_row(*columns, "bytes / roofline", last), "|" + "---|" * 10]
+    rows = []
     for batch in measured["ours"]:
         for region in ("attention", "experts", "layer"):
             ours = host(measured["ours"][batch][region])
@@ -282,8 +280,8 @@ def table(measured: Measured, *, two_devices: bool = False) -> list[str]:
                     cells.append(number(mean(counts, "collectives")))
                 else:
                     cells.append(f"{host(counts) / ours:.2f}" if region != "layer" else "–")
-                lines.append(_row(*cells))
-    return lines
+                rows.append(cells)
+    return markdown((*columns, "bytes / roofline", last), rows)
 
 
 STEP_COLUMNS = {
@@ -299,13 +297,13 @@ STEP_COLUMNS = {
 
 def step_table(measured: Measured) -> list[str]:
     """Whole decode steps, sampling and the runner's own work included."""
-    lines = [_row("batch", "path", *STEP_COLUMNS), "|" + "---|" * (len(STEP_COLUMNS) + 2)]
+    rows = []
     for batch in BATCHES:
         for title, results in measured.items():
             if batch in results:
                 counts = results[batch]["step"]
-                lines.append(_row(str(batch), title, *(number(mean(counts, name)) for name in STEP_COLUMNS.values())))
-    return lines
+                rows.append((batch, title, *(number(mean(counts, name)) for name in STEP_COLUMNS.values())))
+    return markdown(("batch", "path", *STEP_COLUMNS), rows)
 
 
 # what is counted: the ways of each mode, and the batches

@@ -17,8 +17,9 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import write_checkpoint
-from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
+from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe.mxfp4 import E2M1, GROUP
+from npu_gptoss.tiny.checkpoint import tiny_config
 
 SHAPES = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
 LAYOUTS = ("mxfp4", "bf16")
@@ -34,27 +35,8 @@ def full_config(size: str, *, mxfp4: bool = True) -> GptOssConfig:
     if size not in SHAPES:
         raise InputError(f"the published sizes are {', '.join(SHAPES)}, got {size!r}")
     layers, experts = SHAPES[size]
-    return GptOssConfig(
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        num_local_experts=experts,
-        num_experts_per_tok=4,
-        vocab_size=201_088,
-        sliding_window=128,
-        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
-        rope_theta=150_000.0,
-        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131_072,
-        eos_token_id=200_002,
-        pad_token_id=199_999,
-        quantization=MXFP4 if mxfp4 else None,
-        dtype="bfloat16",
-    )
+    shape = {"layers": layers, "hidden": 2880, "intermediate": 2880, "experts": experts, "heads": 64, "kv_heads": 8}
+    return tiny_config(**shape, mxfp4=mxfp4)  # which has all other numbers as published
 
 
 def model_name(config: GptOssConfig) -> str:
