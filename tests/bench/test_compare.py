@@ -40,7 +40,7 @@ def only_row(old: dict[str, object], new: dict[str, object], what: str = "decode
 
 @pytest.mark.parametrize(
     ("new", "verdict"),
-    [(2.0, WITHIN_NOISE), (2.05, WITHIN_NOISE), (2.07, SLOWER), (1.95, WITHIN_NOISE), (1.93, FASTER)],
+    [(2.0, WITHIN_NOISE), (2.05, WITHIN_NOISE), (2.07, SLOWER), (1.946, WITHIN_NOISE), (1.944, FASTER)],
 )
 def test_the_band_is_of_both_files_spreads(new, verdict):
     """Two per cent in each add to 2.83, up and, as a ratio, down."""
@@ -66,12 +66,6 @@ def test_a_record_without_a_spread_gets_the_default_and_says_so(pair):
     lines = compare.table(compare.compare(content(decode_row(2.0, pair[0])), content(decode_row(2.0, pair[1]))))
     assert "* a record tells no spread: 5% is assumed" in lines
     assert any("±5.0%*" in line for line in lines)
-
-
-def test_faster_is_as_far_from_one_as_slower():
-    """Of two files either may be the old one: 1.05 times as long, or 1.05 times as fast."""
-    there, back = (only_row(decode_row(a, None), decode_row(b, None)) for a, b in ((2.0, 2.102), (2.102, 2.0)))
-    assert (there.verdict, back.verdict) == (SLOWER, FASTER)
 
 
 def prefill_row(seconds: float, half: float, repeats: int) -> dict[str, object]:

@@ -112,21 +112,14 @@ def test_a_record_that_is_no_object_is_told():
 
 
 def test_a_peers_number_stands_beside_the_same_point_and_no_other():
-    ours = [decode_row(), decode_row(batch=8), decode_row(weights="bf16")]
+    others = ({"batch": 8}, {"weights": "bf16"}, {"layout": "tp2"}, {"layout": "ep2"})
+    ours = [decode_row(), *(decode_row(**change) for change in others)]
+    assert records.problems(document(*ours)) == []
     peer = {"engine": "vLLM 0.25.1", "records": [decode_row(tpot_ms=3.0), decode_row(batch=32, tpot_ms=4.0)]}
     beside = records.beside(ours, peer, "decode")
     assert beside[0]["peer"] == {"engine": "vLLM 0.25.1", "tpot_ms": 3.0, "times_as_long": 2.0}
-    assert beside[1]["peer"] is None
-    assert beside[2]["peer"] is None
+    assert [row["peer"] for row in beside[1:]] == [None] * len(others), "a peer that names no layout is of one GPU"
     assert "peer" not in ours[0]
-
-
-def test_a_peer_on_one_gpu_stands_beside_no_record_of_two():
-    """Another engine's file may not say how many GPUs it used: it is one."""
-    ours = [decode_row(layout="tp1"), decode_row(layout="tp2"), decode_row(layout="ep2")]
-    peer = {"engine": "vLLM 0.25.1", "records": [decode_row(tpot_ms=3.0)]}
-    assert [row["peer"] is None for row in records.beside(ours, peer, "decode")] == [False, True, True]
-    assert records.problems(document(*ours)) == []
 
 
 def test_a_peers_kernel_stands_beside_all_of_ours_of_the_same_case():

@@ -40,26 +40,12 @@ def test_layouts_without_their_gpus_are_named_and_not_measured():
     can, skipped = sweep.split_by_devices(layouts("tp1", "tp2", "ep2", "tp2", "ep4"), CUDA, 2)
     assert [each.name for each in can] == ["tp1", "tp2", "ep2"]
     assert skipped == {"ep4": "needs 4 GPUs, this machine has 2 cuda devices: not measured"}
-    assert sweep.split_by_devices(layouts("tp2"), CUDA, 1)[1] == {
-        "tp2": "needs 2 GPUs, this machine has 1 cuda device: not measured"
-    }
-
-
-def test_ranks_on_a_cpu_are_processes_of_which_any_number_starts():
-    can, skipped = sweep.split_by_devices(layouts("tp8"), torch.device("cpu"), None)
-    assert [each.name for each in can] == ["tp8"]
-    assert not skipped
+    # ranks on a CPU are processes, of which any number starts
+    assert sweep.split_by_devices(layouts("tp8"), torch.device("cpu"), None) == (layouts("tp8"), {})
 
 
 def test_each_layout_is_told_how_to_share_and_everything_that_the_sweep_was():
-    options = {
-        "model": Path("m"),
-        "size": None,
-        "batch": [1, 8],
-        "fp8_projections": True,
-        "num_blocks": None,
-        "x": False,
-    }
+    options = {"model": Path("m"), "size": None, "batch": [1, 8], "fp8_projections": True, "x": False}
     alone = sweep.command(sweep.layout("tp1"), options, Path("o"))
     start = [sys.executable, "-m", "npu_gptoss.cli", "bench", "engine", "--model", "m", "--batch", "1", "8"]
     assert alone == [*start, "--fp8-projections", "--share-experts", "tensor", "--out", "o"]
@@ -124,19 +110,12 @@ def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own(
     assert len(titles) == len(set(titles)) == 5
     eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "projections": "fp8"}
     lines = tables.prefill_tables([prefill_row("tp1", 8192, 2.0, 2.0), eight])
-    titles = [line for line in lines if line.startswith("Prefill")]
-    assert len(titles) == len(set(titles)) == 2
-    assert [line for line in lines if line.startswith("| tp1")] == [
-        "| tp1 | 2.000 s, $2.000 |",
-        "| tp1 | 1.000 s, $1.000 |",
-    ]
+    assert len({line for line in lines if line.startswith("Prefill")}) == 2
+    assert [line[8:15] for line in lines if line.startswith("| tp1")] == ["2.000 s", "1.000 s"]
 
 
 def test_merging_keeps_every_record_and_the_ceilings_of_all():
-    first, second = (
-        content("decode", decode_row("tp1", 1, 1.0, 1.0)),
-        content("decode", decode_row("tp2", 1, 1.0, 1.0)),
-    )
+    first, second = (content("decode", decode_row(name, 1, 1.0, 1.0)) for name in ("tp1", "tp2"))
     found = sweep.merged([first, second], {"layouts": ["tp1", "tp2"]})
     assert [record["layout"] for record in found["records"]] == ["tp1", "tp2"]
     assert found["ceilings"] == {"tp1": 1, "tp2": 1}
@@ -165,10 +144,7 @@ def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, 
     for record in found["decode"]["records"]:
         tokens_an_hour = 3.6e6 / record["tpot_ms"] * record["batch"]
         assert record["dollars_per_million_tokens"] == pytest.approx(6e6 * record["gpus"] / tokens_an_hour, rel=1e-3)
-    assert [(record["layout"], record["prompt_tokens"]) for record in found["prefill"]["records"]] == [
-        ("tp1", 30),
-        ("ep2", 30),
-    ]
+    assert [(r["layout"], r["prompt_tokens"]) for r in found["prefill"]["records"]] == [("tp1", 30), ("ep2", 30)]
     page = (tmp_path / "tables.md").read_text()
     assert "| layout | 30 tokens |" in page
     assert "| batch | tp1 | ep2 |" in page
