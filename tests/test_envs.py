@@ -14,8 +14,9 @@ PACKAGE = Path(envs.__file__).parent
 
 def test_every_variable_that_the_code_names_stands_in_the_table():
     for path in PACKAGE.rglob("*.py"):
-        for name in re.findall(r"NPU_GPTOSS_[A-Z0-9_]+", path.read_text()):
-            assert name in envs.VARIABLES or name.startswith(envs.KERNEL_OVERRIDE_PREFIX), f"{path}: {name}"
+        for name in re.findall(r"NPU_GPTOSS_[A-Z0-9_]*[A-Z0-9]", path.read_text()):
+            others = f"{name}_".startswith((envs.KERNEL_OVERRIDE_PREFIX, "NPU_GPTOSS_EMULATED_"))  # of the emulator
+            assert name in envs.VARIABLES or others, f"{path}: {name}"
 
 
 def test_every_variable_of_the_table_is_read_somewhere():
@@ -24,17 +25,10 @@ def test_every_variable_of_the_table_is_read_somewhere():
         assert f'"{name}"' in text, f"{name} is in the table, but nothing reads it"
 
 
-def test_unset_and_empty_give_the_default(monkeypatch):
-    monkeypatch.delenv("NPU_GPTOSS_DISABLE_PLUGINS", raising=False)
-    assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is False
-    monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "")
-    assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is False
-
-
 @pytest.mark.parametrize(
     ("text", "means"),
     [(text, True) for text in ("1", "true", "yes", "on", "True", " ON ")]
-    + [(text, False) for text in ("0", "false", "no", "off", "False", " Off ")],
+    + [(text, False) for text in ("0", "false", "no", "off", "False", " Off ", "")],
 )
 def test_switches_are_spelled_as_people_spell_them(monkeypatch, text, means):
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", text)

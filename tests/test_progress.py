@@ -48,16 +48,14 @@ def test_a_bar_is_seen_on_a_terminal_only() -> None:
     assert (last.strip(), end) == ("", ""), "it is wiped out, and the next line takes its place"
 
 
-def test_counting_moves_the_bar() -> None:
+def test_counting_moves_the_bar_and_an_error_comes_through() -> None:
     with redirect_stderr(Terminal()):
         for done, _ in enumerate(counted("abc", 3, "x", "y")):
             (shown,) = [one for one in tqdm._instances if one.desc.startswith("x")]
             assert (shown.n, shown.total) == (done, 3)
-
-
-def test_a_bar_that_is_not_wanted_is_not_seen() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(counted((1 / n for n in (1, 0)), 2, "x", "y"))
     assert seen(lambda: list(counted("abc", 3, "x", "y", shown=False))) == ""
-    assert list(counted("abc", 3, "x", "y", shown=False)) == ["a", "b", "c"]
 
 
 def test_a_bar_makes_room_for_a_line_and_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,15 +89,6 @@ def test_counting_keeps_no_item_alive_while_the_next_is_made() -> None:
     for _ in range(3):
         assert isinstance(next(items), Tensor)  # and let go of
     assert len(alive) == 3
-
-
-def test_an_error_in_the_stream_comes_through() -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        raise KeyError("second")
-
-    with pytest.raises(KeyError, match="second"):
-        list(counted(broken(), 2, "x", "y"))
 
 
 def test_writing_loading_and_making_weights_show_how_far_they_are(tmp_path: Path) -> None:

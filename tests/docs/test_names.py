@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss import envs
+from npu_gptoss.serving.compat import patches
 from scripts.docs.docs_site import is_external, links, resolved
 from tests.docs.dry import simple_commands
 from tests.markdown import ALL_COMMANDS, PAGES, ROOT, name_of, spans
@@ -93,6 +94,13 @@ def test_every_variable_that_a_page_names_exists() -> None:
         for name in re.findall(r"\bNPU_GPTOSS_[A-Z0-9_]*[A-Z0-9]\b(?!_)", page.read_text(encoding="utf-8")):
             known = name in envs.VARIABLES or name in kernels or re.search(rf"\b{name}\b", elsewhere)
             assert known, f"{name_of(page)}: {name}"
+
+
+def test_every_patch_that_a_page_names_exists() -> None:
+    known = {patch.name for patch in patches()}
+    named = {name for page in PAGES for name in re.findall(r"\bpatch `([\w-]+)`", page.read_text(encoding="utf-8"))}
+    assert named
+    assert named <= known
 
 
 def wrong_name(span: str) -> bool:

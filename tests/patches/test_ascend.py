@@ -1,7 +1,6 @@
 """`patches/vllm-ascend-0.11.0`: each diff applies to the release and repairs its defect, without our plugin.
 
-The released package is linked into a temporary folder, the changed files are copies, and a fork imports the package
-from there, on the emulated 910B.
+The released package is copied into a temporary folder, and a fork imports it from there, on the emulated 910B.
 """
 
 from __future__ import annotations
@@ -107,14 +106,10 @@ def observed(emulated: Path, ascend_site: Path, tmp_path_factory: pytest.TempPat
     """Observation -> what it sees in the release, with its diff alone, with all diffs."""
     top, every = tmp_path_factory.mktemp("vllm-ascend"), list(EXPECTED)
     jobs: dict[str, tuple[str | None, list[str]]] = {"released": (None, every)}
-    for name, diffs in [*((observation(diff), [diff]) for diff in trees.ASCEND), ("all", trees.ASCEND)]:
-        trees.copy_for(diffs, ascend_site, top / name)
-        for diff in diffs:  # alone it must fit exactly; together, the diffs may stand in each other's context
-            done = trees.apply(diff, top / name, *(["-C1"] if name == "all" else []))
-            assert done.returncode == 0, done.stderr
-            for file in trees.changed_files(diff):
-                assert not (top / name / file).is_symlink(), "the installed package would be written to"
-        jobs[name] = (str(top / name), every if name == "all" else [name])
+    for diff in trees.ASCEND:
+        name = observation(diff)
+        jobs[name] = (str(trees.copied(ascend_site, top / name, diff)), [name])
+    jobs["all"] = (str(trees.copied(ascend_site, top / "all", *trees.ASCEND, fuzzy=True)), every)
     run = subprocess.run(
         [str(emulated / "bin/python"), "-m", "tests.patches.in_fork"],
         input=json.dumps(list(jobs.values())),
@@ -140,9 +135,7 @@ def test_a_diff_repairs_its_defect_alone_and_among_the_others(observed: dict[str
 
 def test_a_diff_that_does_not_fit_is_refused(ascend_site: Path, tmp_path: Path) -> None:
     diff = next(diff for diff in trees.ASCEND if observation(diff) == "quantization_claim")
-    (file,) = trees.changed_files(diff)
-    trees.copy_for([diff], ascend_site, tmp_path / "copy")
-    changed = tmp_path / "copy" / file
+    changed = trees.copied(ascend_site, tmp_path / "copy") / trees.changed_file(diff)
     changed.write_text(changed.read_text().replace("override_quantization_method", "another_method"))
     assert trees.apply(diff, tmp_path / "copy").returncode != 0
 
@@ -152,10 +145,8 @@ def test_stock_vllm_with_the_diffs_serves_gpt_oss_without_the_plugin(
     emulated: Path, ascend_site: Path, tmp_path: Path
 ) -> None:
     """The emulator's own tests show the garbage without them. `truncate`: vLLM 0.11.0 reads only true rightly."""
-    repaired, checkpoint, out = tmp_path / "repaired", tmp_path / "checkpoint", tmp_path / "out.json"
-    trees.copy_for(trees.ASCEND, ascend_site, repaired)
-    for diff in trees.ASCEND:
-        assert trees.apply(diff, repaired, "-C1").returncode == 0
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out.json"
+    repaired = trees.copied(ascend_site, tmp_path / "repaired", *trees.ASCEND, fuzzy=True)
     write_random_checkpoint(checkpoint, vocab_size=VOCABULARY, truncate=True)
     prompts = random_prompts((5, 40, 200), VOCABULARY, 1)
     job = {"checkpoint": str(checkpoint), "prompts": prompts, "vocabulary": VOCABULARY, "out": str(out)}

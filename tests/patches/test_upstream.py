@@ -36,9 +36,7 @@ def windows_asked_for(source: Path) -> list[int]:
 def test_window_keeps_128_keys_not_129(newest_ascend: Path, tmp_path: Path) -> None:
     """The operator's band does not count the query's own key."""
     (diff,) = trees.PATCHES.glob("vllm-ascend-0.23.0/*.diff")
-    (file,) = trees.changed_files(diff)
-    trees.copy_for([diff], newest_ascend, tmp_path / "copy")
-    assert windows_asked_for(tmp_path / "copy" / file) == [WINDOW] * 7
-    done = trees.apply(diff, tmp_path / "copy")
-    assert done.returncode == 0, done.stderr
-    assert windows_asked_for(tmp_path / "copy" / file) == [keys_before(WINDOW)] * 7 == [127] * 7
+    file = trees.changed_file(diff)
+    assert windows_asked_for(newest_ascend / file) == [WINDOW] * 7
+    repaired = trees.copied(newest_ascend, tmp_path / "copy", diff)
+    assert windows_asked_for(repaired / file) == [keys_before(WINDOW)] * 7 == [127] * 7
