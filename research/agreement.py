@@ -234,7 +234,7 @@ def compare_command(args: argparse.Namespace) -> int:
         for control in record["controls"]:
             print("with a mistake: " + ", ".join(f"{name} {value}" for name, value in control.items()))
         ceilings = (running.nominal, running.own)
-        session.write_records(args, "agreement", DEFINITIONS, running.device, [record], ceilings)
+        session.write(args, "agreement", DEFINITIONS, running.device, [record], ceilings)
     return 0
 
 

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     def write(*, last: bool = True) -> None:
         ceilings = (nominal, own)
-        session.write_records(args, "kernel", kernels.DEFINITIONS, device, rows, ceilings, last=last)
+        session.write(args, "kernel", kernels.DEFINITIONS, device, rows, ceilings, last=last)
 
     with kernels_for(device):
         for name in operations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -188,6 +189,8 @@ def measure_kind(kind: Kind, running: Running, peer: Mapping[str, Any] | None = 
     The file is written after each point, because the next may take long, be ended, or fail.
     """
     args, rows = running.args, []
+    write_here = functools.partial(write, args, kind.what, kind.definitions, running.device)
+    ceilings = (running.nominal, running.own)
     if kind.head:
         print(kind.head)
     points = kind.points(args)
@@ -204,12 +207,12 @@ def measure_kind(kind: Kind, running: Running, peer: Mapping[str, Any] | None = 
             say("\n".join(profile.table(found)))
             row["inside"] = profile.as_records(found)
         rows.append(row)
-        write(running, kind, rows, last=False)
+        write_here(rows, ceilings, last=False)
     if peer is not None and rows:
         rows = records.beside(rows, peer, kind.what)
         print("\n".join([f"beside {peer['engine']}:", *map(kind.line, rows)]))
     if rows:
-        write(running, kind, rows)
+        write_here(rows, ceilings)
     return rows
 
 
@@ -284,14 +287,7 @@ def check_price(price: float) -> None:
         raise InputError(f"--gpu-price must be a number from 0, got {price:g}")
 
 
-def write(running: Running, kind: Kind, rows: Sequence[dict[str, Any]], *, last: bool = True) -> None:
-    """The records into --json, by rank 0. last: whether these are all, so that it is said."""
-    if is_rank_0():
-        ceilings = (running.nominal, running.own)
-        write_records(running.args, kind.what, kind.definitions, running.device, rows, ceilings, last=last)
-
-
-def write_records(
+def write(
     args: argparse.Namespace,
     what: str,
     definitions: Mapping[str, str],
@@ -301,8 +297,8 @@ def write_records(
     *,
     last: bool = True,
 ) -> None:
-    """Into --json, if that was named."""
-    if args.json is None:
+    """The records into --json, by rank 0. last: whether these are all, so that it is said."""
+    if args.json is None or not is_rank_0():
         return
     left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
     content = records.document(
