@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
+EVALSCOPE = ROOT / ".venv-evalscope/bin/python"
+needs_evalscope = pytest.mark.skipif(not EVALSCOPE.exists(), reason="evalscope is not set up; make setup-evalscope")
 # evalscope's and vLLM's own variables on the machine that tests would change what is looked at
 DROPPED = ("VLLM_", "HF_", "OMP_", "NPU_GPTOSS_", "ASCEND_", "HCCL_")
 
@@ -49,6 +53,12 @@ def beside_a_fake_evalscope(folder: Path, status: int) -> Path:
     (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (programs / "python").chmod(0o755)
     return scripts
+
+
+def report(*options: str | Path) -> str:
+    """What eval_report.py prints, with the Python of evalscope's environment."""
+    command = [str(EVALSCOPE), str(SCRIPTS / "eval_report.py"), *map(str, options)]
+    return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
 
 
 def printed_command(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, str], list[str]]:
