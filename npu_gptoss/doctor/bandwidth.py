@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -35,28 +34,24 @@ def measure(device: torch.device, free: int) -> float:
     return 2 * source.numel() * source.element_size() / best / 1e9
 
 
-def bandwidth(device: torch.device, seen: Device) -> Iterator[Finding]:
+def bandwidth(device: torch.device, seen: Device) -> Finding:
     if seen.emulated:
-        yield not_applicable(
-            "bandwidth", "The emulated device's memory is this host's: its speed says nothing of a 910B."
-        )
-        return
+        return not_applicable("The emulated device's memory is this host's: its speed says nothing of a 910B.")
     speed, known = measure(device, seen.free), memory_bandwidth(seen.name)
-    yield judged(speed, known, seen)
+    return judged(speed, known, seen)
 
 
 def judged(speed: float, known: int | None, seen: Device) -> Finding:
     """The finding for a measured speed in GB/s."""
     sentence = f"A copy in the memory of {seen.name} moves {speed:.0f} GB/s"
     if seen.kind == "cpu":
-        return ok("bandwidth", f"{sentence}, with {torch.get_num_threads()} thread(s).")
+        return ok(f"{sentence}, with {torch.get_num_threads()} thread(s).")
     if known is None:
-        return ok("bandwidth", f"{sentence}; its nominal bandwidth is not known here.")
+        return ok(f"{sentence}; its nominal bandwidth is not known here.")
     sentence += f", {speed / known:.0%} of the nominal {known} GB/s"
     if speed < LOW * known:
         return warning(
-            "bandwidth",
             f"{sentence}.",
             "See whether another process uses the device (`npu-smi info`, `nvidia-smi`), or whether it is throttled.",
         )
-    return ok("bandwidth", f"{sentence}.")
+    return ok(f"{sentence}.")

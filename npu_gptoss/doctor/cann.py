@@ -15,8 +15,8 @@ from pathlib import Path
 
 from npu_gptoss import cann as installed
 from npu_gptoss.cann import toolkit_version
-from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
-from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
+from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, here
 
 LINE = here()
@@ -25,7 +25,6 @@ NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER_FOLDER = f"/{installed.DRIVER_FOLDER}"
 COMMON_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 IMAGE = "the image `cann:8.3.rc2-910b-ubuntu22.04-py3.11` has it"
-_EMULATED = "The emulated 910B has no {}."
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,16 @@ def _script(folder: Path) -> Path:
     return next((f / "set_env.sh" for f in (folder, folder.parent) if (f / "set_env.sh").is_file()), folder)
 
 
+@on_ascend("CANN")
 def toolkit(here: Machine) -> Iterator[Finding]:
-    if here.platform()[0] != ASCEND:
-        yield not_applicable("cann", "CANN is for Ascend machines.")
-        return
     place, variable = find_toolkit(here)
     install = f"Install CANN {LINE.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
     if place is None:
-        yield failed(
-            "cann", "No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install
-        )
+        yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
         return
     text = toolkit_version(place)
     if not text:
         yield failed(
-            "cann",
             f"{variable} names {place}, which holds no CANN toolkit.",
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell that starts the server.",
         )
@@ -87,7 +81,6 @@ def toolkit(here: Machine) -> Iterator[Finding]:
     yield _verdict(text, place, install, here.emulated)
     if variable is None:
         yield failed(
-            "cann",
             f"CANN {text} lies in {place}, but this shell does not know it (ASCEND_HOME_PATH is not set), so torch-npu "
             "will not find its libraries.",
             f"`source {_script(place)}` in the shell that starts the server.",
@@ -99,16 +92,14 @@ def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
     named = f"CANN {text} ({place})"
     lowest = parse(LINE.cann.releases[0])
     if version is None:
-        return warning("cann", f"{named}: this is no version that can be compared.", install)
+        return warning(f"{named}: this is no version that can be compared.", install)
     if version.series < lowest.series:
         return failed(
-            "cann",
             f"{named} is older than {LINE.cann.releases[0]}, the first whose attention operator takes gpt-oss's sinks.",
             install,
         )
     if version.series == lowest.series and version.prerelease:
         return failed(
-            "cann",
             f"{named} is an alpha build: its attention operator fails on sinks (learnable_sink), as 8.3.RC1.alpha003 "
             "was seen to; the release of the same name works.",
             install,
@@ -116,107 +107,77 @@ def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
     release = f"{version.series[0]}.{version.series[1]}.{version.release}"
     if release in LINE.cann.releases and not version.prerelease:
         if release == LINE.cann.recommended or emulated:
-            return ok("cann", f"{named}.")
+            return ok(f"{named}.")
         return warning(
-            "cann",
             f"{named} may serve; {LINE.cann.recommended} came later, and what was mended in the operators since "
             "can only be there.",
             f"Where you are free to choose, take {LINE.cann.recommended}: {IMAGE}.",
         )
     return warning(
-        "cann",
         f"{named} is not one of {', '.join(LINE.cann.releases)}, for which torch-npu {LINE.torch_npu.recommended} "
         "and this package's operator calls are made.",
         install,
     )
 
 
-def nnal(here: Machine) -> Iterator[Finding]:
-    if here.platform()[0] != ASCEND:
-        yield not_applicable("nnal", "NNAL is for Ascend machines.")
-        return
-    if here.emulated:
-        yield not_applicable("nnal", _EMULATED.format("NNAL; its operators are emulated too"))
-        return
+@on_ascend("NNAL", emulated=False)
+def nnal(here: Machine) -> Finding:
     install = f"Install Ascend-cann-nnal of CANN's own version and `source {NNAL}/set_env.sh`."
     named = here.environ.get(ATB_VARIABLE, "")
     folder = Path(named).parents[1] if named else here.path(f"{NNAL}/latest")
     text = installed.value(installed.read(folder / "version.info"), "Ascend-cann-atb", ":")
     if not text:
-        yield failed(
-            "nnal",
+        return failed(
             f"NNAL is not installed ({folder / 'version.info'} says no version): without its libatb.so torch-npu has "
             "no operator that writes the KV cache.",
             install,
         )
-        return
     if not named:
-        yield failed(
-            "nnal",
+        return failed(
             f"NNAL {text} lies in {folder}, but this shell does not know it ({ATB_VARIABLE} is not set), so libatb.so "
             "will not be found.",
             f"`source {_script(folder.parent)}` after CANN's set_env.sh.",
         )
-        return
     if not (Path(named) / "lib/libatb.so").is_file():
-        yield failed("nnal", f"{ATB_VARIABLE} names {named}, which has no lib/libatb.so.", install)
-        return
+        return failed(f"{ATB_VARIABLE} names {named}, which has no lib/libatb.so.", install)
     place, _ = find_toolkit(here)
     cann = toolkit_version(place) if place else ""
     ours, theirs = parse(text), parse(cann)
     if ours is None or theirs is None or (ours.series, ours.release) != (theirs.series, theirs.release):
-        yield warning(
-            "nnal",
-            f"NNAL {text} is not of the version of CANN ({cann or 'unknown'}), and both share libraries.",
-            install,
+        return warning(
+            f"NNAL {text} is not of the version of CANN ({cann or 'unknown'}), and both share libraries.", install
         )
-    else:
-        yield ok("nnal", f"NNAL {text}.")
+    return ok(f"NNAL {text}.")
 
 
-def driver(here: Machine) -> Iterator[Finding]:
-    if here.platform()[0] != ASCEND:
-        yield not_applicable("driver", "The Ascend driver is for Ascend machines.")
-        return
-    if here.emulated:
-        yield not_applicable("driver", _EMULATED.format("driver"))
-        return
+@on_ascend("Ascend driver", emulated=False)
+def driver(here: Machine) -> Finding:
     folder = here.path(DRIVER_FOLDER)
     text = installed.driver_version(here.root)
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
     if not text and not (folder / "lib64").is_dir():
-        yield failed(
-            "driver",
+        return failed(
             f"There is no Ascend driver in {DRIVER_FOLDER}.",
             f"Install the driver and firmware (Ascend HDK {DRIVER}); {mount}.",
         )
-        return
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
-        yield warning(
-            "driver",
+        return warning(
             f"The driver's version is not known ({text or 'no version.info'}).",
             f"Compare it with `npu-smi info` on the host; {mount}.",
         )
-    elif (int(match[1]), int(match[2])) < DRIVER_OLDEST:
-        yield warning(
-            "driver",
+    if (int(match[1]), int(match[2])) < DRIVER_OLDEST:
+        return warning(
             f"The driver {text} is older than what users report with CANN {LINE.cann.releases[0]} "
             f"({DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on); it may refuse to capture graphs (error 207000).",
             f"Upgrade to Ascend HDK {DRIVER}, which is published with CANN {LINE.cann.releases[0]}, or serve with "
             "--enforce-eager.",
         )
-    else:
-        yield ok("driver", f"Driver {text}.")
+    return ok(f"Driver {text}.")
 
 
-def device_files(here: Machine) -> Iterator[Finding]:
-    if here.platform()[0] != ASCEND:
-        yield not_applicable("device-files", "There are no /dev/davinci* to look at.")
-        return
-    if here.emulated:
-        yield not_applicable("device-files", _EMULATED.format("device files"))
-        return
+@on_ascend("device files of a 910B", emulated=False)
+def device_files(here: Machine) -> Finding:
     cards = here.device_files("davinci[0-9]*")
     wanted = [*cards, *(here.path(f"/dev/{name}") for name in COMMON_DEVICE_FILES)]
     missing = ([] if cards else ["davinci0"]) + [path.name for path in wanted if not path.exists()]
@@ -224,32 +185,26 @@ def device_files(here: Machine) -> Iterator[Finding]:
         f"--device /dev/{name}" for name in COMMON_DEVICE_FILES
     )
     if missing:
-        yield failed(
-            "device-files",
+        return failed(
             f"Not there: {', '.join(f'/dev/{name}' for name in missing)}.",
             f"On the host, see whether `npu-smi info` lists the cards (else: driver); {give}.",
         )
-        return
     closed = [path.name for path in wanted if not os.access(path, os.R_OK | os.W_OK)]
     if closed:
-        yield failed(
-            "device-files",
+        return failed(
             f"This user may not open {', '.join(f'/dev/{name}' for name in closed)}.",
             "Add the user to the group of the driver (HwHiAiUser), or start the container with that group.",
         )
-        return
     visible = here.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     chosen = f" ASCEND_RT_VISIBLE_DEVICES={visible} chooses among them." if visible else ""
     if visible and not _can_be_chosen(visible, len(cards)):
-        yield failed(
-            "device-files",
+        return failed(
             f"ASCEND_RT_VISIBLE_DEVICES={visible} cannot be met: CANN counts the cards in /dev from 0, here to "
             f"{len(cards) - 1}, and wants them in ascending order.",
             "Name cards by these counts, not by the numbers of the host: "
             f"ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, range(len(cards))))} is all of them.",
         )
-        return
-    yield ok("device-files", f"{len(cards)} card{'s' if len(cards) > 1 else ''} in /dev, open to this user.{chosen}")
+    return ok(f"{len(cards)} card{'s' if len(cards) > 1 else ''} in /dev, open to this user.{chosen}")
 
 
 def _can_be_chosen(visible: str, cards: int) -> bool:

@@ -14,7 +14,7 @@ TOKENIZER = "tokenizer.json"
 def checkpoint(model: Path | None) -> Iterator[Finding]:
     """Needs torch. Every shard that the index names, every tensor of the config, shapes, dtypes and file sizes."""
     if model is None:
-        yield not_applicable("checkpoint", "No --model DIR is given.")
+        yield not_applicable("No --model DIR is given.")
         return
     from npu_gptoss.model.check import check_directory
     from npu_gptoss.model.checkpoint import check_checkpoint
@@ -24,7 +24,7 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
         tensors = check_checkpoint(model, config)
     except InputError as error:
         sentence, remedy = _split(str(error))
-        yield failed("checkpoint", sentence, remedy)
+        yield failed(sentence, remedy)
         return
     files = len({tensor.file for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())
@@ -32,15 +32,13 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
     experts = "MXFP4 experts" if config.quantization else "experts in the BF16 layout"
     if not (model / TOKENIZER).is_file():
         yield failed(
-            "checkpoint",
             f"{model} has its weights, but no {TOKENIZER}.",
             f"Copy {TOKENIZER} from the original checkpoint: requests arrive as text.",
         )
     yield ok(
-        "checkpoint",
         f"{model} is complete: {config.num_hidden_layers} layers of {config.num_local_experts} experts, {experts}, the "
         f"rest in {' and '.join(sorted(kinds))}; {len(tensors)} tensors in {files} file{'s' if files > 1 else ''}, "
-        f"{size / 1e9:.2f} GB.",
+        f"{size / 1e9:.2f} GB."
     )
 
 

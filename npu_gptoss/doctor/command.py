@@ -108,8 +108,7 @@ def diagnose(
     found += guarded(
         "memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory, _buffsize(here)
     )
-    order = {check.name: place for place, check in enumerate(checks.CHECKS)}
-    return sorted(found, key=lambda finding: order[finding.check])
+    return sorted(found, key=lambda finding: checks.CHECKS.index(finding.check))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,5 +127,5 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(findings, __version__, here.platform()[0]), indent=1))
     else:
         print(f"npu-gptoss doctor {__version__}")
-        print(in_words(findings, checks.groups()))
+        print(in_words(findings, checks.GROUPS))
     return exit_code(findings)

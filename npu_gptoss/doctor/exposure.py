@@ -91,8 +91,7 @@ def exposure(here: Machine) -> Iterator[Finding]:
         yield _judged(here, server)
     if not running:
         yield _unguarded(here, here.environ, "A server that starts in this shell") or ok(
-            "exposure",
-            "No server runs here. This package's scripts listen on 127.0.0.1; `vllm serve` by itself on all addresses.",
+            "No server runs here. This package's scripts listen on 127.0.0.1; `vllm serve` by itself on all addresses."
         )
 
 
@@ -103,18 +102,16 @@ def _judged(here: Machine, server: Server) -> Finding:
         if weak:
             return weak
     if alone:
-        return ok("exposure", f"A server listens on {server.place}: this machine alone.")
+        return ok(f"A server listens on {server.place}: this machine alone.")
     proxy = f"Let it listen on 127.0.0.1 behind a proxy that lets in the clients' routes alone: {PAGE}."
     if server.keyed:
         return warning(
-            "exposure",
             f"A server listens on {server.place} with a key. It speaks no TLS, and vLLM {here.vllm} has known holes: "
             "not without a proxy (within a container, the address that the host publishes counts).",
             proxy,
         )
     unknown = server.environ is None
     return warning(
-        "exposure",
         f"A server listens on {server.place}, and "
         + ("whether it asks for a key is not to be seen" if unknown else "asks for no key")
         + f": whoever reaches it can use it, and vLLM {here.vllm} has known holes.",
@@ -137,16 +134,15 @@ def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool 
     starlette = here.version("starlette")
     if starlette and numbers(starlette) < STARLETTE_MENDED:
         return failed(
-            "exposure",
             f"{who} has a key that a Host header passes by (CVE-2026-48746): {why}, and starlette is {starlette}.",
             remedy,
         )
-    return warning("exposure", f"{who} has a key, which guards /v1 alone: {why}.", remedy)
+    return warning(f"{who} has a key, which guards /v1 alone: {why}.", remedy)
 
 
 def variables(here: Machine) -> Iterator[Finding]:
     wrong = envs.unknown(here.environ)
     for sentence in wrong:
-        yield warning("variables", sentence, "Spell it as docs/configuration.md does, or unset it.")
+        yield warning(sentence, "Spell it as docs/configuration.md does, or unset it.")
     if not wrong:
-        yield ok("variables", "No variable of this package is misspelt.")
+        yield ok("No variable of this package is misspelt.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from npu_gptoss.doctor.machine import ASCEND, Machine
 
 OK, WARNING, FAILED, NOT_APPLICABLE = "ok", "warning", "failed", "not applicable"
 STATES = (OK, WARNING, FAILED, NOT_APPLICABLE)
@@ -19,57 +22,73 @@ _INDENT = 18
 class Finding:
     """What one check found.
 
-    check: its name in `checks.CHECKS`. subject: which of several things, such as an operation; mostly empty.
     sentence: what is the case. remedy: what to do; every warning and failure has one.
     details: further lines, for the reader who wants to know why.
+    subject: which of several things, such as an operation; mostly empty.
+    check: its name in `checks.GROUPS`, put in by `guarded`.
     """
 
-    check: str
     state: str
     sentence: str
     remedy: str = ""
     details: tuple[str, ...] = ()
     subject: str = ""
+    check: str = ""
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
             raise ValueError(f"a finding's state is one of {', '.join(STATES)}, got {self.state!r}")
         if not self.sentence or (self.state in (WARNING, FAILED) and not self.remedy):
-            raise ValueError(f"the finding of {self.check} needs a sentence, and a remedy unless all is well")
+            raise ValueError(f"{self.sentence or self.check!r} needs a sentence, and a remedy unless all is well")
 
 
-def ok(check: str, sentence: str, **more: Any) -> Finding:
-    return Finding(check, OK, sentence, **more)
+Found = Finding | Iterable[Finding]
 
 
-def warning(check: str, sentence: str, remedy: str, **more: Any) -> Finding:
-    return Finding(check, WARNING, sentence, remedy, **more)
+def ok(sentence: str, **more: Any) -> Finding:
+    return Finding(OK, sentence, **more)
 
 
-def failed(check: str, sentence: str, remedy: str, **more: Any) -> Finding:
-    return Finding(check, FAILED, sentence, remedy, **more)
+def warning(sentence: str, remedy: str, **more: Any) -> Finding:
+    return Finding(WARNING, sentence, remedy, **more)
 
 
-def not_applicable(check: str, sentence: str, **more: Any) -> Finding:
-    return Finding(check, NOT_APPLICABLE, sentence, **more)
+def failed(sentence: str, remedy: str, **more: Any) -> Finding:
+    return Finding(FAILED, sentence, remedy, **more)
 
 
-def guarded(check: str, function: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """The function's findings; what it raises becomes one more. Findings that came before it are kept."""
+def not_applicable(sentence: str, **more: Any) -> Finding:
+    return Finding(NOT_APPLICABLE, sentence, **more)
+
+
+def guarded(check: str, function: Callable[..., Found], *arguments: Any) -> list[Finding]:
+    """The function's findings, under the name of the check; what it raises becomes one more."""
     found: list[Finding] = []
     try:
-        found.extend(function(*arguments))
+        result = function(*arguments)
+        found.extend([result] if isinstance(result, Finding) else result)
     except Exception as error:
-        text = one_line(error)
-        found.append(
-            failed(
-                check,
-                f"This check itself broke, so nothing is known here: {type(error).__name__}: {text}",
-                "That is a defect of npu-gptoss, not of your machine: please report it with the output of "
-                "`npu-gptoss doctor --json`.",
-            )
-        )
-    return found
+        what = f"This check itself broke, so nothing is known here: {type(error).__name__}: {one_line(error)}"
+        report = "please report it with the output of `npu-gptoss doctor --json`."
+        found.append(failed(what, f"That is a defect of npu-gptoss, not of your machine: {report}"))
+    return [replace(finding, check=finding.check or check) for finding in found]
+
+
+def on_ascend(what: str, emulated: bool = True) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """For a check of what only Ascend machines have. emulated: whether the emulated 910B has it too."""
+
+    def decorated(function: Callable[..., Found]) -> Callable[..., Found]:
+        @functools.wraps(function)
+        def check(here: Machine, *arguments: Any) -> Found:
+            if here.platform()[0] != ASCEND:
+                return [not_applicable(f"Only an Ascend machine has {what}.")]
+            if here.emulated and not emulated:
+                return [not_applicable(f"The emulated 910B has no {what}.")]
+            return function(here, *arguments)
+
+        return check
+
+    return decorated
 
 
 def one_line(error: object, most: int = 400) -> str:
@@ -98,10 +117,10 @@ def from_json(values: dict[str, Any]) -> Finding:
     return Finding(**{**values, "details": tuple(values["details"])})
 
 
-def in_words(findings: Sequence[Finding], groups: Sequence[tuple[str, Sequence[str]]]) -> str:
+def in_words(findings: Sequence[Finding], groups: Mapping[str, Sequence[str]]) -> str:
     """The report for people: groups of checks, one line each, remedies behind an arrow."""
     lines: list[str] = []
-    for title, checks in groups:
+    for title, checks in groups.items():
         members = [finding for finding in findings if finding.check in checks]
         if members:
             lines += ["", title]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from npu_gptoss.doctor.findings import Finding, not_applicable, ok, warning
-from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.doctor.findings import Finding, not_applicable, ok, on_ascend, warning
+from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
@@ -15,16 +15,14 @@ from npu_gptoss.serving.ascend import sizes
 AIV_VARIABLE = "HCCL_OP_EXPANSION_MODE"
 
 
+@on_ascend("a budget of streams")
 def graphs(here: Machine, model: Path | None, ranks: int, max_num_seqs: int) -> Iterator[Finding]:
-    if here.platform()[0] != ASCEND:
-        yield not_applicable("graphs", "The budget of streams is an Ascend device's.")
-        return
     aiv = here.environ.get(AIV_VARIABLE) == "AIV"
     if model is not None:
         try:
             models = [("", GptOssConfig.from_directory(model).num_hidden_layers, ranks)]
         except InputError:
-            yield not_applicable("graphs", "The checkpoint has no config.json that can be read: see checkpoint.")
+            yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
             return
     else:
         models = [
@@ -46,14 +44,13 @@ def _budget(name: str, layers: int, ranks: int, max_num_seqs: int, aiv: bool) ->
         f"reckoning; it uses at most {sizes.BUDGET} of a device's {sizes.STREAMS}, so {most} sizes fit"
     )
     if len(asked) <= most:
-        return ok("graphs", f"{sentence}.", subject=name)
+        return ok(f"{sentence}.", subject=name)
     longer = (
         ""
         if aiv or not groups
         else f"{AIV_VARIABLE}=AIV leaves room for more (not with data parallelism, where it can hang); or "
     )
     return warning(
-        "graphs",
         f"{sentence}, and it thins them out: steps in between are padded to the next size.",
         f"{longer}name the sizes that you use, as in --compilation-config "
         '\'{"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [16, 10, 4, 2, 1]}\'. '

@@ -26,7 +26,7 @@ def kernels(platform: str) -> Iterator[Finding]:
     finally:
         logger.removeHandler(complaints)
     for text in complaints.texts:
-        yield warning("kernels", text, "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
+        yield warning(text, "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
     for name, operation in sorted(registry.operations.items()):
         call = signature(**{role: EXAMPLE.get(role, EXAMPLE["dtype"]) for role in operation.roles})
         found = explain(operation, call, {trait: EXAMPLE.get(trait) for trait in operation.traits})
@@ -42,10 +42,9 @@ def kernels(platform: str) -> Iterator[Finding]:
         if by:
             remedy = f"Unset NPU_GPTOSS_KERNEL_{name.replace('.', '_').upper()}."
         if found.selected is None:
-            yield failed("kernels", f"No kernel can run{by}.", remedy, **more)
+            yield failed(f"No kernel can run{by}.", remedy, **more)
         elif made_for and found.selected.priority < min(kernel.priority for kernel in made_for):
             yield warning(
-                "kernels",
                 f"{found.selected.name} is selected{by} and not {made_for[0].name}, which is made for this machine: "
                 "many small launches and waits where one would do (kernels are selected for "
                 f"{current_platform().kind}).",
@@ -53,14 +52,9 @@ def kernels(platform: str) -> Iterator[Finding]:
                 **more,
             )
         elif found.selected.priority == Priority.REFERENCE:
-            yield warning(
-                "kernels",
-                f"{found.selected.name} is selected{by}, the definition: right, and slow.",
-                remedy,
-                **more,
-            )
+            yield warning(f"{found.selected.name} is selected{by}, the definition: right, and slow.", remedy, **more)
         else:
-            yield ok("kernels", f"{found.selected.name} is selected{by}.", **more)
+            yield ok(f"{found.selected.name} is selected{by}.", **more)
 
 
 def _lines(found: Explanation) -> Iterator[str]:

@@ -179,27 +179,25 @@ def memory(
         length, device.total if not on_cpu and device.kind == "npu" and not device.emulated else CARD
     )
     if model is None:
-        yield not_applicable("memory", "No --model DIR is given; for the published models:", details=presets)
+        yield not_applicable("No --model DIR is given; for the published models:", details=presets)
         return
     try:
         config = GptOssConfig.from_directory(model)
     except InputError:
-        yield not_applicable("memory", "The checkpoint has no config.json that can be read: see checkpoint.")
+        yield not_applicable("The checkpoint has no config.json that can be read: see checkpoint.")
         return
     if length > config.max_position_embeddings:
         yield failed(
-            "memory",
             f"--max-model-len {length} is more than the checkpoint's {config.max_position_embeddings} positions.",
             f"Ask for at most {config.max_position_embeddings}.",
         )
         return
     if objection := tensor_parallel_objection(config, ranks):
-        yield failed("memory", f"{objection}.", "Use 1, 2, 4 or 8.")
+        yield failed(f"{objection}.", "Use 1, 2, 4 or 8.")
         return
     if device is None:
         found = fit(config, ranks, length, 0)
         yield not_applicable(
-            "memory",
             f"No device is usable; each of {ranks} would need {gib(found.weights)} for weights and {gib(found.kv)} for "
             f"{length} tokens of KV cache.",
             details=presets,
@@ -214,7 +212,6 @@ def _compared(
     on_cpu = device.kind == "cpu"
     if ranks > device.count and not on_cpu:
         yield failed(
-            "memory",
             f"--tensor-parallel-size {ranks} needs {ranks} devices, torch sees {device.count}.",
             "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, --device of the "
             "container).",
@@ -236,17 +233,16 @@ def _compared(
     if on_cpu:
         smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len."
     if not found.fits(most, hccl):  # what is certain; the rest of the reserve is a rule of thumb
-        yield failed("memory", f"{sentence}: that does not fit{_beside(hccl)}.", smaller, details=presets)
+        yield failed(f"{sentence}: that does not fit{_beside(hccl)}.", smaller, details=presets)
     elif not found.fits(usual, reserve):
         ways = settings(config, ranks, total, buffsize) if on_npu else f"Serve with --gpu-memory-utilization {most}"
         remedy = f"{ways}. If start-up runs out of memory: {smaller.lower()}" if ways and not on_cpu else smaller
-        yield warning("memory", f"{sentence}: that is tight{_beside(hccl)}.", remedy, details=presets)
+        yield warning(f"{sentence}: that is tight{_beside(hccl)}.", remedy, details=presets)
     else:
         context = "" if on_cpu else f"; about {thousands(found.tokens)} tokens of context fit, all requests together"
-        yield ok("memory", f"{sentence}{context}.", details=presets)
+        yield ok(f"{sentence}{context}.", details=presets)
     if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
         yield warning(
-            "memory",
             f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}.",
             "End it, or choose another card with ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.",
         )

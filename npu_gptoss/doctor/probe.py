@@ -19,23 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.doctor.checkpoint import checkpoint
+from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import Finding, failed, from_json, guarded, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
 LIMIT = 600  # seconds for everything; it takes a minute
 ALONE_LIMIT = 120  # seconds for a self-test in a process of its own, most of them for imports; it takes twenty
-SELF_TESTS = (
-    "self-test-sink",
-    "self-test-window",
-    "self-test-attention",
-    "self-test-bias",
-    "self-test-activation",
-    "self-test-moe",
-    "self-test-dense",
-    "self-test-nz",
-    "self-test-graph",
-)
 ON_DEVICE = ("attention-operator", *SELF_TESTS, "bandwidth")
 ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
 CARDS = ("Ascend910B",)
@@ -54,7 +44,7 @@ def probe(here: Machine, model: Path | None) -> Probed:
     """Runs the child and reads its report."""
     if here.version("torch") is None:
         reason = "torch is not installed."
-        return Probed([not_applicable(check, reason) for check in ALL], None)
+        return Probed([not_applicable(reason, check=check) for check in ALL], None)
     order = {"model": str(model) if model else None, "platform": here.platform()[0], "emulated": here.emulated}
     return read(*_child(order, LIMIT, here.environ))
 
@@ -108,14 +98,14 @@ def read(text: str, how: str, errors: str = "") -> Probed:
         last = [line for line in errors.strip().splitlines() if line.strip()]
         findings.append(
             failed(
-                at,
                 f"The process that checks this {how}{': ' + one_line(last[-1]) if last else '.'}",
                 "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: mend "
                 "what the checks of versions say; `npu-smi info` or `nvidia-smi` tells the device's state.",
+                check=at,
             )
         )
         seen = {finding.check for finding in findings}
-        findings += [not_applicable(check, "The process ended before.") for check in ALL if check not in seen]
+        findings += [not_applicable("The process ended before.", check=check) for check in ALL if check not in seen]
     return Probed(findings, device)
 
 
@@ -144,41 +134,39 @@ def main(order: dict[str, Any]) -> None:
         works = check("torch-works", torch_works)
         if works[0].state != "ok":
             for name in ("device", "kernels", "checkpoint", *ON_DEVICE):
-                write({"finding": asdict(not_applicable(name, "torch does not work."))})
+                write({"finding": asdict(not_applicable("torch does not work.", check=name))})
             return
         check("checkpoint", checkpoint, model)
         check("kernels", kernels, order["platform"])
         seen: list[Device] = []
         check("device", device, order["platform"], order["emulated"], seen)
         if order["platform"] != ASCEND:
-            write({"finding": asdict(not_applicable("attention-operator", "torch-npu is for Ascend machines."))})
+            write({"finding": asdict(not_applicable("torch-npu is for Ascend machines.", check="attention-operator"))})
         else:
             check("attention-operator", attention_operator)
         if not seen:
             for name in (*SELF_TESTS, "bandwidth"):
-                write({"finding": asdict(not_applicable(name, "There is no usable device."))})
+                write({"finding": asdict(not_applicable("There is no usable device.", check=name))})
             return
         write({"device": asdict(seen[0])})
         for name, function, *arguments in on_device(seen[0]):
             check(name, function, *arguments)
 
 
-def torch_works() -> Iterator[Finding]:
+def torch_works() -> Finding:
     """Importing torch also loads torch-npu, when it is installed, and with it CANN's libraries."""
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # whatever an extension raises
-        yield failed(
-            "torch-works",
+        return failed(
             f"torch cannot be imported: {one_line(error)}",
             "On an Ascend machine, source CANN's set_env.sh first (a library that is not found is CANN's); else "
             "install torch again.",
         )
-        return
-    yield ok("torch-works", f"torch {torch.__version__} imports and runs with {torch.get_num_threads()} thread(s).")
+    return ok(f"torch {torch.__version__} imports and runs with {torch.get_num_threads()} thread(s).")
 
 
-def device(platform: str, emulated: bool, seen: list[Device]) -> Iterator[Finding]:
+def device(platform: str, emulated: bool, seen: list[Device]) -> Finding:
     """Opens the device of this platform; what it is goes into `seen`."""
     import torch
 
@@ -200,33 +188,28 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Iterator[Findin
             mxfp4 = platform == CUDA and keeps_format("mxfp4", torch.bfloat16)
             seen.append(Device(kind, name, count, total, free, emulated, mxfp4))
         except Exception as error:  # the driver's, torch_npu's, or ours in words
-            yield failed(
-                "device",
+            return failed(
                 f"There is no {kind} device that works: {one_line(error)}",
                 "Mend what the checks of driver, device files and CANN say; NPU_GPTOSS_PLATFORM=cpu uses the CPU "
                 "instead.",
             )
-            return
-    yield _device_finding(platform, seen[0])
+    return _device_finding(platform, seen[0])
 
 
 def _device_finding(platform: str, found: Device) -> Finding:
     from npu_gptoss.doctor.memory import gib
 
     if platform == CPU:
-        return ok(
-            "device", f"{found.name}, {found.count} core(s), {gib(found.free)} of {gib(found.total)} RAM available."
-        )
+        return ok(f"{found.name}, {found.count} core(s), {gib(found.free)} of {gib(found.total)} RAM available.")
     what = f"{found.count} × {found.name} with {gib(found.total)} each, {gib(found.free)} free"
     if found.emulated:
-        return ok("device", f"{what}: an emulated Ascend 910B. It tells nothing of a real one's speed.")
+        return ok(f"{what}: an emulated Ascend 910B. It tells nothing of a real one's speed.")
     if platform == ASCEND and not found.name.startswith(CARDS):
         return warning(
-            "device",
             f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows.",
             "Rely on the self-test below, and report what it says.",
         )
-    return ok("device", f"{what}.")
+    return ok(f"{what}.")
 
 
 def _cpu() -> Device:
@@ -254,7 +237,7 @@ def _pairs(text: str) -> list[tuple[str, str, str]]:
     return [line.partition(":") for line in text.splitlines() if ":" in line]
 
 
-def attention_operator() -> Iterator[Finding]:
+def attention_operator() -> Finding:
     from npu_gptoss.serving.ascend import limits
 
     try:
@@ -263,9 +246,8 @@ def attention_operator() -> Iterator[Finding]:
         objection = f"torch_npu cannot be imported ({one_line(error)}); see torch-npu and torch-works above"
     if objection:
         sentence, _, remedy = objection.rpartition("; ")
-        yield failed("attention-operator", f"{sentence}.", f"{remedy[:1].upper()}{remedy[1:]}.")
-    else:
-        yield ok("attention-operator", "npu_fused_infer_attention_score_v2 takes learnable_sink.")
+        return failed(f"{sentence}.", f"{remedy[:1].upper()}{remedy[1:]}.")
+    return ok("npu_fused_infer_attention_score_v2 takes learnable_sink.")
 
 
 def on_device(seen: Device) -> Iterator[tuple[Any, ...]]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, not_applicable, ok, warning
-from npu_gptoss.doctor.machine import ASCEND, Machine
-from npu_gptoss.doctor.probe import SELF_TESTS
+from npu_gptoss.doctor.checks import SELF_TESTS
+from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, ok, on_ascend, warning
+from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.selftest.record import Record, Seen, stack, today
 
-CHECK = "self-test-record"
 
-
-def remembered(here: Machine, found: Sequence[Finding]) -> Iterator[Finding]:
+@on_ascend("releases of CANN to remember")
+def remembered(here: Machine, found: Sequence[Finding]) -> Finding:
     """found: what the other checks found. Writes them down if every self-test ran to an end."""
-    if here.platform()[0] != ASCEND:
-        yield not_applicable(CHECK, "Only releases of CANN are remembered.")
-        return
     record, name = Record.of(here.environ), stack(here.environ, here.root)
     ran: dict[str, str] = {}
     for finding in found:
@@ -34,26 +30,21 @@ def remembered(here: Machine, found: Sequence[Finding]) -> Iterator[Finding]:
     ]
     more = {"details": tuple(details)}
     if objection:
-        yield warning(
-            CHECK,
+        return warning(
             f"{name} was tested whole now, but {record.path} cannot be written: {objection}.",
             "Name a writable folder with XDG_CACHE_HOME, or servers will say that it was never tested.",
             **more,
         )
-        return
     if not known.tests:
-        yield warning(
-            CHECK,
+        return warning(
             f"{name} was never tested whole here.",
             "Run `npu-gptoss doctor` where the card is, and once more after each change of CANN.",
             **more,
         )
-        return
     sentence = f"{name} was tested whole on {known.when}: {_judgement(known)}; {record.path} remembers it."
     if known.wrong:
-        yield warning(CHECK, sentence, "Do what the self-tests above say.", **more)
-    else:
-        yield ok(CHECK, sentence, **more)
+        return warning(sentence, "Do what the self-tests above say.", **more)
+    return ok(sentence, **more)
 
 
 def _judgement(seen: Seen) -> str:

@@ -28,49 +28,44 @@ SAMPLE = "<|start|>user<|message|>What is 3 + 4?<|end|>"
 REBUILD = "`npu-gptoss vocabulary MODEL_DIR` rebuilds it from a checkpoint's tokenizer.json, offline."
 
 
-def vocabulary(here: Machine, model: Path | None) -> Iterator[Finding]:
+def vocabulary(here: Machine, model: Path | None) -> Finding:
     base = here.environ.get(BASE_VARIABLE, "")
     named = Path(base) / VOCABULARY_FILE
     if here.version("openai-harmony") is None and here.version("oss-harmony") is None:
         state = failed if here.platform()[0] == ASCEND or here.vllm else warning
-        yield state(
-            "vocabulary",
-            "openai-harmony is not installed, and gpt-oss speaks nothing but harmony.",
-            "`pip install openai-harmony`.",
+        return state(
+            "openai-harmony is not installed, and gpt-oss speaks nothing but harmony.", "`pip install openai-harmony`."
         )
-    elif base and named.is_file() and not is_published_vocabulary(named):
-        yield failed(
-            "vocabulary",
+    if base and named.is_file() and not is_published_vocabulary(named):
+        return failed(
             f"{named} is not the published vocabulary (size or SHA-256 differ), and the server would use it.",
             f"Delete it. {REBUILD}",
         )
-    elif (found := find_vocabulary(model)) is not None:
-        yield from _loaded(found, f"found in {found}")
-    elif harmony_can_load():
-        yield ok("vocabulary", "openai-harmony has its vocabulary in its own cache.")
-    elif model is not None:
+    if (found := find_vocabulary(model)) is not None:
+        return _loaded(found, f"found in {found}")
+    if harmony_can_load():
+        return ok("openai-harmony has its vocabulary in its own cache.")
+    if model is not None:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 build_vocabulary(model, scratch)
             except VocabularyError as error:
-                yield failed(
-                    "vocabulary",
+                return failed(
                     f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
                     f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with the "
                     "file.",
                 )
             else:
-                yield from _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
+                return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
     else:
-        yield warning(
-            "vocabulary",
+        return warning(
             f"There is no {VOCABULARY_FILE} yet, and no --model to rebuild it from: a server rebuilds it from its "
             "checkpoint's tokenizer.json.",
             REBUILD,
         )
 
 
-def _loaded(folder: Path, how: str) -> Iterator[Finding]:
+def _loaded(folder: Path, how: str) -> Finding:
     """Loads harmony's encoding from this folder and encodes a sample."""
     with _environment(BASE_VARIABLE, str(folder)):
         try:
@@ -79,20 +74,16 @@ def _loaded(folder: Path, how: str) -> Iterator[Finding]:
             encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
             back = encoding.decode(encoding.encode(SAMPLE, allowed_special="all"))
         except Exception as error:  # the library raises what it likes, a broken build an ImportError
-            yield failed(
-                "vocabulary",
+            return failed(
                 f"The vocabulary is there ({how}), but openai-harmony cannot load it: {one_line(error)}",
                 "`pip install --force-reinstall openai-harmony`.",
             )
-            return
     if back != SAMPLE:
-        yield failed(
-            "vocabulary",
+        return failed(
             f"openai-harmony does not give back what it encoded: {back!r}.",
             f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
         )
-    else:
-        yield ok("vocabulary", f"The harmony vocabulary works offline: {how}.")
+    return ok(f"The harmony vocabulary works offline: {how}.")
 
 
 @contextmanager

@@ -10,12 +10,17 @@ buffer holds NaN before; a call that is made again has to give the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from npu_gptoss.selftest.steps import HEAD_DIM, WINDOW, Placed, Step, deviation
+from npu_gptoss.selftest.outcome import Outcome, deviation, judged, repeated
+from npu_gptoss.verify.cases import WINDOW, Shape, Step, make_step
 
+BLOCK, HEAD_DIM = 128, 64
+RANK = Shape(heads=64, kv_heads=8, head_dim=HEAD_DIM, block_size=BLOCK)
+UNUSED = 0.0  # what a server's cache holds where nothing was written
+SPARE_COLUMNS = 4  # of the block table, which serving makes as wide as the longest context
 LIMIT = 0.01  # of the worst row, relative to the largest; bfloat16 rounds up to 0.3 %, every defect makes 10 % and more
 SINKS = (-4, 14)  # the last outweighs thousands of keys, so that it shows when it is counted twice
 FULL_AND_WINDOW = (None, WINDOW)
@@ -96,35 +101,13 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a call gave. deviation: of the worst row, relative; problem: empty when right."""
-
-    case: Case
-    window: int | None
-    deviation: float
-    problem: str
-    merged_heads: bool = False  # only heads 1.. of each group are wrong, of requests of one row
-
-    def sentence(self) -> str:
-        layer = "a full layer" if self.window is None else f"a window of {self.window} keys"
-        return f"attention, {self.case.name}, {layer}: {self.problem}; suspect: {self.case.suspect}"
-
-
-def make_step(case: Case, heads: int, kv_heads: int, dtype: torch.dtype) -> Step:
+def make_case(case: Case, heads: int, kv_heads: int, dtype: torch.dtype) -> Step:
     generator = torch.Generator().manual_seed(len(case.rows) + sum(case.lengths))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    keys, values = [], []
-    for length in case.lengths:
-        size = torch.linspace(0.5, 3, length).view(-1, 1, 1)
-        keys.append((normal(length, kv_heads, HEAD_DIM) * size).to(dtype))
-        values.append(normal(length, kv_heads, HEAD_DIM).to(dtype))
-    query = normal(sum(case.rows), heads, HEAD_DIM).to(dtype)
-    sinks = torch.linspace(*SINKS, heads)[torch.randperm(heads, generator=generator)].to(dtype)
-    return Step(query, keys, values, list(case.rows), sinks, case.padding)
+    requests = list(zip(case.rows, case.lengths, strict=True))
+    shape = replace(RANK, heads=heads, kv_heads=kv_heads)
+    step = make_step(requests, shape, generator, case.padding, UNUSED, SPARE_COLUMNS, key_sizes=(0.5, 3))
+    step.sinks = torch.linspace(*SINKS, heads)[torch.randperm(heads, generator=generator)]
+    return step.to("cpu", dtype)
 
 
 def outcomes(
@@ -138,32 +121,32 @@ def outcomes(
     kernel: str | None = None,
 ) -> list[Outcome]:
     """The case on the device, once for each of its windows, `repeats` times each."""
-    step = make_step(case, heads, kv_heads, dtype)
-    placed = step.place(device, kernel)
+    step = make_case(case, heads, kv_heads, dtype)
+    placed = step.written(device, kernel)
     return [_outcome(case, step, placed, window, repeats, kernel) for window in case.windows]
 
 
-def _outcome(case: Case, step: Step, placed: Placed, window: int | None, repeats: int, kernel: str | None) -> Outcome:
-    want = step.want(window)
-    got = placed.attend(window, kernel).cpu()
-    tokens = len(step.query)
+def _outcome(case: Case, step: Step, placed: Step, window: int | None, repeats: int, kernel: str | None) -> Outcome:
+    def attend() -> torch.Tensor:
+        return placed.attend(window, kernel).cpu()
+
+    want, got = step.want(window), attend()
+    tokens = step.metadata.num_tokens
+    layer = "a full layer" if window is None else f"a window of {window} keys"
     found = deviation(got[:tokens], want[:tokens])
-    if found > LIMIT:
-        size = "NaN or Inf" if found == float("inf") else f"{found:.0%} from the definition"
-        return Outcome(case, window, found, size, _only_merged_heads(got[:tokens], want[:tokens], step))
+    outcome = judged(f"attention, {case.name}, {layer}", case.suspect, found, LIMIT)
+    if outcome.problem:
+        return replace(outcome, merged_heads=_only_merged_heads(got[:tokens], want[:tokens], step))
     if bool(got[tokens:].any()):
-        return Outcome(case, window, found, "rows behind the last request came out other than zero")
-    for repeat in range(1, repeats):
-        if not torch.equal(placed.attend(window, kernel).cpu(), got):
-            return Outcome(case, window, found, f"call {repeat + 1} of the same inputs gave other bits than the first")
-    return Outcome(case, window, found, "")
+        return replace(outcome, problem="rows behind the last request came out other than zero")
+    return repeated(outcome, repeats, lambda: [attend()], [got])
 
 
 def _only_merged_heads(got: torch.Tensor, want: torch.Tensor, step: Step) -> bool:
     """Whether the first head of each group is right and others are not, and every request has one row."""
-    if any(rows != 1 for rows in step.rows) or not torch.isfinite(got).all():
+    if step.metadata.max_query_len != 1 or not torch.isfinite(got).all():
         return False
-    groups = step.keys[0].shape[1]
+    groups = step.key_cache.shape[2]
     by_head = (got.float() - want.float()).norm(dim=2).amax(0) / want.float().norm(dim=2).amax(0).clamp(min=1e-30)
     by_place = by_head.view(groups, -1).amax(0)
     return bool(by_place[0] <= LIMIT) and bool((by_place[1:] > LIMIT).any())

@@ -19,10 +19,8 @@ import torch
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
-from npu_gptoss.selftest.outcome import Outcome, judged, poison
-from npu_gptoss.selftest.steps import deviation
-
-TOP_K = 4
+from npu_gptoss.selftest.outcome import Outcome, deviation, judged, poison, repeated
+from npu_gptoss.verify.cases import TOP_K, expert_map
 
 
 @dataclass(frozen=True)
@@ -147,11 +145,7 @@ class Layer:
     def weights(self, device: torch.device) -> ExpertWeights:
         """This rank's experts in the official layout."""
         first, last = self.sizes.held
-        expert_map = None
-        if self.sizes.is_part:
-            expert_map = torch.full((self.sizes.experts,), -1)
-            expert_map[first:last] = torch.arange(last - first)
-            expert_map = expert_map.to(device)
+        places = expert_map(self.sizes.experts, first, last).to(device) if self.sizes.is_part else None
 
         def rolled(matrix: torch.Tensor) -> torch.Tensor:
             there = matrix.to(device)
@@ -163,7 +157,7 @@ class Layer:
             self.gate_up_bias[first:last].to(device),
             rolled(self.down),
             self.down_bias[first:last].to(device),
-            expert_map,
+            places,
         )
 
     def want(self, hidden: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -217,12 +211,7 @@ def _outcome(
         return Outcome(what, case.suspect, float("inf"), f"it raised {' '.join(str(error).split())[:200]}")
     wants = [layer.want(*call) for call in inputs]
     found = max(deviation(*pair) for pair in zip(got, wants, strict=True))
-    outcome = judged(what, case.suspect, found)
-    for repeat in range(1, repeats if not outcome.problem else 0):
-        if not all(map(torch.equal, run(), got)):
-            problem = f"call {repeat + 1} of the same inputs gave other bits than the first"
-            return replace(outcome, problem=problem)
-    return outcome
+    return repeated(judged(what, case.suspect, found), repeats, run, got)
 
 
 def group_lists(rank: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
@@ -266,6 +255,4 @@ def gates(shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.
         if not legal or not torch.equal(logits.float().gather(1, ids), largest):
             yield Outcome(what, suspect, float("inf"), "the experts chosen are not those of the largest logits")
             continue
-        found = deviation(weights, largest.softmax(-1))
-        problem = f"weights are {found:.2%} from the softmax" if found > GATE_LIMIT else ""
-        yield Outcome(what, suspect, found, problem)
+        yield judged(what, suspect, deviation(weights, largest.softmax(-1)), GATE_LIMIT)

@@ -15,8 +15,7 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe.expert_format import FRACTAL_NZ, VARIABLE
 from npu_gptoss.selftest.experts import CASES, Sizes, outcomes
-from npu_gptoss.selftest.outcome import Outcome, judged
-from npu_gptoss.selftest.steps import deviation
+from npu_gptoss.selftest.outcome import Outcome, deviation, judged
 
 CAST = "npu_format_cast, where torch-npu allows no internal format"
 CACHE = "the cache of executors knows no format (op-plugin, mended in torch-npu 2.7.1.post7)"

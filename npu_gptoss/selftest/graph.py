@@ -10,8 +10,7 @@ import torch
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.moe import expert_mlp, prepare_experts, route
 from npu_gptoss.selftest.experts import TOP_K, Layer, Sizes
-from npu_gptoss.selftest.outcome import Outcome, judged
-from npu_gptoss.selftest.steps import deviation
+from npu_gptoss.selftest.outcome import Outcome, deviation, judged
 
 ROWS, REPLAYS = 16, 50
 SUSPECT = (

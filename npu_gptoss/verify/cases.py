@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention, write_kv_cache
 from npu_gptoss.dense import Weight, quantize_rows
 from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import platform_override
@@ -105,6 +105,17 @@ class Step:
         out = torch.full_like(self.query, float("nan"))
         return paged_attention(**{**self.inputs(sliding_window), **changes}, out=out, kernel=kernel)
 
+    def written(self, device: torch.device, kernel: str | None = None) -> Step:
+        """On the device, the keys and values of the step's own rows not copied but written by `write_kv_cache`."""
+        there, slots = self.to(device), self.metadata.slot_mapping
+        new = [cache.flatten(0, 1)[slots].to(device) for cache in (self.key_cache, self.value_cache)]
+        caches = [cache.clone() for cache in (there.key_cache, there.value_cache)]
+        for cache in caches:
+            cache.flatten(0, 1)[there.metadata.slot_mapping] = 0
+        metadata = dataclasses.replace(there.metadata, slot_mapping=slots.to(device, torch.int32), plans={})
+        write_kv_cache(*new, *caches, metadata, kernel=kernel)
+        return dataclasses.replace(there, key_cache=caches[0], value_cache=caches[1], metadata=metadata)
+
     def want(self, sliding_window: int | None) -> torch.Tensor:
         """What the definition says, in fp32 on the CPU."""
         with platform_override("cpu"):
@@ -118,10 +129,12 @@ def make_step(
     padding: int = 0,
     unused: float = math.nan,
     spare_columns: int = 0,
+    key_sizes: tuple[float, float] = (1.0, 1.0),
 ) -> Step:
     """Random float32 contents on the CPU; blocks out of order; padded rows hold NaN, which must reach nothing.
 
     unused: what cache slots hold that no key lies in. spare_columns: of the block table, behind the longest request.
+    key_sizes: of a request's first key and of its last; with growing keys the running maximum moves in every tile.
     """
     size = shape.block_size
 
@@ -139,6 +152,7 @@ def make_step(
         table[request, : len(mine)] = mine
         places = (mine[:, None] * size + torch.arange(size)).flatten()[:keys]
         caches[:, places] = normal(keys, 2, shape.kv_heads, shape.head_dim).transpose(0, 1)
+        caches[0, places] *= torch.linspace(*key_sizes, keys).view(-1, 1, 1)
         slots.append(places[keys - rows :])
         start.append(start[-1] + rows)
     query = normal(start[-1] + padding, shape.heads, shape.head_dim)

@@ -11,15 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.memory import preset_lines
 from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, SILENT_DEFECTS, TORCH_OLDEST, here
 from scripts.docs.page_tables import Tables
-
-
-def checks() -> str:
-    lines = ["| check | looks at | when it is not well |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{check.name}` | {check.looks_at} | {check.remedy} |" for check in CHECKS)])
 
 
 def window() -> str:
@@ -56,7 +50,7 @@ def presets() -> str:
 TABLES = Tables(
     script="scripts/docs/doctor_page.py",
     page="docs/doctor.md",
-    tables={"checks": checks, "window": window, "silent": silent, "presets": presets},
+    tables={"window": window, "silent": silent, "presets": presets},
 )
 
 

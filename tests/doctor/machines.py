@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from npu_gptoss.doctor.findings import Finding
+from npu_gptoss.doctor.findings import Finding, Found
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.platform import GROUP as PLATFORMS
 
@@ -66,9 +66,9 @@ def write(path: Path, text: str = "") -> Path:
     return path
 
 
-def only(findings: Iterable[Finding], state: str, *phrases: str) -> Finding:
+def only(found: Found, state: str, *phrases: str) -> Finding:
     """The one finding, in this state; each phrase stands in its sentence or its remedy."""
-    (finding,) = findings
+    (finding,) = [found] if isinstance(found, Finding) else found
     assert finding.state == state, finding
     for phrase in phrases:
         assert phrase in f"{finding.sentence} {finding.remedy}", finding

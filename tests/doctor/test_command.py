@@ -59,7 +59,7 @@ def test_a_laptop_without_torch_gets_a_report():
     assert "→ `make setup`" in run.stdout
     assert "gpt-oss-120b on four cards" in run.stdout
     found = findings(doctor("--json", python=("-S",)))
-    assert list(found) == [check.name for check in CHECKS]
+    assert list(found) == list(CHECKS)
     assert [name for name, finding in found.items() if finding["state"] == "failed"] == ["torch"]
 
 
@@ -85,8 +85,8 @@ def test_all_is_well_beside_vllm_with_a_whole_checkpoint(tiny):
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the processes that load vLLM and torch."""
-    monkeypatch.setattr(plugins, "registration", lambda here: [ok("registration", "skipped")])
-    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("device", "skipped")], None))
+    monkeypatch.setattr(plugins, "registration", lambda here: [ok("skipped")])
+    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("skipped", check="device")], None))
 
 
 def diagnose(here, model=None):
@@ -94,7 +94,7 @@ def diagnose(here, model=None):
 
 
 def test_a_damaged_checkpoint_ends_with_one_and_says_what_to_do(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plugins, "registration", lambda here: [ok("registration", "skipped")])
+    monkeypatch.setattr(plugins, "registration", lambda here: [ok("skipped")])
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for file in tiny.iterdir():
@@ -145,7 +145,7 @@ def test_a_bare_ascend_machine_is_told_everything_that_is_missing(tmp_path, monk
     assert missing == {
         "torch", "torch-npu", "vllm", "vllm-ascend", "cann", "nnal", "driver", "device-files", "vocabulary",
     }  # fmt: skip
-    assert list(found) == [check.name for check in CHECKS if check.name in found], "in the order of the table"
+    assert list(found) == [check for check in CHECKS if check in found], "in the order of the table"
 
 
 def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
     for name in ("davinci0", *COMMON_DEVICE_FILES):
         write(tmp_path / "dev" / name)
     card = Device("npu", "Ascend910B3", 1, 64 * GIB, 63 * GIB)
-    passed = probe.Probed([ok(name, "skipped") for name in probe.ALL], card)
+    passed = probe.Probed([ok("skipped", check=name) for name in probe.ALL], card)
     monkeypatch.setattr(probe, "probe", lambda here, model: passed)
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
     found = diagnose(here, tiny)

@@ -9,7 +9,7 @@ import pytest
 from ascend_emulator.launch import Machine
 
 from emulator.tests.machine import emulate
-from npu_gptoss.doctor.probe import SELF_TESTS
+from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.selftest.record import FILE
 from npu_gptoss.tiny.checkpoint import tiny_config, write_tiny
 from tests.doctor.test_cann import install_toolkit

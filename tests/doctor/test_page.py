@@ -8,6 +8,7 @@ import re
 import pytest
 
 from npu_gptoss.doctor import command, selftest
+from npu_gptoss.doctor.checks import CHECKS
 from npu_gptoss.doctor.findings import SCHEMA, STATES, as_json, ok
 from scripts.docs import doctor_page
 from tests.markdown import ROOT
@@ -20,15 +21,20 @@ def test_the_page_is_up_to_date():
     assert text == doctor_page.TABLES.written(text), "python scripts/docs/doctor_page.py --write"
 
 
+def test_the_page_has_a_row_for_every_check_in_the_order_of_the_report():
+    table = PAGE.read_text(encoding="utf-8").partition("## The checks")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z-]+)` \| \S.* \| \S.* \|$", table, re.M) == list(CHECKS)
+
+
 def test_a_table_without_its_place_is_an_error():
-    with pytest.raises(ValueError, match="one place for checks"):
+    with pytest.raises(ValueError, match="one place for window"):
         doctor_page.TABLES.written("no place")
 
 
 def test_the_page_names_every_state_field_and_option():
     text = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"^\| ([a-z ]+) \| ", text.partition("## The checks")[0], re.M) == ["state", *STATES]
-    report = as_json([ok("python", "x")], "0", "cpu")
+    report = as_json([ok("x")], "0", "cpu")
     section = text.partition("## As JSON")[2]
     for name in (*report, *report["findings"][0]):
         assert f"`{name}`" in section, name

@@ -77,7 +77,7 @@ def test_what_was_found_before_a_crash_is_kept_and_the_check_that_crashed_is_nam
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"findi'
     probed = probe.read(text, "was ended by SIGSEGV", "")
-    assert probed.findings[0] == ok("torch-works", "x")
+    assert probed.findings[0] == ok("x", check="torch-works")
     only(probed.findings[1:2], "failed", "The process that checks this was ended by SIGSEGV.")
     assert probed.findings[1].check == "self-test-sink"
     assert probed.device == Device(**device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from npu_gptoss.moe import ascend as ascend_experts
 from npu_gptoss.moe import small_ops as small_experts
 from npu_gptoss.moe.activation import swigluoai, swigluoai_halves
 from npu_gptoss.moe.reference import expert_mlp as right_experts
+from npu_gptoss.selftest.outcome import deviation
+from npu_gptoss.verify.checks import CHECKS
 from tests import ascend_ops
 from tests.doctor.machines import only
 
@@ -87,38 +88,25 @@ def attention(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     select("attention", "paged", mutant)
 
 
-def test_a_dropped_sink_fails_and_is_named():
-    attention(lambda call: {"sinks": torch.full_like(call["sinks"], float("-inf"))})
-    only(self_test("self-test-sink", CPU, BF16), "failed", "the sinks are dropped", "KERNEL_ATTENTION_PAGED=small_ops")
-
-
-def test_a_scaled_sink_fails_and_is_named():
-    attention(lambda call: {"sinks": call["sinks"] * call["scale"]})
-    only(self_test("self-test-sink", CPU, BF16), "failed", "the sinks are scaled like scores")
-
-
-def test_a_sink_of_another_head_fails():
-    attention(lambda call: {"sinks": call["sinks"].flip(0)})
-    only(self_test("self-test-sink", CPU, BF16), "failed", "from the definition")
-
-
 def shifted(by: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {"sliding_window": call["sliding_window"] and call["sliding_window"] + by}
 
 
-def test_a_window_of_127_fails():
-    attention(shifted(-1))
-    only(self_test("self-test-window", CPU, BF16), "failed", "127 positions before the query is not seen")
-
-
-def test_a_window_of_129_fails():
-    attention(shifted(1))
-    only(self_test("self-test-window", CPU, BF16), "failed", "128 positions before the query is seen", "pre_tokens")
-
-
-def test_no_window_fails():
-    attention(lambda call: {"sliding_window": None})
-    only(self_test("self-test-window", CPU, BF16), "failed", "128 positions before the query is seen")
+@pytest.mark.parametrize(
+    ("check", "change", "named"),
+    [
+        ("sink", lambda call: {"sinks": torch.full_like(call["sinks"], float("-inf"))}, "sink dropped"),
+        ("sink", lambda call: {"sinks": call["sinks"] * call["scale"]}, "sinks scaled like scores"),
+        ("sink", lambda call: {"sinks": call["sinks"].flip(0)}, "sinks in reverse order"),
+        ("window", shifted(-1), "window 127 for 128"),
+        ("window", shifted(1), "window 129 for 128"),
+        ("window", lambda call: {"sliding_window": None}, "window ignored"),
+        ("window", lambda call: {"sliding_window": call["sliding_window"] or 128}, "window on a layer that sees all"),
+    ],
+)
+def test_a_mistake_in_attention_fails_and_is_named(check, change, named):
+    attention(change)
+    only(self_test(f"self-test-{check}", CPU, BF16), "failed", named, "KERNEL_ATTENTION_PAGED=small_ops")
 
 
 def test_a_window_that_is_wrong_in_long_chunks_only_fails():
@@ -138,13 +126,8 @@ def test_a_window_that_is_wrong_in_long_chunks_only_fails():
     only(self_test("self-test-window", CPU, BF16), "failed", "from the definition")
 
 
-def test_a_full_layer_with_a_window_fails():
-    attention(lambda call: {"sliding_window": call["sliding_window"] or 128})
-    only(self_test("self-test-window", CPU, BF16), "failed", "A full layer does not see a key 300 back")
-
-
 @pytest.mark.parametrize("module", [small_attention, ascend_attention], ids=["small_ops", "ascend"])
-@pytest.mark.parametrize(("by", "phrase"), [(-1, "is not seen"), (1, "is seen")])
+@pytest.mark.parametrize(("by", "phrase"), [(-1, "window 127"), (1, "window 129")])
 def test_a_wrong_window_in_our_own_kernels_fails(module, by, phrase, monkeypatch):
     monkeypatch.setattr(module, "keys_before", lambda window: window and keys_before(window) + by)
     if module is small_attention:
@@ -162,48 +145,48 @@ def experts(change: Callable[[Any], dict[str, torch.Tensor]]) -> None:
     select("moe", "experts", mutant)
 
 
-def test_an_omitted_bias_fails_and_is_named():
-    experts(lambda w: {"gate_up_proj_bias": torch.zeros_like(w.gate_up_proj_bias)})
-    only(
-        self_test("self-test-bias", CPU, BF16), "failed", "the bias of gate and up is omitted", "MOE_EXPERTS=small_ops"
-    )
-    del registry.kernels["moe.experts.mutant"]
-    experts(lambda w: {"down_proj_bias": torch.zeros_like(w.down_proj_bias)})
-    only(self_test("self-test-bias", CPU, BF16), "failed", "the bias of down is omitted")
-    del registry.kernels["moe.experts.mutant"]
-    names = ("gate_up_proj_bias", "down_proj_bias")
-    experts(lambda w: {name: torch.zeros_like(getattr(w, name)) for name in names})
-    only(self_test("self-test-bias", CPU, BF16), "failed", "both biases are omitted")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 def swapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor[..., 1::2], tensor[..., 0::2]], dim=-1).flatten(-2)
 
 
-def test_swapped_gate_and_up_fail_and_are_named():
-    experts(lambda w: {n: swapped(getattr(w, n)) for n in ("gate_up_proj", "gate_up_proj_bias")})
-    only(self_test("self-test-activation", CPU, BF16), "failed", "gate and up are swapped")
+@pytest.mark.parametrize(
+    ("check", "change", "named"),
+    [
+        ("bias", lambda w: {BIASES[0]: torch.zeros_like(w.gate_up_proj_bias)}, "gate and up bias dropped"),
+        ("bias", lambda w: {BIASES[1]: torch.zeros_like(w.down_proj_bias)}, "down bias dropped"),
+        ("bias", lambda w: {name: torch.zeros_like(getattr(w, name)) for name in BIASES}, "from the definition"),
+        (
+            "activation",
+            lambda w: {name: swapped(getattr(w, name)) for name in ("gate_up_proj", "gate_up_proj_bias")},
+            "gate and up swapped",
+        ),
+    ],
+)
+def test_a_mistake_in_the_experts_weights_fails_and_is_named(check, change, named):
+    experts(change)
+    only(self_test(f"self-test-{check}", CPU, BF16), "failed", named, "MOE_EXPERTS=small_ops")
 
 
-def test_halves_taken_for_interleaved_columns_fail_and_are_named(monkeypatch):
-    monkeypatch.setattr(small_experts, "swigluoai", lambda x, limit: swigluoai_halves(*x.chunk(2, -1), limit))
-    only(self_test("self-test-activation", CPU, BF16), "failed", "taken for halves, not interleaved")
-
-
-def test_a_clamp_that_is_left_out_fails_and_is_named(monkeypatch):
-    monkeypatch.setattr(small_experts, "swigluoai", lambda x, limit: swigluoai(x, 1e30))
-    only(self_test("self-test-activation", CPU, BF16), "failed", "the clamp is left out")
-
-
-def test_the_plain_swiglu_fails(monkeypatch):
+def plain(x: torch.Tensor, limit: float) -> torch.Tensor:
     """The bug that garbled three upstream releases."""
+    return torch.nn.functional.silu(x[..., 0::2]) * x[..., 1::2]
 
-    def plain(x: torch.Tensor, limit: float) -> torch.Tensor:
-        return torch.nn.functional.silu(x[..., 0::2]) * x[..., 1::2]
 
-    monkeypatch.setattr(small_experts, "swigluoai", plain)
-    for check in ("self-test-bias", "self-test-activation"):
-        only(self_test(check, CPU, BF16), "failed", "from the definition")
+@pytest.mark.parametrize(
+    ("activation", "named"),
+    [
+        (lambda x, limit: swigluoai_halves(*x.chunk(2, -1), limit), "interleaved read as halves"),
+        (lambda x, limit: swigluoai(x, 1e30), "clamp left out"),
+        (plain, "plain SwiGLU"),
+    ],
+)
+@pytest.mark.parametrize("check", ["bias", "activation"])
+def test_a_mistake_in_the_activation_fails_and_is_named(check, activation, named, monkeypatch):
+    monkeypatch.setattr(small_experts, "swigluoai", activation)
+    only(self_test(f"self-test-{check}", CPU, BF16), "failed", named)
 
 
 def test_mistakes_in_the_ascend_experts_fail(monkeypatch):
@@ -224,7 +207,7 @@ def test_mistakes_in_the_ascend_experts_fail(monkeypatch):
     for check, change in mutants.items():
         with_prepare(change)
         with ascend_ops.ascend():
-            only(self_test(check, CPU, BF16), "failed", "omitted" if check == "self-test-bias" else "left out")
+            only(self_test(check, CPU, BF16), "failed", "bias dropped" if check == "self-test-bias" else "left out")
 
 
 def test_routing_over_all_experts_fails():
@@ -266,23 +249,28 @@ def test_a_kernel_that_raises_is_a_failure_with_its_words():
     only(self_test("self-test-sink", CPU, BF16), "failed", "could not be computed", "failed, error code is 561002")
 
 
-def test_every_named_mistake_is_far_from_rounding():
+@pytest.mark.parametrize(
+    ("check", "words", "count"),
+    [
+        ("self-test-sink", ("sink",), 5),
+        ("self-test-window", ("window",), 4),
+        ("self-test-bias", ("bias",), 5),
+        ("self-test-activation", ("swapped", "halves", "clamp", "one added", "SwiGLU"), 5),
+    ],
+)
+def test_each_classic_mutation_is_far_from_rounding(check, words, count):
     """Five times the limit at least, so that neither can be taken for the other."""
-    seen: dict[str, float] = {}
-
-    def judged(check, what, got, want, suspects, dtype, override):
-        seen.update({name: selftest.deviation(tensor, want) for name, tensor in suspects.items()})
-        return SimpleNamespace(state="ok")
-
-    original = selftest._judged
-    selftest._judged = judged
-    try:
-        for check in ON_CPU:
-            list(CASES[check](CPU, BF16))
-    finally:
-        selftest._judged = original
-    assert len(seen) == 11
-    assert {name: size for name, size in seen.items() if size < 5 * LIMITS[BF16]} == {}
+    paged = check in selftest.STEPS
+    definition = CHECKS["attention.paged" if paged else "moe.experts"]
+    classic = [each for each in definition.mutations if any(word in each.name for word in words)]
+    sizes = dict.fromkeys((each.name for each in classic), 0.0)
+    for inputs, _ in (selftest.quick_attention if paged else selftest.quick_experts)(check, BF16):
+        want = definition.definition(inputs)["out"]
+        for mutation in classic:
+            if (wrong := mutation.answer(inputs, definition.definition)) is not None:
+                sizes[mutation.name] = max(sizes[mutation.name], deviation(wrong["out"], want))
+    assert len(sizes) == count
+    assert {name: size for name, size in sizes.items() if size < 5 * LIMITS[BF16]} == {}
 
 
 def test_an_override_that_cannot_run_is_told_as_such(monkeypatch):

@@ -128,12 +128,12 @@ def test_the_way_out_starts(start, monkeypatch):
 def test_two_rows_are_added_only_where_heads_would_be_merged_over_tiles(start, rows, lengths, window, extra):
     from dataclasses import replace
 
-    from npu_gptoss.selftest.attention import make_step
+    from npu_gptoss.selftest.attention import make_case
 
     ascend.keep_heads_apart()
-    step = make_step(replace(CASES[0], rows=rows, lengths=lengths), 8, 1, BF16)
+    step = make_case(replace(CASES[0], rows=rows, lengths=lengths), 8, 1, BF16)
     with ascend_ops.ascend() as calls:
-        placed = step.place(CPU)
+        placed = step.written(CPU)
         calls.clear()
         got = placed.attend(window)
     ((_, call),) = [one for one in calls if one[0] == "npu_fused_infer_attention_score_v2.out"]

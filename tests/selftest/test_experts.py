@@ -214,8 +214,8 @@ def test_ends_that_are_taken_for_counts_are_seen(spoil):
         (lambda weights, ids: (weights, ids.flip(1)), "not those of the largest logits"),
         (lambda weights, ids: (weights, ids[:, :1].expand_as(ids)), "not those of the largest logits"),
         (lambda weights, ids: (weights, ids - 1), "not those of the largest logits"),
-        (lambda weights, ids: (weights * 0.99, ids), "from the softmax"),
-        (lambda weights, ids: (weights.fill_(float("nan")), ids), "from the softmax"),
+        (lambda weights, ids: (weights * 0.99, ids), "from the definition"),
+        (lambda weights, ids: (weights.fill_(float("nan")), ids), "NaN or Inf"),
     ],
 )
 def test_a_wrong_choice_and_wrong_weights_are_seen(wrong, phrase, monkeypatch):

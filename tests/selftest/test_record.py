@@ -6,15 +6,15 @@ import json
 
 import pytest
 
+from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import failed, not_applicable, ok, warning
-from npu_gptoss.doctor.probe import SELF_TESTS
 from npu_gptoss.doctor.record import remembered
 from npu_gptoss.selftest.record import FILE, Record, stack
 from npu_gptoss.serving.ascend import start_check
 from tests.doctor.machines import ascend, machine, only, write
 from tests.doctor.test_cann import install_toolkit
 
-ALL_RIGHT = [ok(name, "x") for name in SELF_TESTS]
+ALL_RIGHT = [ok("x", check=name) for name in SELF_TESTS]
 
 
 def installed(root, cann, driver="25.3.rc1"):
@@ -43,7 +43,7 @@ def test_another_driver_and_the_emulator_count_as_another_machine(other, tmp_pat
 
 def test_wrong_results_are_remembered_by_name(tmp_path):
     here = installed(tmp_path, "8.3.RC1")
-    found = [*ALL_RIGHT, failed("self-test-moe", "x", "y"), warning("self-test-graph", "x", "y")]
+    found = [*ALL_RIGHT, failed("x", "y", check="self-test-moe"), warning("x", "y", check="self-test-graph")]
     only(remembered(here, found), "warning", "wrong are self-test-moe;")
     only(remembered(here, []), "warning", "wrong are self-test-moe;")
 
@@ -51,7 +51,7 @@ def test_wrong_results_are_remembered_by_name(tmp_path):
 def test_tests_that_did_not_all_run_are_not_remembered_as_whole(tmp_path):
     here = installed(tmp_path, "8.3.RC1")
     only(remembered(here, ALL_RIGHT[1:]), "warning", "never tested whole")
-    only(remembered(here, [*ALL_RIGHT[1:], not_applicable(SELF_TESTS[0], "x")]), "warning", "never tested whole")
+    only(remembered(here, [*ALL_RIGHT[1:], not_applicable("x", check=SELF_TESTS[0])]), "warning", "never tested whole")
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):

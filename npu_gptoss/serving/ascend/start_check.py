@@ -21,10 +21,10 @@ from npu_gptoss.kernels.rows import MANY
 from npu_gptoss.moe.activation import SWIGLUOAI
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.selftest import dense, experts
-from npu_gptoss.selftest.attention import CASES, Case, Outcome, outcomes
+from npu_gptoss.selftest.attention import BLOCK, CASES, HEAD_DIM, outcomes
 from npu_gptoss.selftest.experts import Sizes
+from npu_gptoss.selftest.outcome import Outcome
 from npu_gptoss.selftest.record import Record, stack
-from npu_gptoss.selftest.steps import BLOCK, HEAD_DIM
 from npu_gptoss.serving.lines.vllm import expert_share
 
 if TYPE_CHECKING:
@@ -41,15 +41,14 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
     traits = {"head_dim": HEAD_DIM, "block_size": BLOCK, "sliding_window": False}
     if not _is_of_cann(select_kernel(PAGED, signature(query=dtype, kv=dtype, sinks=dtype), traits)):
         return
-    wrong = _wrong(tuple(case for case in CASES if case.at_start), heads, kv_heads, dtype, device)
+    wrong = _wrong(heads, kv_heads, dtype, device)
     if wrong and all(outcome.merged_heads for outcome in wrong):
         ascend.keep_heads_apart()
-        cases = tuple(dict.fromkeys(outcome.case for outcome in wrong))
-        if not (still := _wrong(cases, heads, kv_heads, dtype, device)):
+        if not (still := _wrong(heads, kv_heads, dtype, device)):
             logger.warning(
                 "CANN's attention merges heads wrongly above 512 keys here (%s). Decode calls carry one more "
                 "request of two rows, which keeps heads apart: right, and slower. A newer CANN may have it mended.",
-                wrong[0].case.suspect,
+                wrong[0].suspect,
             )
             Record.of().remember(stack(), way_round="decode calls carry one more request of two rows (merged heads)")
             return
@@ -57,11 +56,9 @@ def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.devic
     _refuse("attention computes", [outcome.sentence() for outcome in wrong], PAGED.name)
 
 
-def _wrong(
-    cases: tuple[Case, ...], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device
-) -> list[Outcome]:
+def _wrong(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> list[Outcome]:
     found: list[Outcome] = []
-    for case in cases:
+    for case in (case for case in CASES if case.at_start):
         groups = 1 if case.one_group else kv_heads
         found += outcomes(case, device, heads=heads // kv_heads * groups, kv_heads=groups, dtype=dtype, repeats=REPEATS)
     return [outcome for outcome in found if outcome.problem]
