@@ -45,7 +45,8 @@ _EXPERTS = "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops (with --enforce-eager on Asc
 STEPS: dict[str, tuple[tuple[list[tuple[int, int]], Shape, int | None], ...]] = {
     "self-test-sink": (([(40, 40), (1, 200), (130, 300)], RANK, None),),
     "self-test-window": (
-        ([(1, 400), (1, 400), (1100, 1100)], replace(RANK, heads=8, kv_heads=1), WINDOW),
+        ([(1, 400), (1, 400)], replace(RANK, heads=8, kv_heads=1), WINDOW),
+        ([(1, 400), (1100, 1100)], replace(RANK, heads=8, kv_heads=1), WINDOW),
         ([(1, 400)], replace(RANK, heads=8, kv_heads=1), None),
     ),
 }
@@ -105,10 +106,11 @@ def quick(check: str, device: torch.device, dtype: torch.dtype) -> Iterator[Find
 
 def explained(check: Check, inputs: Inputs, got: torch.Tensor, limit: float) -> str:
     """The known mistake that gives this result; empty when none does."""
-    answers = ((mutation.name, mutation.answer(inputs, check.definition)) for mutation in check.mutations)
-    near = {name: deviation(got, answer["out"]) for name, answer in answers if answer is not None}
-    name = min(near, key=near.__getitem__, default="")
-    return name if name and near[name] <= 2 * limit else ""
+    for mutation in check.mutations:
+        answer = mutation.answer(inputs, check.definition)
+        if answer is not None and deviation(got, answer["out"]) <= 2 * limit:
+            return mutation.name
+    return ""
 
 
 # of gpt-oss-20b on one card; on a CPU and on the emulated 910B, where these take long, small ones
