@@ -20,8 +20,7 @@ from pathlib import Path
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling
-from npu_gptoss.model.sharding import tensor_parallel_objection
+from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling, tensor_parallel_objection
 from npu_gptoss.nominal import MEMORY
 
 UTILISATION = 0.9  # vLLM's default

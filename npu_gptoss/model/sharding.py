@@ -39,21 +39,6 @@ _INTERMEDIATE = {
 _PACKED_DOWN = ("experts.down_proj_blocks", "experts.down_proj_scales")
 
 
-def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
-    """Why vLLM's tensor parallelism cannot cut this model for `ranks` ranks; None when it can.
-
-    vLLM copies key/value heads where there are fewer than ranks, and pads the vocabulary.
-    """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = (("query heads", heads), ("intermediate size", config.intermediate_size))
-    uneven = [f"{name} {size}" for name, size in sizes if size % ranks]
-    if kv_heads % ranks and ranks % kv_heads:
-        uneven.append(f"key/value heads {kv_heads}")
-    if uneven:
-        return f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint"
-    return None
-
-
 @dataclass(frozen=True)
 class Shard:
     """Rank `rank` of `size`; experts: TENSOR or EXPERT."""

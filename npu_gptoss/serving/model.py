@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import GptOssConfig, tensor_parallel_objection
 from npu_gptoss.model.rope import score_scale
-from npu_gptoss.model.sharding import tensor_parallel_objection
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import SinkAttentionBackend
 from npu_gptoss.serving.lines.vllm import (

@@ -9,8 +9,9 @@ import torch
 
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.errors import InputError
+from npu_gptoss.model.config import tensor_parallel_objection
 from npu_gptoss.model.layout import expected_tensors
-from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard, tensor_parallel_objection
+from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
 from tests.checkpoints import random_config, random_tensors
 from tests.model.published import gpt_oss_20b
 
