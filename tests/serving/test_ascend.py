@@ -15,7 +15,7 @@ from vllm.config import CUDAGraphMode
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving import rotary
+from npu_gptoss.serving import lines, rotary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
 from tests.model.published import gpt_oss_20b
 
@@ -120,9 +120,9 @@ def test_either_spelling_of_the_package_is_found(monkeypatch, spelling):
             raise PackageNotFoundError(name)
         return "0.11.0rc2"
 
-    monkeypatch.setattr(limits, "version", version)
+    monkeypatch.setattr(lines, "version", version)
     assert limits.installed() == "0.11.0rc2"
-    monkeypatch.setattr(limits, "version", lambda name: version(""))
+    monkeypatch.setattr(lines, "version", lambda name: version(""))
     assert limits.installed() is None
 
 

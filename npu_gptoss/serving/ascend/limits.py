@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving import lines
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -18,17 +17,12 @@ _ON = ("1", "true", "True")
 
 def installed() -> str | None:
     """The version of the installed vllm-ascend; None when it has no metadata."""
-    for name in ("vllm-ascend", "vllm_ascend"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return lines.installed("vllm-ascend", "vllm_ascend")
 
 
 def version_objection(release: str | None) -> str | None:
     """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
-    window = here().vllm_ascend
+    window = lines.here().vllm_ascend
     if window.has(release):
         return None
     found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
@@ -42,7 +36,7 @@ def operator_objection() -> str | None:
     import torch_npu
 
     name = "npu_fused_infer_attention_score_v2"
-    remedy = f"install torch-npu {here().torch_npu.recommended} (made for CANN 8.3)"
+    remedy = f"install torch-npu {lines.here().torch_npu.recommended} (made for CANN 8.3)"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, name, None)
     if overloads is None:

@@ -41,14 +41,17 @@ def find_vllm(version: Callable[[str], str | None]) -> str | None:
 
 def installed_vllm() -> str | None:
     """The version of the installed vLLM without touching the package; None when it has no metadata."""
-    return find_vllm(_version)
+    return find_vllm(installed)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def installed(*names: str) -> str | None:
+    """The version of the first of these packages that is installed; None when none has metadata."""
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 @dataclass(frozen=True)

@@ -98,3 +98,8 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
         environment.setenv(BASE_VARIABLE, str(directory))
         with _patched():
             return harmony_utils.get_encoding()
+
+
+@pytest.fixture
+def tokens(harmony: Any) -> Callable[[str], list[int]]:
+    return lambda text: harmony.encode(text, allowed_special="all")

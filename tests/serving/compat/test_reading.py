@@ -17,11 +17,6 @@ ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fi
 
 
 @pytest.fixture
-def tokens(harmony):
-    return lambda text: harmony.encode(text, allowed_special="all")
-
-
-@pytest.fixture
 def read(harmony, tokens):
     """The texts of each kind that a turn holds."""
 

@@ -32,11 +32,6 @@ NAMED = {"type": "function", "name": "get_weather"}
 EVENT = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture
-def tokens(harmony):
-    return lambda text: harmony.encode(text, allowed_special="all")
-
-
 def shapes(items: list[dict]) -> list[dict]:
     """Items without their ids, which are random."""
     return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]

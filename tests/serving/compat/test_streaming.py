@@ -43,11 +43,6 @@ CALL = (
 )
 
 
-@pytest.fixture
-def tokens(harmony):
-    return lambda text: harmony.encode(text, allowed_special="all")
-
-
 def test_a_chat_stream_loses_no_text_when_several_tokens_come_at_once(patched, tokens):
     whole = {"content": "Hello there! 🜁 How are you?", "reasoning": "The user greets me, so I greet back."}
     with patched():

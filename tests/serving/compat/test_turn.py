@@ -25,11 +25,6 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture
-def tokens(harmony):
-    return lambda text: harmony.encode(text, allowed_special="all")
-
-
-@pytest.fixture
 def both(tokens):
     """(content, reasoning, [[function, arguments]], finish reason) of a chat; streams must agree with the whole one."""
 
