@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,132 +32,104 @@ def attention_cases(
 ) -> Iterator[Case]:
     """Decode at every context and batch, prefill of every prompt; each as a full layer and as a window layer."""
     windows = {"full": None, "window": config.sliding_window}
-    setting = (config, block_size, device, dtype)
+    shapes = AttentionShapes(config, block_size, device, dtype)
     for context in contexts:
         for batch in batches:
             for kind, window in windows.items():
                 work = attention_decode_work(config, [context] * batch, window)
-                yield _case(
-                    f"decode {kind} ctx={context} B={batch}",
-                    functools.partial(_decode, work, batch, context, window, *setting),
-                    work,
-                    window,
-                    *setting,
-                )
+                calls = functools.partial(shapes.decode, work, batch, context, window)
+                yield shapes.case(f"decode {kind} ctx={context} B={batch}", calls, work, window)
     for tokens in prompts:
         for kind, window in windows.items():
             work = attention_prefill_work(config, tokens, window)
-            build = functools.partial(_prefill, tokens, window, *setting)
-            yield _case(f"prefill {kind} {tokens}", build, work, window, *setting)
+            calls = functools.partial(shapes.prefill, tokens, window)
+            yield shapes.case(f"prefill {kind} {tokens}", calls, work, window)
 
 
 def write_cases(
     config: GptOssConfig, *, batches: Sequence[int], block_size: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Case]:
     """The keys and values of a step's rows into the cache."""
+    shapes = AttentionShapes(config, block_size, device, dtype)
     traits = {"head_dim": config.head_dim, "block_size": block_size}
     for batch in batches:
         rows = 2 * batch * config.num_key_value_heads * config.head_dim
-        yield Case(
-            WRITE_KV,
-            f"rows={batch}",
-            signature(key=dtype, kv=dtype),
-            traits,
-            Work(kv_bytes=2 * rows * BF16_BYTES),  # read once, written once
-            functools.partial(_write, batch, config, block_size, device, dtype),
+        work = Work(kv_bytes=2 * rows * BF16_BYTES)  # read once, written once
+        calls = functools.partial(shapes.write, batch)
+        yield Case(WRITE_KV, f"rows={batch}", signature(key=dtype, kv=dtype), traits, work, calls)
+
+
+@dataclass(frozen=True)
+class AttentionShapes:
+    """Builds the calls of one model's shapes."""
+
+    config: GptOssConfig
+    block_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def case(self, name: str, calls: Callable[[str], Calls], work: Work, window: int | None) -> Case:
+        traits = {
+            "head_dim": self.config.head_dim,
+            "block_size": self.block_size,
+            "sliding_window": window is not None,
+        }
+        call = signature(query=self.dtype, kv=self.dtype, sinks=self.dtype)
+        return Case(PAGED, name, call, traits, work, calls)
+
+    def decode(self, work: Work, batch: int, context: int, window: int | None, kernel: str) -> Calls:
+        """Every call reads other blocks of one cache, scattered over it; lengths are on the device, as in a graph."""
+        sets, blocks = rotation(work.kv_bytes, self.device), math.ceil(context / self.block_size)
+        caches = self._caches(sets * batch * blocks)
+        tables = self._blocks(sets * batch * blocks).view(sets, batch, blocks)
+        attend = self._attend(window, kernel)
+        calls: Calls = []
+        for table in tables:
+            metadata = DecodeMetadata(
+                lengths=torch.full((batch,), context, device=self.device, dtype=torch.int32),
+                block_table=table,
+                slot_mapping=table[:, -1].long() * self.block_size + (context - 1) % self.block_size,
+                max_seq_len=context,
+            )
+            query = self._queries(batch)
+            calls.append(functools.partial(attend, query, *caches, metadata, out=torch.empty_like(query)))
+        return calls
+
+    def prefill(self, tokens: int, window: int | None, kernel: str) -> Calls:
+        """One prompt from an empty cache; its keys and values lie in the cache already."""
+        blocks = math.ceil(tokens / self.block_size)
+        table = self._blocks(blocks)[None]
+        positions = torch.arange(tokens, device=self.device)
+        places = table[0].long()[positions // self.block_size] * self.block_size + positions % self.block_size
+        metadata = AttentionMetadata((0, tokens), (tokens,), table, places)
+        query = self._queries(tokens)
+        attend = self._attend(window, kernel)
+        return [functools.partial(attend, query, *self._caches(blocks), metadata, out=torch.empty_like(query))]
+
+    def write(self, batch: int, kernel: str) -> Calls:
+        """Each row into a block of its own."""
+        new = [self._random(batch, self.config.num_key_value_heads, self.config.head_dim) for _ in range(2)]
+        table = self._blocks(batch)[:, None]
+        slots = table[:, 0].long() * self.block_size
+        metadata = AttentionMetadata(tuple(range(batch + 1)), (1,) * batch, table, slots)
+        return [functools.partial(write_kv_cache, *new, *self._caches(batch), metadata, kernel=kernel)]
+
+    def _attend(self, window: int | None, kernel: str) -> Callable[..., torch.Tensor]:
+        heads, scale = self.config.num_attention_heads, self.config.head_dim**-0.5
+        return functools.partial(
+            paged_attention, sinks=self._random(heads), scale=scale, sliding_window=window, kernel=kernel
         )
 
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-def _case(
-    name: str,
-    build: Callable[[str], Calls],
-    work: Work,
-    window: int | None,
-    config: GptOssConfig,
-    block_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Case:
-    traits = {"head_dim": config.head_dim, "block_size": block_size, "sliding_window": window is not None}
-    return Case(PAGED, name, signature(query=dtype, kv=dtype, sinks=dtype), traits, work, build)
+    def _queries(self, rows: int) -> torch.Tensor:
+        return self._random(rows, self.config.num_attention_heads, self.config.head_dim)
 
+    def _caches(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (blocks, self.block_size, self.config.num_key_value_heads, self.config.head_dim)
+        return self._random(*shape), self._random(*shape)
 
-def _caches(
-    blocks: int, config: GptOssConfig, block_size: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
-
-
-def _decode(
-    work: Work,
-    batch: int,
-    context: int,
-    window: int | None,
-    config: GptOssConfig,
-    block_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernel: str,
-) -> Calls:
-    """Every call reads other blocks of one cache, scattered over it; lengths are on the device, as in a full graph."""
-    sets, blocks = rotation(work.kv_bytes, device), math.ceil(context / block_size)
-    keys, values = _caches(sets * batch * blocks, config, block_size, device, dtype)
-    tables = torch.randperm(sets * batch * blocks, device=device).to(torch.int32).view(sets, batch, blocks)
-    heads = (config.num_attention_heads, config.head_dim)
-    sinks = torch.randn(config.num_attention_heads, device=device, dtype=dtype)
-    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, sliding_window=window, kernel=kernel)
-    calls: Calls = []
-    for table in tables:
-        metadata = DecodeMetadata(
-            lengths=torch.full((batch,), context, device=device, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=table[:, -1].long() * block_size + (context - 1) % block_size,
-            max_seq_len=context,
-        )
-        query = torch.randn(batch, *heads, device=device, dtype=dtype)
-        calls.append(functools.partial(attend, query, keys, values, metadata, sinks, out=torch.empty_like(query)))
-    return calls
-
-
-def _prefill(
-    tokens: int,
-    window: int | None,
-    config: GptOssConfig,
-    block_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernel: str,
-) -> Calls:
-    """One prompt from an empty cache; its keys and values lie in the cache already."""
-    blocks = math.ceil(tokens / block_size)
-    keys, values = _caches(blocks, config, block_size, device, dtype)
-    table = torch.randperm(blocks, device=device).to(torch.int32)[None]
-    positions = torch.arange(tokens, device=device)
-    metadata = AttentionMetadata(
-        query_start_loc=(0, tokens),
-        seq_lens=(tokens,),
-        block_table=table,
-        slot_mapping=table[0].long()[positions // block_size] * block_size + positions % block_size,
-    )
-    query = torch.randn(tokens, config.num_attention_heads, config.head_dim, device=device, dtype=dtype)
-    sinks = torch.randn(config.num_attention_heads, device=device, dtype=dtype)
-    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, sliding_window=window, kernel=kernel)
-    return [functools.partial(attend, query, keys, values, metadata, sinks, out=torch.empty_like(query))]
-
-
-def _write(
-    batch: int, config: GptOssConfig, block_size: int, device: torch.device, dtype: torch.dtype, kernel: str
-) -> Calls:
-    """Each row into a block of its own."""
-    keys, values = _caches(batch, config, block_size, device, dtype)
-    shape = (batch, config.num_key_value_heads, config.head_dim)
-    new = [torch.randn(shape, device=device, dtype=dtype) for _ in range(2)]
-    table = torch.randperm(batch, device=device).to(torch.int32)[:, None]
-    metadata = AttentionMetadata(
-        query_start_loc=tuple(range(batch + 1)),
-        seq_lens=(1,) * batch,
-        block_table=table,
-        slot_mapping=table[:, 0].long() * block_size,
-    )
-    return [functools.partial(write_kv_cache, *new, keys, values, metadata, kernel=kernel)]
+    def _blocks(self, count: int) -> torch.Tensor:
+        """Their numbers in random order."""
+        return torch.randperm(count, device=self.device).to(torch.int32)
