@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -42,39 +43,32 @@ class DenseShapes:
 
     def case(self, operation: str, rows: int) -> Case:
         """operation: its full name."""
-        found: Operation
-        build: Callable[[int, str], Callable[[], object]]
-        rounds, hidden = {"rows": row_class(rows)}, self.dtype
+        hidden, rounds = self.dtype, {"rows": row_class(rows)}
+        weighted = signature(hidden=hidden, weight=hidden)
         stream = Work(activation_bytes=2 * rows * self.hidden * BF16_BYTES)
-        if operation == QKV.name:
-            found, build = QKV, self._qkv
-            call: Signature = signature(hidden=hidden, weight=hidden, kv=hidden)
-            traits = {**rounds, "head_dim": self.config.head_dim}
-            work = _sum(linear_work(rows, self.hidden, self.query + 2 * self.kv), Work(kv_bytes=self._kv_bytes(rows)))
-        elif operation == OUTPUT.name:
-            found, build, traits = OUTPUT, self._output, rounds
-            call, work = signature(hidden=hidden, weight=hidden), linear_work(rows, self.query, self.hidden)
-        elif operation == ROUTER.name:
-            found, build, traits = ROUTER, self._router, rounds
-            call = signature(hidden=hidden, weight=hidden)
-            work = _sum(linear_work(rows, self.hidden, self.config.num_local_experts), stream)
-        elif operation == LOGITS.name:
-            found, build, traits = LOGITS, self._logits, rounds
-            call, work = signature(hidden=hidden, weight=hidden), linear_work(rows, self.hidden, self.config.vocab_size)
-        elif operation == GREEDY.name:
-            found, build, traits, call = GREEDY, self._greedy, {}, signature(logits=hidden)
-            work = Work(activation_bytes=rows * self.config.vocab_size * BF16_BYTES)
-        else:
-            found, build, traits, call = ADD_NORM, self._add_norm, {}, signature(hidden=hidden)
-            work = _sum(stream, stream)  # both inputs read, the sum and its norm written
+        written = Work(kv_bytes=rows * kv_bytes_per_token(self.config))
+        vocabulary, experts = self.config.vocab_size, self.config.num_local_experts
+        table: dict[Operation, tuple[Callable[[int, str], Callable[[], object]], Signature, dict[str, Any], Work]] = {
+            QKV: (
+                self._qkv,
+                signature(hidden=hidden, weight=hidden, kv=hidden),
+                {**rounds, "head_dim": self.config.head_dim},
+                linear_work(rows, self.hidden, self.query + 2 * self.kv) + written,
+            ),
+            OUTPUT: (self._output, weighted, rounds, linear_work(rows, self.query, self.hidden)),
+            ROUTER: (self._router, weighted, rounds, linear_work(rows, self.hidden, experts) + stream),
+            LOGITS: (self._logits, weighted, rounds, linear_work(rows, self.hidden, vocabulary)),
+            GREEDY: (self._greedy, signature(logits=hidden), {}, Work(activation_bytes=rows * vocabulary * BF16_BYTES)),
+            # both inputs read, the sum and its norm written
+            ADD_NORM: (self._add_norm, signature(hidden=hidden), {}, stream + stream),
+        }
+        found = next(each for each in table if each.name == operation)
+        build, call, traits, work = table[found]
 
         def calls(kernel: str) -> Calls:
             return [build(rows, kernel) for _ in range(rotation(work.bytes, self.device))]
 
         return Case(found, f"rows={rows}", call, traits, work, calls)
-
-    def _kv_bytes(self, rows: int) -> int:
-        return rows * kv_bytes_per_token(self.config)
 
     def _normal(self, *shape: int, std: float = STD) -> torch.Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(0.0, std)
@@ -157,13 +151,3 @@ OPERATIONS = tuple(operation.name for operation in (QKV, OUTPUT, ROUTER, ADD_NOR
 def _cos_sin(config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Of the first positions: all that a case turns by."""
     return cos_sin_cache(config, 1024, dtype, device)
-
-
-def _sum(first: Work, second: Work) -> Work:
-    return Work(
-        first.expert_bytes + second.expert_bytes,
-        first.dense_bytes + second.dense_bytes,
-        first.kv_bytes + second.kv_bytes,
-        first.activation_bytes + second.activation_bytes,
-        first.flops + second.flops,
-    )

@@ -13,7 +13,7 @@ independent routing: n = E * (1 - (1 - k / E) ** tokens), an upper estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
@@ -55,6 +55,9 @@ class Work:
     kv_bytes: float = 0.0
     activation_bytes: float = 0.0
     flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Work)))
 
     @property
     def bytes(self) -> float:
