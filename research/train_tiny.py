@@ -35,10 +35,16 @@ from tiny_network import (
     unused_logit_mass,
 )
 
-from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE, parse_ranks
+from npu_gptoss.harmony.vocabulary import (
+    FIRST_SPECIAL_ID,
+    LAST_SPECIAL_ID,
+    SPECIAL_TOKENS,
+    VOCABULARY_FILE,
+    parse_ranks,
+)
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.tiny.checkpoint import load_trained, save_trained, tiny_config
-from npu_gptoss.tiny.tokenizer_files import FIRST_SPECIAL_ID, LAST_SPECIAL_ID, O200K_PATTERN, SPECIAL_TOKENS
+from npu_gptoss.tiny.tokenizer_files import O200K_PATTERN
 from research.tiny_data import evaluation_set, make_example, random_style
 from research.tiny_score import Example, Score, tally
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.files import is_there
-from npu_gptoss.model.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer, panics_told
+from npu_gptoss.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer, panics_told
 
 
 class TextCodec:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.rendering import CONTROL, pieces
+from npu_gptoss.tokenizer import load_tokenizer
 
 LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
 
@@ -102,10 +103,7 @@ def text_tokenizer(directory: Path) -> Tokenizer | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-        raise InputError(f"{path} cannot be read as a tokenizer: {error}") from error
+    tokenizer = load_tokenizer(path)
     for name, token in CONTROL.items():
         found = tokenizer.token_to_id(name)
         if found != token:

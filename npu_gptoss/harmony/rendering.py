@@ -26,17 +26,11 @@ from openai_harmony import (
 )
 
 from npu_gptoss.harmony.conversation import ConversationError, without_old_reasoning
+from npu_gptoss.harmony.vocabulary import SPECIAL_IDS
 
-# The table of special tokens in the harmony guide.
-CONTROL = {
-    "<|return|>": 200_002,
-    "<|constrain|>": 200_003,
-    "<|channel|>": 200_005,
-    "<|start|>": 200_006,
-    "<|end|>": 200_007,
-    "<|message|>": 200_008,
-    "<|call|>": 200_012,
-}
+# The special tokens of the harmony guide
+CONTROL_NAMES = ("return", "constrain", "channel", "start", "end", "message", "call")
+CONTROL = {f"<|{name}|>": SPECIAL_IDS[name] for name in CONTROL_NAMES}
 START, MESSAGE, CHANNEL, END, CALL = (CONTROL[f"<|{name}|>"] for name in ("start", "message", "channel", "end", "call"))
 CONSTRAIN = "<|constrain|>"
 LONGEST_SHOWN = 64  # characters of a text in a tool that the library sees as it is

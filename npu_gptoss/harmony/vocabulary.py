@@ -24,6 +24,24 @@ VOCABULARY_SIZE = 3_613_922  # bytes, as published
 VOCABULARY_SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 NUM_RANKS = 199_998  # ids below this are byte pairs; the special tokens of harmony follow
 
+# As in the published tokenizer.json; the ids between are reserved
+SPECIAL_IDS = {
+    "startoftext": 199_998,
+    "endoftext": 199_999,
+    "return": 200_002,
+    "constrain": 200_003,
+    "channel": 200_005,
+    "start": 200_006,
+    "end": 200_007,
+    "message": 200_008,
+    "call": 200_012,
+    "endofprompt": 200_018,
+}
+FIRST_SPECIAL_ID, LAST_SPECIAL_ID = 199_998, 200_018
+# id -> text of all of them
+SPECIAL_TOKENS = {i: f"<|reserved_{i}|>" for i in range(FIRST_SPECIAL_ID, LAST_SPECIAL_ID + 1)}
+SPECIAL_TOKENS |= {i: f"<|{name}|>" for name, i in SPECIAL_IDS.items()}
+
 BASE_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"  # read by openai-harmony
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from npu_gptoss.files import MIB, MOST_BYTES, CheckpointError, is_directory, is_
 from npu_gptoss.model.checkpoint import check_checkpoint
 from npu_gptoss.model.config import CONFIG_NAME, ConfigError, GptOssConfig
 from npu_gptoss.model.generation import stop_token_ids
-from npu_gptoss.model.tokenizer import FILE_NAME as TOKENIZER_NAME
-from npu_gptoss.model.tokenizer import check_vocabulary, load_tokenizer
+from npu_gptoss.tokenizer import FILE_NAME as TOKENIZER_NAME
+from npu_gptoss.tokenizer import check_vocabulary, load_tokenizer
 
 # What some library opens by itself where it finds it
 _OPENED = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from npu_gptoss.files import write_atomically
 from npu_gptoss.harmony.vocabulary import (
+    SPECIAL_IDS,
+    SPECIAL_TOKENS,
     VOCABULARY_FILE,
     VOCABULARY_SHA256,
     VocabularyError,
@@ -36,25 +38,8 @@ O200K_PATTERN = "|".join(
     )
 )
 
-FIRST_SPECIAL_ID = 199_998
-LAST_SPECIAL_ID = 200_018
-_NAMED = {
-    199_998: "startoftext",
-    199_999: "endoftext",
-    200_002: "return",
-    200_003: "constrain",
-    200_005: "channel",
-    200_006: "start",
-    200_007: "end",
-    200_008: "message",
-    200_012: "call",
-    200_018: "endofprompt",
-}
-# id -> text, 199998..200018, as in the published tokenizer.json
-SPECIAL_TOKENS: dict[int, str] = {
-    i: f"<|{_NAMED.get(i, f'reserved_{i}')}|>" for i in range(FIRST_SPECIAL_ID, LAST_SPECIAL_ID + 1)
-}
-BOS_ID, PAD_ID, RETURN_ID, CALL_ID = 199_998, 199_999, 200_002, 200_012
+_ADDED = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+BOS_ID, PAD_ID, RETURN_ID, CALL_ID = (SPECIAL_IDS[n] for n in ("startoftext", "endoftext", "return", "call"))
 
 CHAT_TEMPLATE_FILE = Path(__file__).parents[1] / "assets" / "chat_template.jinja"
 
@@ -110,18 +95,7 @@ def tokenizer_json(ranks: list[bytes]) -> dict[str, object]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for i, text in SPECIAL_TOKENS.items()
-        ],
+        "added_tokens": [{"id": i, "content": text, **_ADDED} for i, text in SPECIAL_TOKENS.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {**byte_level, "trim_offsets": False, "use_regex": True},
@@ -144,17 +118,7 @@ def tokenizer_json(ranks: list[bytes]) -> dict[str, object]:
 def tokenizer_config() -> dict[str, object]:
     """The content of `tokenizer_config.json`; the tokenizer class is one that transformers 4 and 5 both read."""
     return {
-        "added_tokens_decoder": {
-            str(i): {
-                "content": text,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
-            for i, text in SPECIAL_TOKENS.items()
-        },
+        "added_tokens_decoder": {str(i): {"content": text, **_ADDED} for i, text in SPECIAL_TOKENS.items()},
         "bos_token": SPECIAL_TOKENS[BOS_ID],
         "clean_up_tokenization_spaces": False,
         "eos_token": SPECIAL_TOKENS[RETURN_ID],

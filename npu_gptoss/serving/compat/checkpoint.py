@@ -81,7 +81,7 @@ def install_tokenizer(module: ModuleType) -> None:
 
     def init_tokenizer_from_configs(model_config: ModelConfig) -> Any:
         from npu_gptoss.model.config_fields import MODEL_TYPE
-        from npu_gptoss.model.tokenizer import check_vocabulary, panics_told, try_tokenizer
+        from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
 
         if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
             return old(model_config)
@@ -151,7 +151,7 @@ def is_gpt_oss(directory: Path) -> bool:
 
 def _read_as_vllm_does(directory: Path, weights: bool) -> None:
     """The libraries that vLLM reads with are stricter than the formats here and there: they are asked too."""
-    from npu_gptoss.model.tokenizer import panics_told
+    from npu_gptoss.tokenizer import panics_told
 
     remedy = "Take the file of the original checkpoint."
     with panics_told(f"{directory / 'generation_config.json'} cannot be read by transformers", remedy):
