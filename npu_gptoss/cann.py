@@ -41,6 +41,19 @@ def toolkit_version(toolkit: Path) -> str:
     return match[1] if match else ""
 
 
+def series(version: str) -> tuple[int, int] | None:
+    """(8, 3) of "8.3.RC1"; None where it does not begin so."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def in_use() -> str:
+    """The CANN that torch-npu runs on, "" where it does not know. Imports torch_npu."""
+    import torch_npu
+
+    return torch_npu.npu.utils.get_cann_version() or ""
+
+
 def find_toolkit(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[Path | None, str | None]:
     """(the toolkit, the variable that names it): the variable is None when the toolkit only lies in the usual place."""
     for name in HOME_VARIABLES:

@@ -33,8 +33,7 @@ from npu_gptoss.moe.weights import ExpertWeights
 
 
 @register_kernel(
-    PAGED.family,
-    PAGED.mode,
+    PAGED,
     solution="article",
     capability=ASCEND,
     signatures=(accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),),
@@ -78,8 +77,7 @@ def paged_attention(
 
 
 @register_kernel(
-    ROUTE.family,
-    ROUTE.mode,
+    ROUTE,
     solution="article",
     capability=ASCEND,
     signatures=(accepts(logits="bfloat16"),),
@@ -132,12 +130,11 @@ def unquant_apply_mlp(
 
 
 @register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
+    EXPERTS,
     solution="article",
     capability=ASCEND,
     signatures=(accepts(hidden="bfloat16", weight="bfloat16"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": frozenset({False}), "rows": ANY},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": frozenset({False})},
     priority=Priority.REFERENCE,
 )
 def expert_mlp(

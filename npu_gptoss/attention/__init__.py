@@ -13,9 +13,51 @@ from npu_gptoss.attention.metadata import AttentionMetadata, DecodeMetadata, Ste
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad, zero_tail
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import select_kernel, signature
+from npu_gptoss.kernels import Bound, Described, bind, chosen, signature
 
-__all__ = ["AttentionMetadata", "DecodeMetadata", "StepMetadata", "paged_attention", "write_kv_cache"]
+__all__ = ["AttentionMetadata", "DecodeMetadata", "LayerKernels", "StepMetadata", "paged_attention", "write_kv_cache"]
+
+
+def paged_call(
+    max_query_len: int,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    sinks: torch.Tensor,
+    sliding_window: int | None,
+) -> Described:
+    """What kernels of attention.paged are asked for; of the tensors, their dtypes and shapes."""
+    return signature(query=query.dtype, kv=key_cache.dtype, sinks=sinks.dtype), {
+        "head_dim": query.shape[2],
+        "block_size": key_cache.shape[1],
+        "sliding_window": sliding_window is not None,
+        "group_size": query.shape[1] // key_cache.shape[2],
+        "max_query_len": max_query_len,
+    }
+
+
+def write_call(key: torch.Tensor, key_cache: torch.Tensor) -> Described:
+    """What kernels of attention.write_kv are asked for."""
+    traits = {"head_dim": key.shape[2], "block_size": key_cache.shape[1]}
+    return signature(key=key.dtype, kv=key_cache.dtype), traits
+
+
+class LayerKernels:
+    """The kernels of one layer, chosen when it first sees its cache, and kept: `kernel` of the two functions below."""
+
+    def __init__(self, sliding_window: int | None) -> None:
+        self.sliding_window = sliding_window
+        self._bound: dict[tuple[object, ...], tuple[Bound, Bound]] = {}
+
+    def of(self, query: torch.Tensor, key_cache: torch.Tensor, sinks: torch.Tensor) -> tuple[Bound, Bound]:
+        """Of the write and of attention. query: [rows, heads, head_dim], as the layer's keys in dtype and head_dim."""
+        met = (query.dtype, key_cache.dtype, key_cache.shape[1])
+        found = self._bound.get(met)
+        if found is None:
+            found = self._bound[met] = (
+                bind(WRITE_KV, lambda _: write_call(query, key_cache)),
+                bind(PAGED, lambda rows: paged_call(rows, query, key_cache, sinks, self.sliding_window)),
+            )
+        return found
 
 
 def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: int, head_dim: int) -> None:
@@ -34,22 +76,21 @@ def write_kv_cache(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
     *,
-    kernel: str | None = None,
+    kernel: Bound | str | None = None,
 ) -> None:
     """Stores the step's keys and values at `metadata.slot_mapping`; rows past `metadata.num_tokens` are ignored.
 
     A negative slot is refused on a CPU and left out by the Triton kernel.
 
     key, value: [>= tokens, kv_heads, head_dim]. Caches: [blocks, block_size, kv_heads, head_dim], written in place.
-    kernel: the name of a kernel or solution, to override the selection.
+    kernel: the layer's (`LayerKernels`), or the name of a kernel or solution, to override the selection.
     """
     tokens = metadata.num_tokens
     key, value = unpad(key, tokens, "key"), unpad(value, tokens, "value")
     _check_caches(key_cache, value_cache, *key.shape[1:])
     if tokens == 0:
         return
-    traits = {"head_dim": key.shape[2], "block_size": key_cache.shape[1]}
-    run = select_kernel(WRITE_KV, signature(key=key.dtype, kv=key_cache.dtype), traits, override=kernel)
+    run = chosen(WRITE_KV, kernel, 0, lambda _: write_call(key, key_cache))
     slots = unpad(metadata.slot_mapping, tokens, "slot_mapping")
     run(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots)
 
@@ -64,7 +105,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     out: torch.Tensor | None = None,
-    kernel: str | None = None,
+    kernel: Bound | str | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's rows over the cached keys, their own included: see `reference` for the formula.
 
@@ -74,7 +115,7 @@ def paged_attention(
     scale: factor of the scores, head_dim ** -0.5 for gpt-oss.
     sliding_window: number of keys each query sees, its own included; None sees all.
     out: [rows of query, heads, head_dim], written in place and returned; by default of the query's dtype.
-    kernel: the name of a kernel or solution, to override the selection.
+    kernel: the layer's (`LayerKernels`), or the name of a kernel or solution, to override the selection.
 
     Returns out with zeros in the rows past `metadata.num_tokens`.
     """
@@ -94,11 +135,11 @@ def paged_attention(
     elif out.shape != query.shape:
         raise InputError(f"out must have the shape of query {list(query.shape)}, got {list(out.shape)}")
     if tokens:
-        run = select_kernel(
+        run = chosen(
             PAGED,
-            signature(query=query.dtype, kv=key_cache.dtype, sinks=sinks.dtype),
-            {"head_dim": head_dim, "block_size": key_cache.shape[1], "sliding_window": sliding_window is not None},
-            override=kernel,
+            kernel,
+            metadata.max_query_len,
+            lambda rows: paged_call(rows, query, key_cache, sinks, sliding_window),
         )
         run(
             query=unpad(query, tokens, "query"),

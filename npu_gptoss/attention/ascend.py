@@ -26,11 +26,8 @@ from npu_gptoss.attention.metadata import AttentionMetadata
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.attention.padding import unpad
 from npu_gptoss.attention.window import keys_before
-from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, Priority, accepts, register_kernel
 
-ASCEND = Capability.of("ascend", features=("torch_npu",))
-# float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
-DIAGNOSTIC = Capability.of("ascend", features=("torch_npu", "emulated_fp32"))
 HEAD_DIMS = frozenset({64, 128})
 BLOCK_SIZES = frozenset(range(128, 1025, 128))
 
@@ -149,20 +146,13 @@ def no_lse(device: torch.device) -> torch.Tensor:
 
 
 @register_kernel(
-    PAGED.family,
-    PAGED.mode,
-    solution="ascend_fp32",
-    capability=DIAGNOSTIC,
-    signatures=(accepts(query="float32", kv="float32", sinks="float32"),),
-    traits={"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "sliding_window": ANY},
-    priority=Priority.PERFORMANT,
-)
-@register_kernel(
-    PAGED.family,
-    PAGED.mode,
+    PAGED,
     solution="ascend",
     capability=ASCEND,
-    signatures=(accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),),
+    signatures=(
+        accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),
+        accepts(query="float32", kv="float32", sinks="float32", needs=EMULATED_FP32),
+    ),
     traits={"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "sliding_window": ANY},
     priority=Priority.PERFORMANT,
 )
@@ -216,20 +206,10 @@ def _merges_wrongly(part: Part, sliding_window: int | None) -> bool:
 
 
 @register_kernel(
-    WRITE_KV.family,
-    WRITE_KV.mode,
-    solution="ascend_fp32",
-    capability=DIAGNOSTIC,
-    signatures=(accepts(key="float32", kv="float32"),),
-    traits={"head_dim": ANY, "block_size": ANY},
-    priority=Priority.PERFORMANT,
-)
-@register_kernel(
-    WRITE_KV.family,
-    WRITE_KV.mode,
+    WRITE_KV,
     solution="ascend",
     capability=ASCEND,
-    signatures=(accepts(key="bfloat16", kv="bfloat16"),),
+    signatures=(accepts(key="bfloat16", kv="bfloat16"), accepts(key="float32", kv="float32", needs=EMULATED_FP32)),
     traits={"head_dim": ANY, "block_size": ANY},
     priority=Priority.PERFORMANT,
 )

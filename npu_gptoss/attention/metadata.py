@@ -7,6 +7,7 @@ Both are taken by `paged_attention` and `write_kv_cache`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -62,7 +63,7 @@ class AttentionMetadata:
         """Real rows; whatever follows them in query, key and value is padding."""
         return self.query_start_loc[-1]
 
-    @property
+    @functools.cached_property
     def max_query_len(self) -> int:
         return max((b - a for a, b in pairwise(self.query_start_loc)), default=0)
 

@@ -12,6 +12,7 @@ PAGED = define_operation(
     "paged",
     roles=("query", "kv", "sinks"),
     traits=("head_dim", "block_size", "sliding_window"),
+    sizes=("group_size", "max_query_len"),  # query heads of a key head; rows of the request with the most
     summary="causal attention over a paged cache with a sink per head; prefill, chunk and decode rows mixed",
 )
 WRITE_KV = define_operation(

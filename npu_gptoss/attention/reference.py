@@ -26,8 +26,7 @@ def gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch
 
 
 @register_kernel(
-    PAGED.family,
-    PAGED.mode,
+    PAGED,
     solution="reference",
     signatures=(accepts(query=KV_DTYPES, kv=KV_DTYPES, sinks=KV_DTYPES),),
     traits={"head_dim": ANY, "block_size": ANY, "sliding_window": ANY},
@@ -68,8 +67,7 @@ def paged_attention(
 
 
 @register_kernel(
-    WRITE_KV.family,
-    WRITE_KV.mode,
+    WRITE_KV,
     solution="reference",
     signatures=(accepts(key=KV_DTYPES, kv=KV_DTYPES),),
     traits={"head_dim": ANY, "block_size": ANY},

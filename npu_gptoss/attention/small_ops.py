@@ -97,8 +97,7 @@ def _plan(metadata: StepMetadata, before: int | None, block_size: int, device: t
 
 
 @register_kernel(
-    PAGED.family,
-    PAGED.mode,
+    PAGED,
     solution="small_ops",
     signatures=(accepts(query=KV_DTYPES, kv=KV_DTYPES, sinks=KV_DTYPES),),
     traits={"head_dim": ANY, "block_size": ANY, "sliding_window": ANY},
@@ -146,8 +145,7 @@ def paged_attention(
 
 
 @register_kernel(
-    WRITE_KV.family,
-    WRITE_KV.mode,
+    WRITE_KV,
     solution="small_ops",
     signatures=(accepts(key=KV_DTYPES, kv=KV_DTYPES),),
     traits={"head_dim": ANY, "block_size": ANY},

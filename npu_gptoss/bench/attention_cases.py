@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, paged_call, write_kv_cache
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
 from npu_gptoss.bench.kernels import Case
 from npu_gptoss.bench.measure import rotation
@@ -38,12 +38,12 @@ def attention_cases(
             for kind, window in windows.items():
                 work = attention_decode_work(config, [context] * batch, window)
                 calls = functools.partial(shapes.decode, work, batch, context, window)
-                yield shapes.case(f"decode {kind} ctx={context} B={batch}", calls, work, window)
+                yield shapes.case(f"decode {kind} ctx={context} B={batch}", calls, work, 1, window)
     for tokens in prompts:
         for kind, window in windows.items():
             work = attention_prefill_work(config, tokens, window)
             calls = functools.partial(shapes.prefill, tokens, window)
-            yield shapes.case(f"prefill {kind} {tokens}", calls, work, window)
+            yield shapes.case(f"prefill {kind} {tokens}", calls, work, tokens, window)
 
 
 def write_cases(
@@ -68,14 +68,15 @@ class AttentionShapes:
     device: torch.device
     dtype: torch.dtype
 
-    def case(self, name: str, calls: Callable[[str], Calls], work: Work, window: int | None) -> Case:
-        traits = {
-            "head_dim": self.config.head_dim,
-            "block_size": self.block_size,
-            "sliding_window": window is not None,
-        }
-        call = signature(query=self.dtype, kv=self.dtype, sinks=self.dtype)
-        return Case(PAGED, name, call, traits, work, calls)
+    def case(
+        self, name: str, calls: Callable[[str], Calls], work: Work, max_query_len: int, window: int | None
+    ) -> Case:
+        config = self.config
+        query, cache = (
+            torch.empty(1, *shape, config.head_dim, device="meta", dtype=self.dtype)
+            for shape in ((config.num_attention_heads,), (self.block_size, config.num_key_value_heads))
+        )
+        return Case(PAGED, name, *paged_call(max_query_len, query, cache, query, window), work, calls)
 
     def decode(self, work: Work, batch: int, context: int, window: int | None, kernel: str) -> Calls:
         """Every call reads other blocks of one cache, scattered over it; lengths are on the device, as in a graph."""

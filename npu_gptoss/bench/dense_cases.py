@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ from npu_gptoss.bench.kernels import Case
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD
 from npu_gptoss.bench.roofline import BF16_BYTES, Work, kv_bytes_per_token, linear_work
+from npu_gptoss.dense import operations as call_of
 from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
-from npu_gptoss.kernels import Operation, Signature, signature
-from npu_gptoss.kernels.rows import row_class
+from npu_gptoss.kernels import Described, Operation, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import cos_sin_cache
 
@@ -43,27 +42,47 @@ class DenseShapes:
 
     def case(self, operation: str, rows: int) -> Case:
         """operation: its full name."""
-        hidden, rounds = self.dtype, {"rows": row_class(rows)}
-        weighted = signature(hidden=hidden, weight=hidden)
+        hidden = self.dtype
         stream = Work(activation_bytes=2 * rows * self.hidden * BF16_BYTES)
         written = Work(kv_bytes=rows * kv_bytes_per_token(self.config))
         vocabulary, experts = self.config.vocab_size, self.config.num_local_experts
-        table: dict[Operation, tuple[Callable[[int, str], Callable[[], object]], Signature, dict[str, Any], Work]] = {
+        packed = self.query + 2 * self.kv
+
+        def weight(*shape: int) -> torch.Tensor:
+            """As its shape alone."""
+            return torch.empty(shape, device="meta", dtype=hidden)
+
+        table: dict[Operation, tuple[Callable[[int, str], Callable[[], object]], Described, Work]] = {
             QKV: (
                 self._qkv,
-                signature(hidden=hidden, weight=hidden, kv=hidden),
-                {**rounds, "head_dim": self.config.head_dim},
-                linear_work(rows, self.hidden, self.query + 2 * self.kv) + written,
+                call_of.qkv_call(rows, hidden, weight(packed, self.hidden), hidden, self.config.head_dim),
+                linear_work(rows, self.hidden, packed) + written,
             ),
-            OUTPUT: (self._output, weighted, rounds, linear_work(rows, self.query, self.hidden)),
-            ROUTER: (self._router, weighted, rounds, linear_work(rows, self.hidden, experts) + stream),
-            LOGITS: (self._logits, weighted, rounds, linear_work(rows, self.hidden, vocabulary)),
-            GREEDY: (self._greedy, signature(logits=hidden), {}, Work(activation_bytes=rows * vocabulary * BF16_BYTES)),
+            OUTPUT: (
+                self._output,
+                call_of.output_call(rows, hidden, weight(self.hidden, self.query)),
+                linear_work(rows, self.query, self.hidden),
+            ),
+            ROUTER: (
+                self._router,
+                call_of.router_call(rows, hidden, weight(experts, self.hidden)),
+                linear_work(rows, self.hidden, experts) + stream,
+            ),
+            LOGITS: (
+                self._logits,
+                call_of.logits_call(rows, hidden, weight(vocabulary, self.hidden)),
+                linear_work(rows, self.hidden, vocabulary),
+            ),
+            GREEDY: (
+                self._greedy,
+                (signature(logits=hidden), {}),
+                Work(activation_bytes=rows * vocabulary * BF16_BYTES),
+            ),
             # both inputs read, the sum and its norm written
-            ADD_NORM: (self._add_norm, signature(hidden=hidden), {}, stream + stream),
+            ADD_NORM: (self._add_norm, (signature(hidden=hidden), {}), stream + stream),
         }
         found = next(each for each in table if each.name == operation)
-        build, call, traits, work = table[found]
+        build, (call, traits), work = table[found]
 
         def calls(kernel: str) -> Calls:
             return [build(rows, kernel) for _ in range(rotation(work.bytes, self.device))]

@@ -12,7 +12,6 @@ from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import BF16_BYTES, Work, expected_distinct, expert_bytes, experts_work
 from npu_gptoss.kernels import signature
-from npu_gptoss.kernels.rows import row_class
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe import (
     AnyExperts,
@@ -24,8 +23,7 @@ from npu_gptoss.moe import (
     quantize_fp8,
     route,
 )
-from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call
 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose weights a rotation walks over on a GPU, where a step is small
@@ -74,8 +72,15 @@ def experts_cases(
             yield Case(
                 EXPERTS,
                 f"{form} of {experts} tokens={count}",
-                signature(hidden=dtype, weight=ROLES.get(form, dtype)),
-                {"activation": SWIGLUOAI, "expert_parallel": False, "rows": row_class(count)},
+                *experts_call(
+                    count,
+                    dtype=dtype,
+                    weight=ROLES.get(form, dtype),
+                    num_experts=experts,
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.intermediate_size,
+                    top_k=top_k,
+                ),
                 experts_work(config, count, form, distinct),
                 functools.partial(_experts, ids, config, form, device, dtype),
             )
@@ -91,7 +96,8 @@ def _experts(
     """
     tokens, top_k = ids.shape[1:]
     layers = min(LAYERS, len(ids)) if device.type == "cuda" else 1
-    stack = [prepare_experts(random_experts(config, form, device, dtype), kernel=kernel) for _ in range(layers)]
+    made = (random_experts(config, form, device, dtype) for _ in range(layers))
+    stack = [prepare_experts(weights, top_k=top_k, kernel=kernel) for weights in made]
     calls: Calls = []
     for number, each in enumerate(ids.to(device)):
         prepared = stack[number % layers]

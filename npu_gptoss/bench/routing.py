@@ -14,7 +14,6 @@ from npu_gptoss.engine.batch import pack
 from npu_gptoss.engine.device import kernels_for
 from npu_gptoss.engine.scheduler import Chunk
 from npu_gptoss.kernels.profiling import observing
-from npu_gptoss.kernels.rows import MANY
 
 ROUTED = "topk_ids"  # the argument of every kernel of moe.experts that names the experts, [tokens, k]
 
@@ -70,7 +69,7 @@ def distinct_experts(engine: Engine) -> tuple[int, ...] | None:
 def expert_format(engine: Engine) -> str:
     """The format in which the first layer's experts lie in memory, told by their bytes: what `roofline` counts in."""
     config = engine.config
-    _, held = engine.model.layers[0].moe.experts.paths[MANY]
+    held = engine.model.layers[0].moe.experts.weights
     matrix, _ = expert_parameters(config)
     ranks = engine.model.ranks  # each holds its share of them
     each = sum(_storages(held).values()) * (1 if ranks is None else ranks.shard.size)

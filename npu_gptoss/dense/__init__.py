@@ -11,13 +11,61 @@ import torch
 
 from npu_gptoss.attention import StepMetadata
 from npu_gptoss.dense import reference, small_ops, triton  # noqa: F401  (registers their kernels)
-from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import (
+    ADD_NORM,
+    GREEDY,
+    LOGITS,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    logits_call,
+    output_call,
+    qkv_call,
+    router_call,
+)
 from npu_gptoss.dense.weights import RowScaled, Weight, quantize_rows
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import select_kernel, signature
-from npu_gptoss.kernels.rows import row_class
+from npu_gptoss.kernels import Bound, bind, chosen, signature
 
-__all__ = ["RowScaled", "Weight", "add_norm", "greedy", "logits", "output", "qkv", "quantize_rows", "router"]
+__all__ = [
+    "RowScaled",
+    "Weight",
+    "add_norm",
+    "bind_add_norm",
+    "bind_logits",
+    "bind_output",
+    "bind_qkv",
+    "bind_router",
+    "greedy",
+    "logits",
+    "output",
+    "qkv",
+    "quantize_rows",
+    "router",
+]
+
+Kernel = Bound | str | None
+
+
+def bind_qkv(hidden: torch.dtype, weight: Weight, head_dim: int) -> Bound:
+    """The kernels of a layer's `qkv`, whose cache has the dtype of the activations; so below for the other ops."""
+    return bind(QKV, lambda rows: qkv_call(rows, hidden, weight, hidden, head_dim))
+
+
+def bind_output(hidden: torch.dtype, weight: Weight) -> Bound:
+    return bind(OUTPUT, lambda rows: output_call(rows, hidden, weight))
+
+
+def bind_router(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
+    return bind(ROUTER, lambda rows: router_call(rows, hidden, weight))
+
+
+def bind_logits(hidden: torch.dtype, weight: Weight) -> Bound:
+    return bind(LOGITS, lambda rows: logits_call(rows, hidden, weight))
+
+
+def bind_add_norm(hidden: torch.dtype) -> Bound:
+    return bind(ADD_NORM, lambda _: (signature(hidden=hidden), {}))
 
 
 def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor) -> None:
@@ -53,7 +101,7 @@ def qkv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
     *,
-    kernel: str | None = None,
+    kernel: Kernel = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """From the residual stream to turned queries; stores the turned keys, and the values, in the cache.
 
@@ -61,7 +109,8 @@ def qkv(
     weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.
     cos_sin: [positions, head_dim]: cosines, then sines; positions: [rows] int64.
     Caches: [blocks, block_size, kv_heads, head_dim], written in place at `metadata.slot_mapping`.
-    kernel: the name of a kernel or solution, to override the selection; so for every op below.
+    kernel: what the layer was built with (`bind_qkv`), or the name of a kernel or solution, to override the selection;
+        so for every op below.
 
     Returns the new residual and the queries [rows, heads, head_dim].
     """
@@ -81,11 +130,11 @@ def qkv(
         )
     if positions.shape[0] != residual.shape[0]:
         raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}")
-    run = select_kernel(
+    run = chosen(
         QKV,
-        signature(hidden=residual.dtype, weight=weight.dtype, kv=key_cache.dtype),
-        {"rows": row_class(residual.shape[0]), "head_dim": head_dim},
-        override=kernel,
+        kernel,
+        residual.shape[0],
+        lambda rows: qkv_call(rows, residual.dtype, weight, key_cache.dtype, head_dim),
     )
     return run(
         residual=residual,
@@ -108,7 +157,7 @@ def output(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
     *,
-    kernel: str | None = None,
+    kernel: Kernel = None,
 ) -> torch.Tensor:
     """attended [rows, in] @ weight [hidden, in].T + bias, rounded, and then + residual [rows, hidden] where given.
 
@@ -117,12 +166,7 @@ def output(
     _check_weight(weight, attended.shape[-1], bias, "weight")
     if residual is not None and residual.shape != (attended.shape[0], weight.shape[0]):
         raise InputError(f"residual must be [{attended.shape[0]}, {weight.shape[0]}], got {list(residual.shape)}")
-    run = select_kernel(
-        OUTPUT,
-        signature(hidden=attended.dtype, weight=weight.dtype),
-        {"rows": row_class(attended.shape[0])},
-        override=kernel,
-    )
+    run = chosen(OUTPUT, kernel, attended.shape[0], lambda rows: output_call(rows, attended.dtype, weight))
     return run(attended=attended, weight=weight, bias=bias, residual=residual)
 
 
@@ -136,7 +180,7 @@ def router(
     top_k: int,
     *,
     live: torch.Tensor | None = None,
-    kernel: str | None = None,
+    kernel: Kernel = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The experts of each row, and the normed row that they read.
 
@@ -152,12 +196,7 @@ def router(
         raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}")
     if live is not None and live.shape != residual.shape[:1]:
         raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}")
-    run = select_kernel(
-        ROUTER,
-        signature(hidden=residual.dtype, weight=weight.dtype),
-        {"rows": row_class(residual.shape[0])},
-        override=kernel,
-    )
+    run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, residual.dtype, weight))
     return run(
         residual=residual,
         delta=delta,
@@ -176,16 +215,16 @@ def add_norm(
     norm_weight: torch.Tensor,
     eps: float,
     *,
-    kernel: str | None = None,
+    kernel: Kernel = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual, delta [rows, hidden] -> the new residual and its RMSNorm, both [rows, hidden]."""
     _check_rows(residual, delta, norm_weight)
-    run = select_kernel(ADD_NORM, signature(hidden=residual.dtype), {}, override=kernel)
+    run = chosen(ADD_NORM, kernel, residual.shape[0], lambda _: (signature(hidden=residual.dtype), {}))
     return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps)
 
 
 def logits(
-    normed: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None, kernel: str | None = None
+    normed: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None, kernel: Kernel = None
 ) -> torch.Tensor:
     """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in normed's dtype, into `out` where given."""
     _check_weight(weight, normed.shape[-1], None, "lm_head")
@@ -196,17 +235,12 @@ def logits(
             f"out must be contiguous [{normed.shape[0]}, {weight.shape[0]}] in {normed.dtype}, "
             f"got {list(out.shape)} in {out.dtype}"
         )
-    run = select_kernel(
-        LOGITS,
-        signature(hidden=normed.dtype, weight=weight.dtype),
-        {"rows": row_class(normed.shape[0])},
-        override=kernel,
-    )
+    run = chosen(LOGITS, kernel, normed.shape[0], lambda rows: logits_call(rows, normed.dtype, weight))
     run(normed=normed, weight=weight, out=out)
     return out
 
 
-def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: str | None = None) -> torch.Tensor:
+def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Kernel = None) -> torch.Tensor:
     """logits [rows, vocab] -> ids [rows] int64 of the largest, into `out` where given.
 
     -1 for a row that holds NaN or infinity: sampling from that would be silent garbage.
@@ -217,6 +251,6 @@ def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: str
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     elif out.shape != logits.shape[:1] or out.dtype != torch.int64:
         raise InputError(f"out must be [{logits.shape[0]}] int64, got {list(out.shape)} {out.dtype}")
-    run = select_kernel(GREEDY, signature(logits=logits.dtype), {}, override=kernel)
+    run = chosen(GREEDY, kernel, logits.shape[0], lambda _: (signature(logits=logits.dtype), {}))
     run(logits=logits, out=out)
     return out

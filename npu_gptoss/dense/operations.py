@@ -7,37 +7,73 @@ operations are cut where a kernel can be cut, not where a formula ends.
 
 from __future__ import annotations
 
-from npu_gptoss.kernels import define_operation
+import torch
+
+from npu_gptoss.dense.weights import Weight
+from npu_gptoss.kernels import Described, define_operation, signature
 
 FLOATS = ("float32", "bfloat16")
 FP8 = "float8_e4m3fn"
 WEIGHTS = (*FLOATS, FP8)
+# The sizes that choose a program: rows of the call; aligned, whether the weight is one matrix whose rows begin at
+# multiples of 16 bytes; of the router experts, hidden_size, and logits = rows * experts.
 
 QKV = define_operation(
     "dense",
     "qkv",
     roles=("hidden", "weight", "kv"),
-    traits=("rows", "head_dim"),
+    traits=("head_dim",),
+    sizes=("rows", "aligned"),
     summary="residual add, RMSNorm, the three input projections with bias, RoPE, and the write to the paged cache",
 )
 OUTPUT = define_operation(
     "dense",
     "output",
     roles=("hidden", "weight"),
-    traits=("rows",),
+    sizes=("rows", "aligned"),
     summary="attention's output projection with bias, and the residual add",
 )
 ROUTER = define_operation(
     "dense",
     "router",
     roles=("hidden", "weight"),
-    traits=("rows",),
+    sizes=("rows", "experts", "hidden_size", "logits", "aligned"),
     summary="residual add, RMSNorm, router logits, top-k and the softmax over the k",
 )
-ADD_NORM = define_operation("dense", "add_norm", roles=("hidden",), traits=(), summary="residual add and RMSNorm")
+ADD_NORM = define_operation("dense", "add_norm", roles=("hidden",), summary="residual add and RMSNorm")
 LOGITS = define_operation(
-    "dense", "logits", roles=("hidden", "weight"), traits=("rows",), summary="the vocabulary's logits of normed rows"
+    "dense", "logits", roles=("hidden", "weight"), sizes=("rows",), summary="the vocabulary's logits of normed rows"
 )
 GREEDY = define_operation(
-    "dense", "greedy", roles=("logits",), traits=(), summary="the largest logit of each row, if all are finite"
+    "dense", "greedy", roles=("logits",), summary="the largest logit of each row, if all are finite"
 )
+
+
+def aligned(weight: Weight) -> bool:
+    """What the tensor memory accelerator of a GPU wants of a matrix."""
+    return (
+        isinstance(weight, torch.Tensor)
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and weight.shape[1] * weight.element_size() % 16 == 0
+    )
+
+
+def qkv_call(rows: int, hidden: torch.dtype, weight: Weight, kv: torch.dtype, head_dim: int) -> Described:
+    """What kernels of dense.qkv are asked for; so below for the others."""
+    traits = {"rows": rows, "head_dim": head_dim, "aligned": aligned(weight)}
+    return signature(hidden=hidden, weight=weight.dtype, kv=kv), traits
+
+
+def output_call(rows: int, hidden: torch.dtype, weight: Weight) -> Described:
+    return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, "aligned": aligned(weight)}
+
+
+def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:
+    experts, inputs = weight.shape
+    sizes = {"experts": experts, "hidden_size": inputs, "logits": rows * experts}
+    return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, **sizes, "aligned": aligned(weight)}
+
+
+def logits_call(rows: int, hidden: torch.dtype, weight: Weight) -> Described:
+    return signature(hidden=hidden, weight=weight.dtype), {"rows": rows}

@@ -40,11 +40,10 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 @register_kernel(
-    QKV.family,
-    QKV.mode,
+    QKV,
     solution="reference",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
-    traits={"rows": ANY, "head_dim": ANY},
+    traits={"head_dim": ANY},
     priority=Priority.REFERENCE,
 )
 def qkv(
@@ -75,11 +74,9 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT.family,
-    OUTPUT.mode,
+    OUTPUT,
     solution="reference",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    traits={"rows": ANY},
     priority=Priority.REFERENCE,
 )
 def output(
@@ -91,11 +88,9 @@ def output(
 
 
 @register_kernel(
-    ROUTER.family,
-    ROUTER.mode,
+    ROUTER,
     solution="reference",
     signatures=(accepts(hidden=FLOATS, weight=FLOATS),),
-    traits={"rows": ANY},
     priority=Priority.REFERENCE,
 )
 def router(
@@ -120,11 +115,9 @@ def router(
 
 
 @register_kernel(
-    ADD_NORM.family,
-    ADD_NORM.mode,
+    ADD_NORM,
     solution="reference",
     signatures=(accepts(hidden=FLOATS),),
-    traits={},
     priority=Priority.REFERENCE,
 )
 def add_norm(
@@ -136,11 +129,9 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS.family,
-    LOGITS.mode,
+    LOGITS,
     solution="reference",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    traits={"rows": ANY},
     priority=Priority.REFERENCE,
 )
 def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
@@ -149,11 +140,9 @@ def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
 
 
 @register_kernel(
-    GREEDY.family,
-    GREEDY.mode,
+    GREEDY,
     solution="reference",
     signatures=(accepts(logits=FLOATS),),
-    traits={},
     priority=Priority.REFERENCE,
 )
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:

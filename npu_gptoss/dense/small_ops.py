@@ -41,11 +41,10 @@ def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
 
 
 @register_kernel(
-    QKV.family,
-    QKV.mode,
+    QKV,
     solution="small_ops",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
-    traits={"rows": ANY, "head_dim": ANY},
+    traits={"head_dim": ANY},
     priority=Priority.PORTABLE,
 )
 def qkv(
@@ -74,11 +73,9 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT.family,
-    OUTPUT.mode,
+    OUTPUT,
     solution="small_ops",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    traits={"rows": ANY},
     priority=Priority.PORTABLE,
 )
 def output(
@@ -90,11 +87,9 @@ def output(
 
 
 @register_kernel(
-    ROUTER.family,
-    ROUTER.mode,
+    ROUTER,
     solution="small_ops",
     signatures=tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS),
-    traits={"rows": ANY},
     priority=Priority.PORTABLE,
 )
 def router(
@@ -114,11 +109,9 @@ def router(
 
 
 @register_kernel(
-    ADD_NORM.family,
-    ADD_NORM.mode,
+    ADD_NORM,
     solution="small_ops",
     signatures=(accepts(hidden=FLOATS),),
-    traits={},
     priority=Priority.PORTABLE,
 )
 def add_norm(
@@ -130,11 +123,9 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS.family,
-    LOGITS.mode,
+    LOGITS,
     solution="small_ops",
     signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    traits={"rows": ANY},
     priority=Priority.PORTABLE,
 )
 def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
@@ -143,11 +134,9 @@ def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
 
 
 @register_kernel(
-    GREEDY.family,
-    GREEDY.mode,
+    GREEDY,
     solution="small_ops",
     signatures=(accepts(logits=FLOATS),),
-    traits={},
     priority=Priority.PORTABLE,
 )
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def kernels(platform: str) -> Iterator[Finding]:
     """Needs torch. platform: what this machine is to serve on. One finding for each operation."""
-    from npu_gptoss.kernels import current_platform, explain, load_kernels, signature
-    from npu_gptoss.kernels.command import EXAMPLE
+    from npu_gptoss.kernels import current_platform, explain, load_kernels
+    from npu_gptoss.kernels.command import example
     from npu_gptoss.kernels.registry import Priority, registry
 
     complaints = _Complaints()
@@ -28,8 +28,7 @@ def kernels(platform: str) -> Iterator[Finding]:
     for text in complaints.texts:
         yield warning(text, "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
     for name, operation in sorted(registry.operations.items()):
-        call = signature(**{role: EXAMPLE.get(role, EXAMPLE["dtype"]) for role in operation.roles})
-        found = explain(operation, call, {trait: EXAMPLE.get(trait) for trait in operation.traits})
+        found = explain(operation, *example(operation))
         # of the general ones: one for some shapes only is no loss for the others
         made_for = [
             c.kernel

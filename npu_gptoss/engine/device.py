@@ -64,6 +64,8 @@ def resolve_dtype(name: str | torch.dtype, config: GptOssConfig) -> torch.dtype:
 @contextmanager
 def kernels_for(device: torch.device) -> Iterator[None]:
     """Selects kernels for the device in use: on a GPU server, `--device cpu` must not get the GPU's kernels."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # from here on its architecture is known, and with it which kernels it has
     if current_platform().device_type == device.type:
         yield
         return

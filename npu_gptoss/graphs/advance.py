@@ -15,7 +15,7 @@ import torch
 
 from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.kernels import (
-    Capability,
+    TRITON,
     Priority,
     accepts,
     define_operation,
@@ -28,7 +28,6 @@ ADVANCE = define_operation(
     "graphs",
     "advance",
     roles=("table",),
-    traits=(),
     summary="the cursor becomes the inputs of a decode step, and moves on",
 )
 
@@ -40,11 +39,9 @@ def advance(state: DecodeState, *, kernel: str | None = None) -> None:
 
 
 @register_kernel(
-    ADVANCE.family,
-    ADVANCE.mode,
+    ADVANCE,
     solution="reference",
     signatures=(accepts(table="int32"),),
-    traits={},
     priority=Priority.REFERENCE,
 )
 def advance_reference(state: DecodeState) -> None:
@@ -61,11 +58,9 @@ def advance_reference(state: DecodeState) -> None:
 
 
 @register_kernel(
-    ADVANCE.family,
-    ADVANCE.mode,
+    ADVANCE,
     solution="small_ops",
     signatures=(accepts(table="int32"),),
-    traits={},
     priority=Priority.PORTABLE,
 )
 def advance_small_ops(state: DecodeState) -> None:
@@ -83,17 +78,12 @@ def advance_small_ops(state: DecodeState) -> None:
     state.next_positions.add_(used)
 
 
-@register_kernel(
-    ADVANCE.family,
-    ADVANCE.mode,
+register_kernel(
+    ADVANCE,
     solution="triton",
-    capability=Capability.of("cuda", features=("triton",)),
+    capability=TRITON,
     signatures=(accepts(table="int32"),),
-    traits={},
     priority=Priority.PERFORMANT,
+    function="npu_gptoss.graphs.advance_triton:launch",
+    summary="One launch.",
 )
-def advance_triton(state: DecodeState) -> None:
-    """One launch."""
-    from npu_gptoss.graphs.advance_triton import launch
-
-    launch(state)

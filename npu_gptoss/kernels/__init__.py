@@ -8,13 +8,34 @@ plugin's own). `platform` says what machine this is, `signature` what a call pas
 from __future__ import annotations
 
 from npu_gptoss.kernels.loading import load_kernels
-from npu_gptoss.kernels.platform import Capability, Platform, current_platform, platform_override
-from npu_gptoss.kernels.registry import ANY, KernelSpec, Operation, Priority, define_operation, register_kernel
+from npu_gptoss.kernels.platform import (
+    ASCEND,
+    EMULATED_FP32,
+    HOPPER,
+    TRITON,
+    Capability,
+    Platform,
+    current_platform,
+    platform_override,
+)
+from npu_gptoss.kernels.registry import (
+    ANY,
+    KernelSpec,
+    Operation,
+    Priority,
+    Range,
+    Where,
+    define_operation,
+    register_kernel,
+)
 from npu_gptoss.kernels.selection import (
+    Bound,
+    Described,
     KernelError,
     SelectedKernel,
+    bind,
+    chosen,
     explain,
-    kernel_override,
     select_kernel,
     selected_kernels,
 )
@@ -22,19 +43,28 @@ from npu_gptoss.kernels.signature import Signature, accepts, signature
 
 __all__ = [
     "ANY",
+    "ASCEND",
+    "EMULATED_FP32",
+    "HOPPER",
+    "TRITON",
+    "Bound",
     "Capability",
+    "Described",
     "KernelError",
     "KernelSpec",
     "Operation",
     "Platform",
     "Priority",
+    "Range",
     "SelectedKernel",
     "Signature",
+    "Where",
     "accepts",
+    "bind",
+    "chosen",
     "current_platform",
     "define_operation",
     "explain",
-    "kernel_override",
     "load_kernels",
     "platform_override",
     "register_kernel",

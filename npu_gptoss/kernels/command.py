@@ -7,22 +7,41 @@ import json
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.loading import load_kernels
-from npu_gptoss.kernels.platform import KINDS, current_platform, platform_override
+from npu_gptoss.kernels.platform import KINDS, SUPPORTED, current_platform, platform_override
 from npu_gptoss.kernels.registry import Operation, registry
-from npu_gptoss.kernels.selection import explain
+from npu_gptoss.kernels.selection import Described, explain
 from npu_gptoss.kernels.signature import signature
 
-# A gpt-oss call in bfloat16: what `explain` takes for whatever --set leaves out.
+# A decode call of gpt-oss-20b in bfloat16: what `explain` takes for whatever --set leaves out.
 EXAMPLE = {
     "dtype": "bfloat16",
     "head_dim": 64,
     "block_size": 128,
     "sliding_window": True,
+    "group_size": 8,
+    "max_query_len": 1,
     "activation": "swigluoai",
     "expert_parallel": False,
-    "rows": "one",
+    "rows": 1,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "experts": 32,
+    "aligned": True,
     "table": "int32",
 }
+
+
+def example(operation: Operation, **settings: object) -> Described:
+    """Such a call of an operation; sizes that follow from others are computed, unless they are set."""
+    values = {**EXAMPLE, **settings}
+    if isinstance(values["rows"], int):
+        values = {
+            "pairs_per_expert": values["rows"] * 4 / values["experts"],
+            "logits": values["rows"] * values["experts"],
+            **values,
+        }
+    roles = {role: settings.get(role, EXAMPLE.get(role, values["dtype"])) for role in operation.roles}
+    return signature(**roles), {trait: values.get(trait) for trait in operation.traits}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--json", action="store_true", help="print one JSON list")
     why = commands.add_parser("explain", help="which kernel a gpt-oss call runs, and why the others fall out")
     why.add_argument("operation", nargs="?", help="for example attention.paged; default: all")
-    why.add_argument("--platform", choices=KINDS, help="as if on another machine (default: this one)")
+    why.add_argument(
+        "--platform", choices=KINDS, help="as on a machine with the supported stack of that kind (default: this one)"
+    )
     why.add_argument(
         "--set",
         action="append",
@@ -57,7 +78,7 @@ def _value(text: str) -> object:
 
 
 def _settings(pairs: list[str]) -> dict[str, object]:
-    settings: dict[str, object] = dict(EXAMPLE)
+    settings: dict[str, object] = {}
     known = {name for o in registry.operations.values() for name in (*o.roles, *o.traits)} | {"dtype"}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -83,8 +104,7 @@ def _explain(args: argparse.Namespace) -> int:
     settings = _settings(args.set)
     answered = True
     for operation in _operations(args.operation):
-        call = signature(**{role: settings.get(role, settings["dtype"]) for role in operation.roles})
-        explanation = explain(operation, call, {trait: settings.get(trait) for trait in operation.traits})
+        explanation = explain(operation, *example(operation, **settings))
         answered &= explanation.selected is not None
         print("\n".join(explanation.lines()))
     return 0 if answered else 1
@@ -95,5 +115,5 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         _list(args.json)
         return 0
-    with platform_override(args.platform or current_platform().kind):
+    with platform_override(SUPPORTED[args.platform] if args.platform else current_platform()):
         return _explain(args)

@@ -6,12 +6,16 @@ laptop must be able to list and explain every kernel.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-from collections.abc import Iterator
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from npu_gptoss import envs
@@ -23,13 +27,20 @@ DEVICE_TYPES = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}
 # Python modules that kernels may ask for as features.
 FEATURE_MODULES = ("torch_npu", "triton")
 
+Architecture = tuple[int, int] | str  # CUDA's compute capability, or the name of Ascend's SoC
+
 
 @dataclass(frozen=True)
 class Platform:
-    """kind: one of KINDS. features: names of what is installed, as kernels ask for them."""
+    """kind: one of KINDS. features: names of what is installed, as kernels ask for them.
+
+    arch: None where it cannot be told without opening the device. releases: (module, release) of compilers.
+    """
 
     kind: str
     features: frozenset[str] = frozenset()
+    arch: Architecture | None = None
+    releases: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -41,18 +52,35 @@ class Platform:
         return DEVICE_TYPES[self.kind]
 
 
+# What `kernels explain --platform` stands for: a machine with the supported stack of that kind.
+SUPPORTED = {
+    "ascend": Platform("ascend", frozenset({"torch_npu"})),
+    "cuda": Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", "3.6.0"),)),
+    "cpu": Platform("cpu"),
+}
+
+
 @dataclass(frozen=True)
 class Capability:
-    """What a kernel needs of the machine: one of `platforms` (empty: any) and all of `features`."""
+    """What a kernel needs of the machine: one of `platforms` (empty: any), all of `features`, and where they are stated
+    one of `archs` and, of each compiler in `releases`, one of the releases (as "3.6", whatever follows)."""
 
     platforms: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
+    archs: tuple[Architecture, ...] = ()
+    releases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *platforms: str, features: tuple[str, ...] = ()) -> Capability:
+    def of(
+        cls,
+        *platforms: str,
+        features: tuple[str, ...] = (),
+        archs: tuple[Architecture, ...] = (),
+        releases: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> Capability:
         for kind in platforms:
             Platform(kind)
-        return cls(frozenset(platforms), frozenset(features))
+        return cls(frozenset(platforms), frozenset(features), archs, dict(releases or {}))
 
     def reasons_against(self, platform: Platform) -> list[str]:
         """Why this machine does not do, each a clause; empty when it does."""
@@ -62,10 +90,28 @@ class Capability:
         missing = sorted(self.features - platform.features)
         if missing:
             reasons.append(f"needs {', '.join(missing)}, which is not installed")
+        if self.archs and platform.arch not in self.archs:
+            wanted = " or ".join(map(_arch_name, self.archs))
+            got = "is not known" if platform.arch is None else f"is {_arch_name(platform.arch)}"
+            reasons.append(f"needs the architecture {wanted}; this machine's {got}")
+        here = dict(platform.releases)
+        for compiler, wanted in self.releases.items():
+            got = here.get(compiler)
+            if got is None or not any(f"{got}.".startswith(f"{release}.") for release in wanted):
+                reasons.append(f"needs {compiler} {' or '.join(wanted)}, got {got or 'none'}")
         return reasons
 
 
+def _arch_name(arch: Architecture) -> str:
+    return arch if isinstance(arch, str) else ".".join(map(str, arch))
+
+
 ANYWHERE = Capability()
+ASCEND = Capability.of("ascend", features=("torch_npu",))
+EMULATED_FP32 = ("emulated_fp32",)  # float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
+TRITON = Capability.of("cuda", features=("triton",))
+# Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.
+HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={"triton": ("3.6",)})
 
 
 def _installed(module: str) -> bool:
@@ -73,6 +119,52 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # a half-installed parent package
         return False
+
+
+def _triton_release() -> str | None:
+    """Read from its file: importing triton takes a second, and listing kernels must not."""
+    try:
+        spec = importlib.util.find_spec("triton")
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+    except (ImportError, ValueError, OSError):
+        return None
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)['\"]", text, re.M)
+    return found[1] if found else None
+
+
+def cuda_architecture() -> tuple[int, int] | None:
+    """torch's answer once CUDA is initialised, else the driver library's, which opens no device. None: not known, GPUs
+    of several architectures, or Triton's interpreter, which is none."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return None
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability()
+    return _architecture_by_nvml()
+
+
+@functools.cache
+def _architecture_by_nvml() -> tuple[int, int] | None:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        count, found = ctypes.c_uint(), set()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        for index in range(count.value):
+            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+                return None
+            if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
+                return None
+            found.add((major.value, minor.value))
+        return found.pop() if len(found) == 1 else None
+    finally:
+        nvml.nvmlShutdown()
 
 
 def detect(root: Path = Path("/")) -> Platform:
@@ -89,7 +181,8 @@ def detect(root: Path = Path("/")) -> Platform:
             kind = "cuda"
         else:
             kind = "cpu"
-    return Platform(kind, features)
+    triton = _triton_release() if "triton" in features else None
+    return Platform(kind, features, releases=(("triton", triton),) if triton else ())
 
 
 _detected = functools.cache(detect)
@@ -97,15 +190,26 @@ _override: ContextVar[Platform | None] = ContextVar("platform_override", default
 
 
 def current_platform() -> Platform:
-    """The override in force, else what `detect` found at the first call in this process."""
-    return _override.get() or _detected()
+    """The override in force, else what `detect` found at the first call in this process, with the GPU's architecture as
+    soon as it is known."""
+    return _override.get() or _with_architecture(_detected())
+
+
+def _with_architecture(platform: Platform) -> Platform:
+    return replace(platform, arch=cuda_architecture()) if platform.kind == "cuda" else platform
 
 
 @contextmanager
-def platform_override(kind: str, features: frozenset[str] | None = None) -> Iterator[Platform]:
-    """Selects kernels as if on another machine. Features default to the detected ones."""
-    here = _detected()
-    platform = replace(here, kind=kind, features=here.features if features is None else features)
+def platform_override(platform: str | Platform, features: frozenset[str] | None = None) -> Iterator[Platform]:
+    """Selects kernels as if on another machine: of this kind, with the features, compilers and GPU that are here.
+
+    features: instead of those that are here; then nothing else is known of the machine.
+    """
+    if isinstance(platform, str):
+        kind = platform
+        platform = Platform(kind, features or frozenset())
+        if features is None:
+            platform = _with_architecture(replace(_detected(), kind=kind))
     token = _override.set(platform)
     try:
         yield platform

@@ -1,11 +1,14 @@
 """What there is: operations with their roles and traits, and the kernels registered for them.
 
 Fail-closed: an operation names every trait of a call that can make a kernel wrong (a sink, a window, a bias), and a
-kernel must state for each which values it handles; it cannot register without.
+kernel must state for each which values it handles; it cannot register without. Sizes (rows, heads …) are traits, too,
+but one that a kernel does not state it takes at any value.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,19 +53,52 @@ class _Any:
 ANY = _Any()
 
 
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`, both included; of a kernel's trait."""
+
+    least: float = 0
+    most: float = float("inf")
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, (int, float)) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.least}"
+        if self.least == 0:
+            return f"up to {self.most}"
+        return f"{self.least} to {self.most}" if self.most < float("inf") else f"{self.least} and more"
+
+
+@dataclass(frozen=True)
+class Where:
+    """The values of a trait for which `holds` is true; `text` says in words which those are."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+    def __contains__(self, value: Any) -> bool:
+        return self.holds(value)
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class RegistrationError(TypeError):
     """A kernel that cannot be registered as written: a defect of the package that registers it."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the public API: what its calls pass. `parameters` are the names every kernel is called with."""
+    """One operation of the public API: what its calls pass. sizes: of `traits` those that a kernel need not state."""
 
     family: str
     mode: str
     roles: tuple[str, ...]
     traits: tuple[str, ...]
     summary: str
+    sizes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -71,22 +107,36 @@ class Operation:
 
 @dataclass(frozen=True)
 class KernelSpec:
+    """target: the function, or "package.module:name" of one that is imported at its first call."""
+
     name: str
     family: str
     mode: str
     solution: str
-    function: Callable[..., Any]
+    target: Callable[..., Any] | str
     capability: Capability
     signatures: tuple[Accepts, ...]
     traits: Mapping[str, Any]
     priority: int
     prepare: Callable[..., Any] | None
     origin: str
+    summary: str
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
 
     @property
-    def summary(self) -> str:
-        """The first paragraph of the function's docstring."""
-        return " ".join((self.function.__doc__ or "").strip().split("\n\n")[0].split())
+    def module(self) -> str:
+        """Where the function is defined."""
+        return self.target.partition(":")[0] if isinstance(self.target, str) else self.target.__module__
+
+    def named(self, wanted: str) -> bool:
+        """Whether an override means this kernel: by its name, the last part of it, or its solution."""
+        return wanted in (self.name, self.name.removeprefix(f"{self.family}.{self.mode}."), self.solution)
 
 
 @dataclass
@@ -95,13 +145,6 @@ class Registry:
     kernels: dict[str, KernelSpec] = field(default_factory=dict)
     generation: int = 0  # changes with every registration, so that cached selections are not served stale
     lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def operation(self, family: str, mode: str) -> Operation:
-        try:
-            return self.operations[f"{family}.{mode}"]
-        except KeyError:
-            known = ", ".join(sorted(self.operations)) or "none"
-            raise RegistrationError(f"there is no operation {family}.{mode}; defined are: {known}") from None
 
     def kernels_of(self, operation: Operation) -> list[KernelSpec]:
         """Highest priority first; equal priorities by name, so that the choice does not depend on import order."""
@@ -113,7 +156,7 @@ class Registry:
             existing = self.kernels.get(spec.name)
             if existing is not None:
                 raise RegistrationError(
-                    f"the kernel name {spec.name!r} is taken by {existing.origin} ({existing.function.__module__}); "
+                    f"the kernel name {spec.name!r} is taken by {existing.origin} ({existing.module}); "
                     f"{spec.origin} must register under another name"
                 )
             self.kernels[spec.name] = spec
@@ -141,9 +184,15 @@ def registering_as(origin: str) -> Iterator[None]:
 
 
 def define_operation(
-    family: str, mode: str, *, roles: tuple[str, ...], traits: tuple[str, ...], summary: str
+    family: str,
+    mode: str,
+    *,
+    roles: tuple[str, ...],
+    traits: tuple[str, ...] = (),
+    sizes: tuple[str, ...] = (),
+    summary: str,
 ) -> Operation:
-    operation = Operation(family, mode, roles, traits, summary)
+    operation = Operation(family, mode, roles, (*traits, *sizes), summary, sizes)
     if operation.name in registry.operations:
         raise RegistrationError(f"the operation {operation.name} is already defined")
     registry.operations[operation.name] = operation
@@ -151,64 +200,76 @@ def define_operation(
 
 
 def register_kernel(
-    family: str,
-    mode: str,
+    operation: Operation,
     *,
     solution: str,
     signatures: tuple[Accepts, ...],
-    traits: Mapping[str, Any],
     priority: int,
+    traits: Mapping[str, Any] | None = None,
     capability: Capability = ANYWHERE,
     name: str | None = None,
     prepare: Callable[..., Any] | None = None,
+    function: str | None = None,
+    summary: str | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: registers a function as a kernel of an operation, and returns it unchanged.
 
     solution: where it comes from (ascend, triton, small_ops, reference, or the plugin's name).
     signatures: the dtype combinations it takes; one fitting is enough. Each names all roles of the operation.
-    traits: for every trait of the operation the frozenset of values handled, or ANY.
+    traits: for every trait of the operation the values handled: a frozenset, `Range`, `Where` or ANY. Sizes need not be
+        stated.
     priority: see `Priority`; the band 16-19 belongs to plugins.
     name: unique; default "<family>.<mode>.<solution>".
     prepare: called once at load with the public weights; its result is passed to every call of the kernel.
+    function: "package.module:name", imported at the first call; then nothing is decorated, and `summary` says what the
+        first paragraph of a docstring says otherwise.
     """
-    operation = registry.operation(family, mode)
     full_name = name or f"{operation.name}.{solution}"
     origin = _origin.get()
 
     def refuse(why: str) -> RegistrationError:
         return RegistrationError(f"the kernel {full_name!r} of {origin} cannot be registered: {why}")
 
+    if registry.operations.get(operation.name) != operation:
+        raise refuse(f"there is no operation {operation.name}; there are {', '.join(sorted(registry.operations))}")
     if not Priority.REFERENCE <= priority <= Priority.HIGHEST:
         raise refuse(f"priority {priority} is not within {Priority.REFERENCE}..{Priority.HIGHEST}")
     if priority >= Priority.PLUGIN and origin == BUILT_IN:
         raise refuse(f"priority {priority} is in the band {Priority.PLUGIN}..{Priority.HIGHEST} reserved for plugins")
-    if set(traits) != set(operation.traits):
-        raise refuse(f"traits must be stated for {sorted(operation.traits)}, got {sorted(traits)}")
-    for trait, values in traits.items():
-        if values is not ANY and not isinstance(values, frozenset):
-            raise refuse(f"trait {trait} must be a frozenset of values or ANY, got {values!r}")
+    stated = {**dict.fromkeys(operation.sizes, ANY), **(traits or {})}
+    if set(stated) != set(operation.traits):
+        raise refuse(f"traits must be stated for {sorted(operation.traits)}, got {sorted(stated)}")
+    for trait, values in stated.items():
+        if values is not ANY and not isinstance(values, (frozenset, Range, Where)):
+            raise refuse(f"trait {trait} must be a frozenset of values, Range, Where or ANY, got {values!r}")
     if not signatures:
         raise refuse("it takes no signature")
     for accepted in signatures:
         if {role for role, _ in accepted.roles} != set(operation.roles):
             raise refuse(f"each signature must name the roles {sorted(operation.roles)}")
+    if function is not None and not summary:
+        raise refuse("a function given by its name needs a summary")
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(target: Callable[..., Any] | str) -> Any:
+        said = summary or " ".join((target.__doc__ or "").strip().split("\n\n")[0].split())
         registry.add(
             KernelSpec(
                 full_name,
-                family,
-                mode,
+                operation.family,
+                operation.mode,
                 solution,
-                function,
+                target,
                 capability,
                 tuple(signatures),
-                dict(traits),
+                stated,
                 priority,
                 prepare,
                 origin,
+                said,
             )
         )
-        return function
+        return target
 
+    if function is not None:
+        decorate(function)
     return decorate

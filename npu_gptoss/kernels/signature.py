@@ -33,9 +33,10 @@ def signature(**roles: object) -> Signature:
 
 @dataclass(frozen=True)
 class Accepts:
-    """One combination of dtypes that a kernel takes: role -> allowed names."""
+    """One combination of dtypes that a kernel takes: role -> allowed names. needs: features of the platform for it."""
 
     roles: tuple[tuple[str, frozenset[str]], ...]
+    needs: frozenset[str] = frozenset()
 
     def reasons_against(self, call: Signature) -> list[str]:
         passed = dict(call.roles)
@@ -46,12 +47,15 @@ class Accepts:
         ]
 
 
-def accepts(**roles: object | Iterable[object]) -> Accepts:
-    """accepts(query="bfloat16", kv=("bfloat16", "float32")): one allowed dtype, or several."""
+def accepts(needs: tuple[str, ...] = (), **roles: object | Iterable[object]) -> Accepts:
+    """accepts(query="bfloat16", kv=("bfloat16", "float32")): one allowed dtype, or several.
+
+    needs: features without which this combination is not there at all.
+    """
     named = {
         role: frozenset(map(dtype_name, allowed))
         if isinstance(allowed, (tuple, list, set, frozenset))
         else frozenset({dtype_name(allowed)})
         for role, allowed in roles.items()
     }
-    return Accepts(tuple(sorted(named.items())))
+    return Accepts(tuple(sorted(named.items())), frozenset(needs))

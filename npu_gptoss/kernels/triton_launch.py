@@ -16,24 +16,11 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-# Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.
-GLUON_SEEN = ("3.6.",)
 
 
 @functools.cache
 def supports_pdl(device: int | None) -> bool:
     return not INTERPRETED and device is not None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def has_hopper(device: int | None) -> bool:
-    """Whether kernels in Gluon for Hopper can run: compute capability 9.0, and a Triton whose Gluon is known."""
-    return (
-        not INTERPRETED
-        and device is not None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith(GLUON_SEEN)
-    )
 
 
 def launch_options(tensor: torch.Tensor, warps: int) -> dict[str, object]:

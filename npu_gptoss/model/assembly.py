@@ -108,7 +108,9 @@ def _build_layer(
         norm=parts.pop("post_attention_layernorm.weight").float(),
         router_weight=parts.pop("mlp.router.weight"),
         router_bias=parts.pop("mlp.router.bias"),
-        experts=prepare_experts(experts, activation="swigluoai", swiglu_limit=config.swiglu_limit),
+        experts=prepare_experts(
+            experts, activation="swigluoai", swiglu_limit=config.swiglu_limit, top_k=config.num_experts_per_tok
+        ),
     )
     if parts:
         raise AssertionError(f"layer {index}: nothing consumed {', '.join(sorted(parts))}")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss import dense
-from npu_gptoss.attention import StepMetadata, paged_attention
+from npu_gptoss.attention import LayerKernels, StepMetadata, paged_attention
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
@@ -70,6 +70,12 @@ class GptOss:
         self.norm = norm
         self.lm_head = lm_head
         self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, embedding.dtype, embedding.device)
+        dtype = embedding.dtype
+        self._qkv = [dense.bind_qkv(dtype, each.attention.qkv_weight, config.head_dim) for each in self.layers]
+        self._attention = [LayerKernels(each.attention.window) for each in self.layers]
+        self._output = [dense.bind_output(dtype, each.attention.output_weight) for each in self.layers]
+        self._router = [dense.bind_router(dtype, each.moe.router_weight) for each in self.layers]
+        self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, lm_head)
 
     def with_fp8_projections(self) -> GptOss:
         """The same model with attention's projections and lm_head in eight bits, one scale a row: half their bytes.
@@ -212,6 +218,7 @@ class GptOss:
             positions,
             *kv_cache,
             metadata,
+            kernel=self._qkv[index],
         )
 
     def attend(
@@ -224,6 +231,7 @@ class GptOss:
     ) -> torch.Tensor:
         """Attention of layer `index`, [rows, heads, head_dim], into `out` where given."""
         weights = self.layers[index].attention
+        _, kernel = self._attention[index].of(query, kv_cache[0], weights.sinks)
         return paged_attention(
             query,
             *kv_cache,
@@ -232,6 +240,7 @@ class GptOss:
             scale=self.config.head_dim**-0.5,
             sliding_window=weights.window,
             out=out,
+            kernel=kernel,
         )
 
     def leave(
@@ -242,13 +251,13 @@ class GptOss:
         live: [rows], 0 for rows that are padding; no expert is read for them.
         """
         attention, moe = self.layers[index].attention, self.layers[index].moe
-        heads = attended.flatten(1)
+        heads, kernel = attended.flatten(1), self._output[index]
         if self.ranks is None and len(heads) == 1:
             # a matrix-vector product adds the residual for nothing, a matrix product needs another launch for it
-            residual = dense.output(heads, attention.output_weight, attention.output_bias, residual)
+            residual = dense.output(heads, attention.output_weight, attention.output_bias, residual, kernel=kernel)
             delta = None
         else:
-            delta = self._sum(dense.output(heads, attention.output_weight, attention.output_bias))
+            delta = self._sum(dense.output(heads, attention.output_weight, attention.output_bias, kernel=kernel))
         residual, normed, topk_weights, topk_ids = dense.router(
             residual,
             delta,
@@ -258,6 +267,7 @@ class GptOss:
             moe.router_bias,
             self.config.num_experts_per_tok,
             live=live,
+            kernel=self._router[index],
         )
         return residual, self._sum(expert_mlp(normed, moe.experts, topk_weights, topk_ids))
 
@@ -267,14 +277,14 @@ class GptOss:
 
     def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The normed hidden states [rows, hidden]."""
-        return dense.add_norm(residual, delta, self.norm, self.config.rms_norm_eps)[1]
+        return dense.add_norm(residual, delta, self.norm, self.config.rms_norm_eps, kernel=self._add_norm)[1]
 
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> logits [rows, vocab] in the model's dtype, into `out` where given."""
         if self.ranks is None:
-            return dense.logits(hidden, self.lm_head, out=out)
-        return self.ranks.side_by_side(dense.logits(hidden, self.lm_head), out)
+            return dense.logits(hidden, self.lm_head, out=out, kernel=self._logits)
+        return self.ranks.side_by_side(dense.logits(hidden, self.lm_head, kernel=self._logits), out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`head` in float32."""

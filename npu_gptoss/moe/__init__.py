@@ -8,25 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import (
-    Priority,
-    SelectedKernel,
-    Signature,
-    explain,
-    kernel_override,
-    select_kernel,
-    signature,
-)
-from npu_gptoss.kernels.rows import MANY, ROW_CLASSES, row_class
-from npu_gptoss.kernels.selection import override_for
+from npu_gptoss.kernels import Bound, KernelError, Priority, SelectedKernel, bind, chosen
 from npu_gptoss.moe import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
-from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.moe.operations import EXPERTS, ROUTE, TOP_K, described, experts_call, route_call
 from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, quantize_fp8
 
 __all__ = [
@@ -35,6 +26,7 @@ __all__ = [
     "Fp8Experts",
     "Mxfp4Experts",
     "PreparedExperts",
+    "bind_route",
     "expert_mlp",
     "keeps_format",
     "prepare_experts",
@@ -45,38 +37,48 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """A layer's experts, for each class of batch in the layout of the kernel that was selected for it.
+    """A layer's experts, for each range of tokens in the layout of the kernel that was selected for it.
 
-    Kernels of one solution share their `prepare`, and so one copy of the weights.
+    bound: the kernels. layouts: by their `prepare`, what it made of the weights; kernels of one solution share it, and
+    so one copy of the weights.
     """
 
-    paths: Mapping[str, tuple[SelectedKernel, Any]]  # row class -> kernel, what its `prepare` made of the weights
+    bound: Bound
+    layouts: Mapping[Callable[..., Any] | None, Any]
     hidden_size: int
     swiglu_limit: float
 
     @property
     def kernel(self) -> SelectedKernel:
-        """Of large batches."""
-        return self.paths[MANY][0]
+        """Of the largest batches."""
+        return self.bound.ranges[-1][1]
 
     @property
     def weights(self) -> Any:
         """In the layout of `kernel`."""
-        return self.paths[MANY][1]
+        return self.layouts[self.kernel.kernel.prepare]
 
 
-def route(router_logits: torch.Tensor, top_k: int, *, kernel: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def bind_route(logits: torch.dtype) -> Bound:
+    """The kernel of a layer's `route`."""
+    return bind(ROUTE, lambda _: route_call(logits))
+
+
+def route(
+    router_logits: torch.Tensor, top_k: int, *, kernel: Bound | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each token: the `top_k` largest logits, weighted by a softmax over those k in fp32.
 
-    router_logits: [tokens, experts]. Returns weights [tokens, top_k] float32, which sum to 1, and ids [tokens, top_k]
-    int64 or int32, largest logit first.
+    router_logits: [tokens, experts]. kernel: of `bind_route`, or the name of a kernel or solution, to override the
+    selection. Returns weights [tokens, top_k] float32, which sum to 1, and ids [tokens, top_k] int64 or int32, largest
+    logit first.
     """
     if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
         raise InputError(
             "router_logits must be [tokens, experts] and top_k 1 to experts, "
             f"got {list(router_logits.shape)} and {top_k}"
         )
-    run = select_kernel(ROUTE, signature(logits=router_logits.dtype), {}, override=kernel)
+    run = chosen(ROUTE, kernel, 0, lambda _: route_call(router_logits.dtype))
     return run(logits=router_logits, top_k=top_k)
 
 
@@ -85,26 +87,21 @@ def prepare_experts(
     *,
     activation: object = SWIGLUOAI,
     swiglu_limit: float = LIMIT,
+    top_k: int = TOP_K,
     kernel: str | None = None,
 ) -> PreparedExperts:
     """Selects the kernels of a layer's experts and brings the weights into their layout; once, at load.
 
     activation: "swigluoai" or an enum member of that value; anything else raises.
-    kernel: the name of a kernel or solution, to override the selection. One that is for some classes of batch only
-        replaces the automatic choice there, and the other classes keep theirs.
+    top_k: of the calls to come; more experts to a token change which kernel is fast, none is wrong.
+    kernel: the name of a kernel or solution, to override the selection. One that is for some numbers of tokens only
+        replaces the automatic choice there, and the others keep theirs.
     """
-    call = signature(hidden=weights.dtype, weight=weights.format)
-    common = {"activation": activation_name(activation), "expert_parallel": weights.expert_map is not None}
-    prepared: dict[Callable[..., Any] | None, Any] = {None: weights}
-    paths = {}
-    for rows, override in _override_by_rows(call, common, kernel).items():
-        with kernel_override(moe_experts=override):
-            run = select_kernel(EXPERTS, call, {**common, "rows": rows})
-        prepare = run.kernel.prepare
-        if prepare not in prepared:
-            prepared[prepare] = prepare(weights, swiglu_limit)
-        paths[rows] = run, prepared[prepare]
-    return PreparedExperts(paths, weights.hidden_size, swiglu_limit)
+    settings = {"top_k": top_k, "activation": activation_name(activation), **described(weights)}
+    bound = bind(EXPERTS, partial(experts_call, **settings), kernel)
+    prepares = {run.kernel.prepare for _, run in bound.ranges}
+    layouts = {prepare: weights if prepare is None else prepare(weights, swiglu_limit) for prepare in prepares}
+    return PreparedExperts(bound, layouts, weights.hidden_size, swiglu_limit)
 
 
 def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
@@ -112,27 +109,12 @@ def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
 
     weight_format: "mxfp4" or "float8_e4m3fn". dtype: of the activations.
     """
-    call = signature(hidden=dtype, weight=weight_format)
-    common = {"activation": SWIGLUOAI, "expert_parallel": False}
-    for rows, override in _override_by_rows(call, common, None).items():
-        with kernel_override(moe_experts=override):
-            chosen = explain(EXPERTS, call, {**common, "rows": rows}).selected
-        if chosen is None or chosen.priority < Priority.PERFORMANT:
-            return False
-    return True
-
-
-def _override_by_rows(call: Signature, common: Mapping[str, Any], kernel: str | None) -> dict[str, str]:
-    """The override in force for each class of batch, "" for none: `kernel`, else the context's, else the user's.
-
-    One that can run some classes only leaves the others their automatic choice; one that can run none stays, to raise.
-    """
-    override = kernel or override_for(EXPERTS) or ""
-    able = {
-        rows: explain(EXPERTS, call, {**common, "rows": rows}, override=override).selected is not None
-        for rows in ROW_CLASSES
-    }
-    return {rows: override if able[rows] or not any(able.values()) else "" for rows in ROW_CLASSES}
+    sizes = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880}  # of 20b
+    try:
+        bound = bind(EXPERTS, partial(experts_call, dtype=dtype, weight=weight_format, **sizes))
+    except KernelError:
+        return False
+    return all(run.kernel.priority >= Priority.PERFORMANT for _, run in bound.ranges)
 
 
 def expert_mlp(
@@ -156,10 +138,10 @@ def expert_mlp(
         )
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states)
-    run, weights = prepared.paths[row_class(hidden_states.shape[0])]
+    run = prepared.bound.of(hidden_states.shape[0])
     return run(
         hidden_states=hidden_states,
-        weights=weights,
+        weights=prepared.layouts[run.kernel.prepare],
         topk_weights=topk_weights,
         topk_ids=topk_ids,
         swiglu_limit=prepared.swiglu_limit,

@@ -13,21 +13,17 @@ What the operators want (CANN 8.3, from their tiling code; no hardware has confi
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
+from npu_gptoss import cann
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
+from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, Priority, accepts, register_kernel
 from npu_gptoss.moe.activation import ALPHA, SWIGLUOAI
 from npu_gptoss.moe.expert_format import GROUP_COUNTS, arrange, grouped_matmul
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
 from npu_gptoss.moe.weights import ExpertWeights
-
-ASCEND = Capability.of("ascend", features=("torch_npu",))
-# float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
-DIAGNOSTIC = Capability.of("ascend", features=("torch_npu", "emulated_fp32"))
 
 # What the activation of three launches is larger by. With a = bf16(1.702) * gate it is 1.703125 for a small gate; one
 # that is clamped to 7 rounds up, 0.13 % more. In between lies the factor that leaves the least slope at every size of
@@ -119,9 +115,7 @@ def has_clipped_swiglu() -> bool:
     """From CANN 8.5 on. Wheels from torch-npu 2.7.1.post2 on have the name on 8.3 as well, with no kernel behind it."""
     import torch_npu
 
-    series = re.match(r"(\d+)\.(\d+)", torch_npu.npu.utils.get_cann_version())
-    known = series is not None and (int(series[1]), int(series[2])) >= (8, 5)
-    return known and hasattr(torch_npu, "npu_clipped_swiglu")
+    return (cann.series(cann.in_use()) or (0, 0)) >= (8, 5) and hasattr(torch_npu, "npu_clipped_swiglu")
 
 
 def clipped_swiglu(gate_up: torch.Tensor, experts: AscendExperts) -> torch.Tensor:
@@ -161,12 +155,10 @@ def finite_first_rows(rows: torch.Tensor) -> None:
 
 
 @register_kernel(
-    ROUTE.family,
-    ROUTE.mode,
+    ROUTE,
     solution="ascend",
     capability=ASCEND,
     signatures=(accepts(logits=("bfloat16", "float32")),),
-    traits={},
     priority=Priority.PERFORMANT,
 )
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,22 +171,14 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
-    solution="ascend_fp32",
-    capability=DIAGNOSTIC,
-    signatures=(accepts(hidden="float32", weight="float32"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
-    priority=Priority.PERFORMANT,
-    prepare=prepare,
-)
-@register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
+    EXPERTS,
     solution="ascend",
     capability=ASCEND,
-    signatures=(accepts(hidden="bfloat16", weight="bfloat16"),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
+    signatures=(
+        accepts(hidden="bfloat16", weight="bfloat16"),
+        accepts(hidden="float32", weight="float32", needs=EMULATED_FP32),
+    ),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
     priority=Priority.PERFORMANT,
     prepare=prepare,
 )

@@ -18,11 +18,9 @@ from npu_gptoss.moe.weights import AnyExperts, ExpertWeights
 
 
 @register_kernel(
-    ROUTE.family,
-    ROUTE.mode,
+    ROUTE,
     solution="reference",
     signatures=(accepts(logits=WEIGHT_DTYPES),),
-    traits={},
     priority=Priority.REFERENCE,
 )
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,11 +35,10 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
 
 
 @register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
+    EXPERTS,
     solution="reference",
     signatures=(accepts(hidden=WEIGHT_DTYPES, weight=(*WEIGHT_DTYPES, *PACKED_FORMATS)),),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
     priority=Priority.REFERENCE,
     prepare=prepare,
 )

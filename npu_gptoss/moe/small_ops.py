@@ -40,11 +40,9 @@ def _aligned(matrices: torch.Tensor) -> bool:
 
 
 @register_kernel(
-    ROUTE.family,
-    ROUTE.mode,
+    ROUTE,
     solution="small_ops",
     signatures=(accepts(logits=WEIGHT_DTYPES),),
-    traits={},
     priority=Priority.PORTABLE,
 )
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,14 +57,13 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
 
 
 @register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
+    EXPERTS,
     solution="small_ops",
     signatures=(
         accepts(hidden="float32", weight=("float32", *PACKED_FORMATS)),
         accepts(hidden="bfloat16", weight=("bfloat16", *PACKED_FORMATS)),
     ),
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": ANY},
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
     priority=Priority.PORTABLE,
     prepare=prepare,
 )

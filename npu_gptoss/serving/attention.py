@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, LayerKernels, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.lines.vllm import (
     AttentionBackend,
@@ -143,6 +143,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         self.window = window
         self.owner = owner
         self.sinks = sinks
+        self.kernels = LayerKernels(window)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
@@ -169,7 +170,8 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         if attn_metadata is None:
             return output.zero_()
         key_cache, value_cache = kv_cache.unbind(0)
-        write_kv_cache(key, value, key_cache, value_cache, attn_metadata)
+        write, attend = self.kernels.of(query, key_cache, self.sinks)
+        write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
         return paged_attention(
             query,
             key_cache,
@@ -179,4 +181,5 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             scale=self.scale,
             sliding_window=self.window,
             out=output,
+            kernel=attend,
         )

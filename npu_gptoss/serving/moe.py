@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
+from npu_gptoss.kernels import Bound
+from npu_gptoss.moe import ExpertWeights, bind_route, expert_mlp, prepare_experts, route
 from npu_gptoss.serving.lines.vllm import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     UNUSED_EXPERTS_OPTIONS,
@@ -34,6 +35,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.swiglu_limit = swiglu_limit
         self.activation = layer.activation
+        self._routes: dict[torch.dtype, Bound] = {}
         if not self.moe.has_bias:
             raise InputError("the experts of gpt-oss have biases, but the layer was built with has_bias=False")
 
@@ -77,6 +79,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
             ),
             activation=self.activation,
             swiglu_limit=self.swiglu_limit,
+            top_k=layer.top_k,
         )
         for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
             delattr(layer, name)  # a second copy of the experts would be most of the device's memory
@@ -98,8 +101,15 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [tokens, hidden], router_logits [tokens, experts] -> this rank's part of the sum [tokens, hidden]."""
         self._check(activation, renormalize, options)
-        topk_weights, topk_ids = route(router_logits, top_k)
+        topk_weights, topk_ids = self.route(router_logits, top_k)
         return expert_mlp(x, layer.prepared_experts, topk_weights, topk_ids)
+
+    def route(self, router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the kernel that was chosen when logits of this dtype first came."""
+        kernel = self._routes.get(router_logits.dtype)
+        if kernel is None:
+            kernel = self._routes[router_logits.dtype] = bind_route(router_logits.dtype)
+        return route(router_logits, top_k, kernel=kernel)
 
     def _check(self, activation: str, renormalize: bool, options: dict[str, Any]) -> None:
         """What the layer asks for at run time is what was prepared at load: nothing is dropped on the way."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from npu_gptoss import attention
 from npu_gptoss.attention import paged_attention, write_kv_cache
 from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
 from npu_gptoss.verify.calls import Call, CallSpec, Check
@@ -35,7 +36,8 @@ def paged_call(
     dtypes = {role: getattr(torch, dtype) for role, dtype in spec.roles.items()}
     roles = {"query": "query", "key_cache": "kv", "value_cache": "kv", "sinks": "sinks"}
     step = dataclasses.replace(step, **{name: getattr(step, name).to(dtypes[role]) for name, role in roles.items()})
-    traits = {"head_dim": shape.head_dim, "block_size": shape.block_size, "sliding_window": window is not None}
+    longest = step.metadata.max_query_len
+    _, traits = attention.paged_call(longest, step.query, step.key_cache, step.sinks, window)
     return Call(name, step.inputs(window), traits)
 
 

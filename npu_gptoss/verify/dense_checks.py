@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from npu_gptoss.dense import add_norm, greedy, logits, output, qkv, router
+from npu_gptoss.dense import add_norm, greedy, logits, operations, output, qkv, router
 from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Operation
-from npu_gptoss.kernels.rows import FEW_ROWS, row_class
+from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import DENSE_INPUTS, UNTOUCHED, InputFactory, Inputs, Sizes, widened
 from npu_gptoss.verify.mutations import Outputs
@@ -53,9 +53,19 @@ def dense_calls(spec: CallSpec, operation: Operation, large: Sequence[Mapping[st
         plans.append((name, rows, sizes, draw.random() < 0.7))
     for number, (name, rows, sizes, delta) in enumerate(plans):
         make = InputFactory(torch.Generator().manual_seed(spec.seed * 1000 + number), spec.roles)
-        values = {"rows": row_class(rows), "head_dim": sizes.head_dim}
-        traits = {trait: value for trait, value in values.items() if trait in operation.traits}
-        yield Call(name, DENSE_INPUTS[operation.name](make, rows, sizes, delta), traits)
+        inputs = DENSE_INPUTS[operation.name](make, rows, sizes, delta)
+        yield Call(name, inputs, _traits(operation, inputs))
+
+
+def _traits(operation: Operation, inputs: Inputs) -> Mapping[str, object]:
+    if operation in (ADD_NORM, GREEDY):
+        return {}
+    x = next(inputs[name] for name in ("residual", "attended", "normed") if inputs.get(name) is not None)
+    if operation == QKV:
+        cache = inputs["key_cache"]
+        return operations.qkv_call(len(x), x.dtype, inputs["weight"], cache.dtype, cache.shape[3])[1]
+    call = {OUTPUT: operations.output_call, ROUTER: operations.router_call, LOGITS: operations.logits_call}[operation]
+    return call(len(x), x.dtype, inputs["weight"])[1]
 
 
 def run_qkv(inputs: Inputs, kernel: str | None) -> Outputs:

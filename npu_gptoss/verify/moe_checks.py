@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from npu_gptoss.kernels.rows import FEW_ROWS, row_class
-from npu_gptoss.moe import expert_mlp, prepare_experts
+from npu_gptoss.moe import expert_mlp, operations, prepare_experts
 from npu_gptoss.moe import route as public_route
-from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
+from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs, expert_inputs, widened
 from npu_gptoss.verify.mutations import Outputs
@@ -21,8 +19,8 @@ GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kerne
 def experts_call(name: str, spec: CallSpec, generator: torch.Generator, tokens: int, **sizes: object) -> Call:
     """sizes: of `expert_inputs`."""
     inputs = expert_inputs(spec.roles["weight"], getattr(torch, spec.roles["hidden"]), generator, tokens, **sizes)
-    parallel = inputs["weights"].expert_map is not None
-    return Call(name, inputs, {"activation": SWIGLUOAI, "expert_parallel": parallel, "rows": row_class(tokens)})
+    settings = operations.described(inputs["weights"])
+    return Call(name, inputs, operations.experts_call(tokens, top_k=inputs["topk_ids"].shape[1], **settings)[1])
 
 
 def expert_calls(spec: CallSpec) -> Iterator[Call]:
@@ -71,7 +69,8 @@ def expert_calls(spec: CallSpec) -> Iterator[Call]:
 
 
 def run_experts(inputs: Inputs, kernel: str | None) -> Outputs:
-    prepared = prepare_experts(inputs["weights"], swiglu_limit=inputs["swiglu_limit"], kernel=kernel)
+    top_k = inputs["topk_ids"].shape[1]
+    prepared = prepare_experts(inputs["weights"], swiglu_limit=inputs["swiglu_limit"], top_k=top_k, kernel=kernel)
     return {"out": expert_mlp(inputs["hidden_states"], prepared, inputs["topk_weights"], inputs["topk_ids"])}
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from itertools import pairwise
-
 import pytest
 import torch
 
-from npu_gptoss.attention import small_ops, write_kv_cache
+from npu_gptoss.attention import paged_attention, small_ops, write_kv_cache
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
-from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, STEPS, WINDOW, as_decode, check, make_step
+from npu_gptoss.verify.mutations import mutations_of
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, KV_HEADS, STEPS, WINDOW, as_decode, check, make_step
 from tests.tolerances import assert_close
 
 load_kernels()
@@ -63,46 +60,18 @@ def test_padded_rows_with_nan_come_out_zero(kernel):
     assert (out[-5:] == 0).all()
 
 
-MUTATIONS = {
-    "sink dropped": lambda step, window: step.run(sliding_window=window, sinks=torch.full((HEADS,), -1e4)),
-    "sink counted twice": lambda step, window: step.run(sliding_window=window, sinks=step.sinks + math.log(2)),
-    "sink of head 0 for all": lambda step, window: step.run(sliding_window=window, sinks=step.sinks[:1].expand(HEADS)),
-    "sinks in reverse order": lambda step, window: step.run(sliding_window=window, sinks=step.sinks.flip(0)),
-    "window 127": lambda step, window: step.run(sliding_window=window and window - 1),
-    "window 129": lambda step, window: step.run(sliding_window=window and window + 1),
-    "no window": lambda step, window: step.run(sliding_window=None),
-    "scale forgotten": lambda step, window: step.run(sliding_window=window, scale=1.0),
-    "block table of the next request": lambda step, window: dataclasses.replace(
-        step, metadata=dataclasses.replace(step.metadata, block_table=step.metadata.block_table.roll(1, 0), plans={})
-    ).run(sliding_window=window),
-    "keys one too short": lambda step, window: dataclasses.replace(
-        step,
-        metadata=dataclasses.replace(
-            step.metadata,
-            seq_lens=tuple(max(n - 1, r) for n, r in zip(step.metadata.seq_lens, rows(step), strict=True)),
-            plans={},
-        ),
-    ).run(sliding_window=window),
-    "tail not zeroed": lambda step, window: torch.where(
-        torch.arange(len(step.query))[:, None, None] < step.metadata.num_tokens,
-        step.run(sliding_window=window),
-        step.query,
-    ),
-}
-
-
-def rows(step):
-    start = step.metadata.query_start_loc
-    return [b - a for a, b in pairwise(start)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", mutations_of("attention.paged"), ids=lambda mutation: mutation.name)
 def test_the_check_bites(mutation, dtype):
     step = make_step(STEPS["chunks that cross the window"] + STEPS["decode at the window's edge"], dtype, padding=2)
-    check(lambda s, w: s.run(sliding_window=w), step, WINDOW)
-    with pytest.raises(AssertionError):
-        check(MUTATIONS[mutation], step, WINDOW)
+    for window in (WINDOW, None):
+        wrong = mutation.answer(step.inputs(window), lambda inputs: {"out": paged_attention(**inputs)})
+        if wrong is not None:
+            check(lambda s, w: s.run(sliding_window=w), step, window)
+            with pytest.raises(AssertionError):
+                check(lambda *_, out=wrong["out"]: out, step, window)
+            return
+    pytest.fail("neither a window layer nor a full one shows it")
 
 
 def test_long_prompts_are_cut_into_pieces_of_bounded_size(monkeypatch):

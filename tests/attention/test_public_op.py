@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from npu_gptoss import attention
-from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, LayerKernels, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError, platform_override
+from npu_gptoss.kernels.platform import SUPPORTED
 from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
 
 
@@ -111,11 +112,12 @@ def test_kernels_are_selected_by_the_dtype_of_the_cache_too():
 def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch):
     asked = []
 
-    def ask(operation, call, traits, *, override):
+    def ask(operation, kernel, size, describe):
+        call, traits = describe(size)
         asked.append((operation.name, str(call), traits))
         return lambda **arguments: None
 
-    monkeypatch.setattr(attention, "select_kernel", ask)
+    monkeypatch.setattr(attention, "chosen", ask)
     step = make_step([(2, 5)], torch.bfloat16)
     key = torch.zeros(2, KV_HEADS, HEAD_DIM)
     write_kv_cache(key, key, step.key_cache, step.value_cache, step.metadata)
@@ -123,8 +125,31 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch):
     sizes = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
     assert asked == [
         ("attention.write_kv", "key float32, kv bfloat16", sizes),
-        ("attention.paged", "kv bfloat16, query float32, sinks float16", {**sizes, "sliding_window": False}),
+        (
+            "attention.paged",
+            "kv bfloat16, query float32, sinks float16",
+            {**sizes, "sliding_window": False, "group_size": HEADS // KV_HEADS, "max_query_len": 2},
+        ),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {1: "triton_decode", 2: "gluon_prefill"}),
+        ({"sliding_window": 128}, {1: "triton_decode", 2: "triton_prefill"}),
+        ({"dtype": torch.float32}, {1: "triton_decode", 2: "triton_prefill"}),
+        ({"head_dim": 128}, {1: "triton_decode", 2: "triton_prefill"}),
+        ({"heads": 128}, {1: "triton_decode", 2: "triton_prefill"}),
+    ],
+)
+def test_each_program_for_a_hopper_is_selected_for_what_it_was_made_for(changes, expected):
+    settings = {"sliding_window": None, "dtype": torch.bfloat16, "head_dim": 64, "heads": 64, **changes}
+    query = torch.empty(9, settings["heads"], settings["head_dim"], dtype=settings["dtype"])
+    cache = torch.empty(1, 16, 1, settings["head_dim"], dtype=settings["dtype"])
+    with platform_override(SUPPORTED["cuda"]):
+        _, attend = LayerKernels(settings["sliding_window"]).of(query, cache, query)
+    assert {rows: attend.of(rows).name.rpartition(".")[2] for rows in (1, 2)} == expected
 
 
 def test_a_step_without_rows_runs_no_kernel():

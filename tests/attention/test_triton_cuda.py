@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from npu_gptoss.attention import paged_attention
-from npu_gptoss.kernels import current_platform, platform_override
+from npu_gptoss.kernels import current_platform
+from tests.attention import triton_run
 from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
@@ -17,9 +18,9 @@ from tests.attention.triton_run import (
     write_triton,
 )
 from tests.tolerances import assert_close
+from tests.triton import ON_HOPPER
 
 launch_decode = pytest.importorskip("npu_gptoss.attention.triton.launch_decode", reason="needs triton")
-launch_prompts = pytest.importorskip("npu_gptoss.attention.triton.launch_prompts", reason="needs triton")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -32,24 +33,17 @@ def on_gpu(requests: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16,
     return make_step(requests, dtype, **{"shape": GPT_OSS, "device": "cuda", **changes})
 
 
-@pytest.fixture(params=["triton", "gluon"])
+@pytest.fixture(params=["triton", pytest.param("gluon", marks=ON_HOPPER)])
 def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Prompts in full layers have two kernels; which one runs is the GPU's doing, here the test's."""
-    if request.param == "triton":
-        only_triton(monkeypatch)
-    elif not launch_prompts.has_hopper(0):
-        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
+    if request.param == "gluon":
+        monkeypatch.setattr(triton_run, "PLATFORM", current_platform())
     return request.param
-
-
-def only_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_prompts, "has_hopper", lambda device: False)
 
 
 def test_triton_is_what_cuda_selects():
     step = on_gpu([(1, 40)])
-    with platform_override("cuda", current_platform().features):
-        assert torch.equal(step.run(), run_triton(step, None))
+    assert torch.equal(step.run(), run_triton(step, None))
 
 
 @DTYPES
@@ -166,7 +160,6 @@ def test_the_check_notices_a_mistake_in_decode(mutation, dtype, monkeypatch, tmp
 @DTYPES
 @pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
 def test_the_check_notices_a_mistake_in_prompts(mutation, dtype, monkeypatch, tmp_path):
-    only_triton(monkeypatch)
     step = on_gpu([(30, 80), (17, 17), (200, 300)], dtype)
     check_windows(step, (None, 128, 20))
     PROMPT_MUTATIONS[mutation](monkeypatch, tmp_path)
@@ -174,10 +167,9 @@ def test_the_check_notices_a_mistake_in_prompts(mutation, dtype, monkeypatch, tm
         check_windows(step, (None, 128, 20))
 
 
+@pytest.mark.parametrize("language", [pytest.param("gluon", marks=ON_HOPPER)], indirect=True)
 @pytest.mark.parametrize("mutation", HOPPER_MUTATIONS)
-def test_the_check_notices_a_mistake_in_the_gluon_kernel(mutation, monkeypatch, tmp_path):
-    if not launch_prompts.has_hopper(0):
-        pytest.skip("the Gluon kernel needs a GPU of compute capability 9.0 and a Triton release that it was seen with")
+def test_the_check_notices_a_mistake_in_the_gluon_kernel(mutation, language, monkeypatch, tmp_path):
     step = on_gpu([(30, 80), (17, 17), (200, 300), (400, 400)])
     check_windows(step, (None,))
     HOPPER_MUTATIONS[mutation](monkeypatch, tmp_path)

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from npu_gptoss.attention import write_kv_cache
-from npu_gptoss.kernels import platform_override
+from npu_gptoss.kernels import Platform, platform_override
 from tests.attention.cases import Step, check
+
+PLATFORM = Platform("cuda", frozenset({"triton"}))  # whose architecture is not known: no Gluon
 
 
 def run_triton(step: Step, sliding_window: int | None, **changes: object) -> torch.Tensor:
     """By the public op, selection included."""
-    with platform_override("cuda", frozenset({"triton"})):
-        return step.run(sliding_window=sliding_window, kernel="triton", **changes)
+    with platform_override(PLATFORM):
+        return step.run(sliding_window=sliding_window, **changes)
 
 
 def check_windows(step: Step, windows: Iterable[int | None]) -> None:
@@ -29,7 +31,7 @@ def check_windows(step: Step, windows: Iterable[int | None]) -> None:
 
 
 def write_triton(step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-    with platform_override("cuda", frozenset({"triton"})):
+    with platform_override(PLATFORM):
         write_kv_cache(key, value, step.key_cache, step.value_cache, step.metadata, kernel="triton")
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.dense import triton as triton_kernels
 from npu_gptoss.dense.weights import quantize_rows
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Sizes, make_case
@@ -39,11 +38,11 @@ def cases() -> Callable[[int, int], Case]:
 PARAMETERS = [
     pytest.param(run, definition, portable, kernel, rows, real, id=f"{kernel.__name__}-{rows}")
     for run, definition, portable, kernel in (
-        (cpu.run_qkv, reference.qkv, small_ops.qkv, triton_kernels.qkv),
-        (cpu.run_qkv, reference.qkv, small_ops.qkv, triton_kernels.qkv_gemv),
-        (cpu.run_output, reference.output, small_ops.output, triton_kernels.output_gemv),
-        (cpu.run_add_norm, reference.add_norm, small_ops.add_norm, triton_kernels.add_norm),
-        (cpu.run_logits, reference.logits, small_ops.logits, triton_kernels.logits_gemv),
+        (cpu.run_qkv, reference.qkv, small_ops.qkv, cpu.QKV[1]),
+        (cpu.run_qkv, reference.qkv, small_ops.qkv, cpu.QKV[2]),
+        (cpu.run_output, reference.output, small_ops.output, cpu.OUTPUT[1]),
+        (cpu.run_add_norm, reference.add_norm, small_ops.add_norm, cpu.ADD_NORM[1]),
+        (cpu.run_logits, reference.logits, small_ops.logits, cpu.LOGITS[1]),
     )
     for rows, real in (ROWS[:1] if kernel.__name__.endswith("gemv") else ROWS)
 ]
@@ -71,7 +70,7 @@ def test_bf16_is_as_near_to_the_definition_as_plain_torch_in_bf16(
 
 
 @pytest.mark.parametrize(("rows", "real"), ROWS)
-@pytest.mark.parametrize("kernel", [triton_kernels.router, triton_kernels.router_after_norm])
+@pytest.mark.parametrize("kernel", cpu.ROUTER[1:])
 def test_the_router_chooses_as_plain_torch_but_for_ties(
     kernel: Callable, rows: int, real: int, cases: Callable[[int, int], Case]
 ) -> None:
@@ -90,15 +89,15 @@ def test_the_router_chooses_as_plain_torch_but_for_ties(
 
 def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(cases: Callable[[int, int], Case]) -> None:
     case = cases(64, 24)
-    assert torch.equal(cpu.run_add_norm(triton_kernels.add_norm, case)[0], case.residual + case.delta)
+    assert torch.equal(cpu.run_add_norm(cpu.ADD_NORM[1], case)[0], case.residual + case.delta)
 
 
 def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:
     """The counter by which the last program knows itself must be zero after each launch."""
     case = cases(8, 5)
-    first = cpu.run_router(triton_kernels.router, case)
+    first = cpu.run_router(cpu.ROUTER[1], case)
     for _ in range(50):
-        again = cpu.run_router(triton_kernels.router, case)
+        again = cpu.run_router(cpu.ROUTER[1], case)
         assert torch.equal(again[2], first[2])
         assert torch.equal(again[3], first[3])
 
@@ -107,12 +106,18 @@ def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[i
 def test_the_comparison_notices_in_bf16(mistake: str) -> None:
     """The kernels' own computation with one input mistaken lies outside what rounding explains."""
     run, definition, change = cpu.MISTAKES[mistake]
-    kernel = {cpu.run_qkv: "qkv_gemv", cpu.run_output: "output_gemv"}.get(run, run.__name__.removeprefix("run_"))
+    kernel = {
+        cpu.run_qkv: cpu.QKV[2],
+        cpu.run_output: cpu.OUTPUT[1],
+        cpu.run_router: cpu.ROUTER[1],
+        cpu.run_add_norm: cpu.ADD_NORM[1],
+        cpu.run_logits: cpu.LOGITS[1],
+    }[run]
     case = make_case(1, sizes=SIZES, device="cuda", seed=4)
     if mistake == "no epsilon":
         case = replace(case, residual=case.residual * 1e-3, delta=case.delta * 1e-3)
     want = run(definition, case)
-    got = run(getattr(triton_kernels, kernel), change(case))
+    got = run(kernel, change(case))
     errors = [
         (mine.float() - exact.float()).norm() / exact.float().norm() for mine, exact in zip(got, want, strict=True)
     ]
@@ -120,9 +125,9 @@ def test_the_comparison_notices_in_bf16(mistake: str) -> None:
 
 
 EIGHT_BITS = {
-    "qkv_weight": (cpu.run_qkv, reference.qkv, triton_kernels.qkv_gemv, triton_kernels.qkv),
-    "output_weight": (cpu.run_output, reference.output, triton_kernels.output_gemv, triton_kernels.output_few),
-    "lm_head": (cpu.run_logits, reference.logits, triton_kernels.logits_gemv, triton_kernels.logits_few),
+    "qkv_weight": (cpu.run_qkv, reference.qkv, *cpu.QKV[2:]),
+    "output_weight": (cpu.run_output, reference.output, *cpu.OUTPUT[1:]),
+    "lm_head": (cpu.run_logits, reference.logits, *cpu.LOGITS[1:]),
 }
 
 
@@ -145,7 +150,7 @@ def test_eight_bit_weights_are_multiplied_as_what_they_stand_for(
 def test_eight_bit_weights_cost_what_three_bits_of_mantissa_cost(cases: Callable[[int, int], Case]) -> None:
     case = cases(1, 1)
     want = cpu.run_logits(reference.logits, case)[0].float()
-    got = cpu.run_logits(triton_kernels.logits_gemv, case, weight=quantize_rows(case.lm_head))[0].float()
+    got = cpu.run_logits(cpu.LOGITS[1], case, weight=quantize_rows(case.lm_head))[0].float()
     assert 0.01 < (got - want).norm() / want.norm() < 0.04
 
 
@@ -160,5 +165,5 @@ def test_greedy_at_the_vocabularys_size(rows: int) -> None:
         want[1] = -1
     firsts = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     out = torch.empty(rows, dtype=torch.int64, device="cuda")
-    triton_kernels.greedy(logits, out)
+    cpu.GREEDY[1](logits=logits, out=out)
     assert torch.equal(out, torch.where(want < 0, want, firsts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -11,22 +12,18 @@ from types import ModuleType
 import pytest
 import torch
 
+from npu_gptoss import dense
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.dense import triton as triton_kernels
 from npu_gptoss.dense.weights import quantize_rows
+from npu_gptoss.kernels import Bound, platform_override
+from npu_gptoss.kernels.platform import SUPPORTED
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Sizes, make_case
+from tests.triton import ON_HOPPER
 
 launch_hopper = pytest.importorskip("npu_gptoss.dense.triton.launch_hopper", reason="needs triton")
 Ring = launch_hopper.Ring
 
-ON_HOPPER = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and launch_hopper.has_hopper(0)),
-        reason="needs a GPU of compute capability 9.0 and a Triton release that the Gluon kernels were seen with",
-    ),
-]
 FULL = Sizes(hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, vocab=300)
 # inputs and rows that fill no tile: 200 = 3 * 64 + 8, and 6 heads of 64
 ODD = Sizes(hidden=200, heads=6, kv_heads=2, head_dim=64, experts=8, top_k=4, vocab=300)
@@ -47,7 +44,7 @@ def run_qkv(case: Case, **changes: object) -> cpu.Outputs:
     """The kernel by itself: normed rows to queries and caches."""
     keys, values = case.caches()
     normed = reference.add_norm(case.residual, case.delta, case.norm, case.eps)[1]
-    query = launch_hopper.qkv(
+    query = launch_hopper.project(
         normed, case.qkv_weight, case.qkv_bias, case.cos_sin, case.positions, keys, values, case.metadata, **changes
     )
     return query, keys, values
@@ -99,19 +96,20 @@ class TestOnHopper:
 class TestSelected:
     pytestmark = ON_HOPPER
 
-    def test_the_operations_take_the_gluon_kernels_and_agree_with_plain_torch(self, rows, monkeypatch):
+    def test_the_operations_as_registered_agree_with_plain_torch(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
-        got = [cpu.run_qkv(triton_kernels.qkv, case), cpu.run_output(triton_kernels.output_few, case)]
-        called = []
-        for name in ("qkv", "linear"):
-            original = getattr(launch_hopper, name)
-            monkeypatch.setattr(launch_hopper, name, lambda *a, f=original, **k: called.append(f) or f(*a, **k))
-        again = [cpu.run_qkv(triton_kernels.qkv, case), cpu.run_output(triton_kernels.output_few, case)]
-        assert len(called) == 2
-        want = [cpu.run_qkv(small_ops.qkv, case), cpu.run_output(small_ops.output, case)]
-        for mine, repeated, theirs in zip(got, again, want, strict=True):
-            compare(mine, theirs)
-            assert all(torch.equal(a, b) for a, b in zip(mine, repeated, strict=True))
+        qkv, output = cpu.triton_kernel("qkv.gluon"), cpu.triton_kernel("output.gluon")
+        compare(cpu.run_qkv(qkv, case), cpu.run_qkv(small_ops.qkv, case))
+        compare(cpu.run_output(output, case), cpu.run_output(small_ops.output, case))
+
+    def test_rows_that_begin_elsewhere_are_moved(self, rows):
+        """The tensor memory accelerator would read them from the multiple of 16 bytes before."""
+        case = make_case(rows, sizes=FULL, device="cuda")
+        inputs = case.attended.shape[1]
+        shifted = torch.empty(rows * inputs + 1, dtype=torch.bfloat16, device="cuda")[1:].view(rows, inputs)
+        shifted.copy_(case.attended)
+        output = cpu.triton_kernel("output.gluon")
+        assert torch.equal(cpu.run_output(output, case)[0], cpu.run_output(output, replace(case, attended=shifted))[0])
 
 
 def mutated(folder: Path, old: str, new: str, of: ModuleType | None = None) -> ModuleType:
@@ -165,17 +163,47 @@ class TestMutations:
             compare(run(case), definition(case))
 
 
-def test_what_the_kernels_cannot_multiply_is_left_to_others(monkeypatch):
-    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: True)
-    takes = launch_hopper.takes
-    x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16)
-    assert takes(x, weight)
-    assert not takes(x.float(), weight.float())
-    assert not takes(x, quantize_rows(weight))
-    assert not takes(x[:0], weight), "no rows: nothing to launch"
-    assert not takes(x.expand(launch_hopper.MOST_ROWS + 1, 3, 64)[:, 0], weight)
-    assert not takes(x[:, :60].contiguous(), weight[:, :60].contiguous()), "rows of 120 bytes"
-    assert not takes(x, weight.t().contiguous().t()), "columns first"
-    assert not takes(x, torch.zeros(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64)), "begins at byte 2"
-    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: False)
-    assert not takes(x, weight)
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    with platform_override(SUPPORTED["cuda"]):
+        yield
+
+
+def names(bound: Bound) -> list[tuple[int, str]]:
+    return [(most, run.name.partition(".")[2]) for most, run in bound.ranges][:-1]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernels_cannot_multiply_is_left_to_others():
+    weight = torch.zeros(128, 64, dtype=torch.bfloat16)
+    bf16 = torch.bfloat16
+    assert names(dense.bind_output(bf16, weight)) == [(0, "output.triton_gemv"), (32, "output.gluon")]
+    assert names(dense.bind_qkv(bf16, weight, 64)) == [(0, "qkv.triton_gemv"), (32, "qkv.gluon")]
+    assert names(dense.bind_qkv(bf16, weight, 16)) == [(1, "qkv.triton_gemv")], "heads of another size"
+    eight_bits = [(1, "output.triton_gemv"), (256, "output.triton_skinny")]
+    assert names(dense.bind_output(bf16, quantize_rows(weight))) == eight_bits
+    others = {
+        "rows of 120 bytes": weight[:, :60].contiguous(),
+        "columns first": weight.t().contiguous().t(),
+        "begins at byte 2": torch.zeros(128 * 64 + 1, dtype=bf16)[1:].view(128, 64),
+    }
+    for what, each in others.items():
+        assert names(dense.bind_output(bf16, each)) == [(1, "output.triton_gemv")], what
+    assert names(dense.bind_output(torch.float32, weight.float())) == []
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernel_cannot_route_is_left_to_others():
+    def routed(experts: int, hidden: int = 2880) -> int | None:
+        """From how many rows on."""
+        bound = dense.bind_router(torch.bfloat16, torch.zeros(experts, hidden, dtype=torch.bfloat16))
+        assert names(bound)[-1][0] == 256
+        found = dict(names(bound))
+        return min(found) + 1 if "router.gluon" in found.values() else None
+
+    assert [routed(experts) for experts in (32, 64, 128, 256)] == [128, 64, 33, 33]
+    assert routed(24) is None, "no power of two"
+    assert routed(16) is None, "fewer than a program takes"
+    assert routed(32, 1024) is None, "nothing for some warps"
+    assert routed(32, 2876) is None, "rows of 5752 bytes"
+    assert [routed(32, hidden) for hidden in (1536, 1544, 2048, 2560, 2568, 4096)] == [None, 128, 128, None, 128, 128]

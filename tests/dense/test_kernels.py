@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.dense import triton as triton_kernels
 from npu_gptoss.dense.weights import quantize_rows
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -24,20 +23,39 @@ Outputs = Sequence[torch.Tensor]
 
 # Rows of a step and how many of them are real. The matrix-vector kernels take one row.
 STEPS = [(1, 1), (3, 3), (5, 2)]
-QKV = [small_ops.qkv, triton_kernels.qkv, triton_kernels.qkv_gemv]
-OUTPUT = [small_ops.output, triton_kernels.output_gemv, triton_kernels.output_few]
-ROUTER = [small_ops.router, triton_kernels.router, triton_kernels.router_after_norm]
-ADD_NORM = [small_ops.add_norm, triton_kernels.add_norm]
-LOGITS = [small_ops.logits, triton_kernels.logits_gemv, triton_kernels.logits_few]
-GREEDY = [small_ops.greedy, triton_kernels.greedy]
+
+
+def triton_kernel(name: str) -> Callable:
+    """A kernel by its registered name, imported when it is called. The Gluon ones have files of their own."""
+    load_kernels()
+    spec = registry.kernels[f"dense.{name}"]
+
+    def kernel(**arguments: object) -> object:
+        return spec.function(**arguments)
+
+    kernel.__name__ = name
+    return kernel
+
+
+QKV = [small_ops.qkv, *map(triton_kernel, ("qkv.triton", "qkv.triton_gemv", "qkv.triton_skinny"))]
+OUTPUT = [small_ops.output, *map(triton_kernel, ("output.triton_gemv", "output.triton_skinny"))]
+ROUTER = [small_ops.router, *map(triton_kernel, ("router.triton", "router.triton_norm"))]
+ADD_NORM = [small_ops.add_norm, triton_kernel("add_norm.triton")]
+LOGITS = [small_ops.logits, *map(triton_kernel, ("logits.triton_gemv", "logits.triton_skinny"))]
+GREEDY = [small_ops.greedy, triton_kernel("greedy.triton")]
+IN_GLUON = {"dense.qkv.gluon", "dense.output.gluon", "dense.router.gluon"}
+
+
+def marks_of(kernel: Callable) -> list[pytest.MarkDecorator]:
+    return [TRITON_HERE] if "triton" in kernel.__name__ else []
+
+
+def label(kernel: Callable) -> str:
+    return kernel.__name__ if "triton" in kernel.__name__ else f"{kernel.__name__}.small_ops"
 
 
 def each(kernels: Sequence[Callable]) -> list:
-    return [
-        pytest.param(kernel, id=f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}", marks=marks)
-        for kernel in kernels
-        for marks in ([TRITON_HERE] if kernel.__module__ == triton_kernels.__name__ else [],)
-    ]
+    return [pytest.param(kernel, id=label(kernel), marks=marks_of(kernel)) for kernel in kernels]
 
 
 def rows_of(kernel: Callable) -> list[tuple[int, int]]:
@@ -110,8 +128,8 @@ CASES = [
         rows,
         real,
         delta,
-        id=f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}-{rows}-{real}-{'sum' if delta else 'plain'}",
-        marks=[TRITON_HERE] if kernel.__module__ == triton_kernels.__name__ else [],
+        id=f"{label(kernel)}-{rows}-{real}-{'sum' if delta else 'plain'}",
+        marks=marks_of(kernel),
     )
     for run, definition, kernel in FAMILY
     for rows, real in rows_of(kernel)
@@ -133,9 +151,10 @@ def test_each_kernel_computes_the_definition(
 
 
 def test_every_registered_kernel_is_compared() -> None:
-    load_kernels()
-    compared = {kernel for _, definition, kernel in FAMILY} | {d for _, d, _ in FAMILY} | {*GREEDY, reference.greedy}
-    assert {k.function for k in registry.kernels.values() if k.family == "dense"} == compared
+    compared = {f"dense.{kernel.__name__}" for _, _, kernel in FAMILY if "triton" in kernel.__name__}
+    registered = {k.name for k in registry.kernels.values() if k.family == "dense" and "triton" in k.name}
+    assert registered == compared | {"dense.greedy.triton"}
+    assert {k.name for k in registry.kernels.values() if k.family == "dense" and "gluon" in k.name} == IN_GLUON
 
 
 # Mistakes that a kernel could make: the comparison must notice each
@@ -272,12 +291,13 @@ def test_greedy_fills_a_row_of_a_larger_tensor(kernel: Callable) -> None:
     [
         pytest.param(run, definition, kernel, weight, rows, id=f"{kernel.__name__}-{rows}", marks=TRITON_HERE)
         for run, definition, kernel, weight, rows in (
-            (run_qkv, reference.qkv, triton_kernels.qkv_gemv, "qkv_weight", 1),
-            (run_qkv, reference.qkv, triton_kernels.qkv, "qkv_weight", 5),
-            (run_output, reference.output, triton_kernels.output_gemv, "output_weight", 1),
-            (run_output, reference.output, triton_kernels.output_few, "output_weight", 5),
-            (run_logits, reference.logits, triton_kernels.logits_gemv, "lm_head", 1),
-            (run_logits, reference.logits, triton_kernels.logits_few, "lm_head", 5),
+            (run_qkv, reference.qkv, QKV[2], "qkv_weight", 1),
+            (run_qkv, reference.qkv, QKV[3], "qkv_weight", 5),
+            (run_qkv, reference.qkv, QKV[1], "qkv_weight", 5),
+            (run_output, reference.output, OUTPUT[1], "output_weight", 1),
+            (run_output, reference.output, OUTPUT[2], "output_weight", 5),
+            (run_logits, reference.logits, LOGITS[1], "lm_head", 1),
+            (run_logits, reference.logits, LOGITS[2], "lm_head", 5),
         )
     ],
 )

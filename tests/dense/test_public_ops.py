@@ -12,8 +12,8 @@ from npu_gptoss import dense
 from npu_gptoss.dense.operations import LOGITS, QKV
 from npu_gptoss.dense.weights import RowScaled
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import Operation, Signature, explain, platform_override, signature
-from npu_gptoss.kernels.rows import FEW, FEW_ROWS, MANY, ONE, row_class
+from npu_gptoss.kernels import Described, Operation, explain, platform_override
+from npu_gptoss.kernels.command import example
 from tests.dense.cases import Case, make_case
 
 
@@ -95,13 +95,16 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
     """A kernel for plain weights would read eight-bit ones as garbage; one for a single row leaves out the rest."""
     asked = []
 
-    def ask(operation: Operation, call: Signature, traits: dict[str, object], *, override: str | None) -> Callable:
-        asked.append((operation.name, str(call), traits))
+    def ask(operation: Operation, kernel: None, size: int, describe: Callable[[int], Described]) -> Callable:
+        call, traits = describe(size)
+        asked.append((operation.name, str(call), dict(traits)))
         return lambda **arguments: None
 
-    monkeypatch.setattr(dense, "select_kernel", ask)
-    for case, rows in ((make_case(3), "few"), (make_case(1), "one")):
+    monkeypatch.setattr(dense, "chosen", ask)
+    experts = {"experts": 8, "hidden_size": 112, "aligned": True}
+    for case, rows in ((make_case(3), 3), (make_case(1), 1)):
         asked.clear()
+        eight = {"rows": rows, "aligned": False}
         wide = torch.zeros(6, 4, 2, 16)
         qkv(case, weight=dense.quantize_rows(case.qkv_weight), key_cache=wide, value_cache=wide)
         dense.output(case.attended, dense.quantize_rows(case.output_weight), case.output_bias)
@@ -110,9 +113,9 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
         dense.logits(case.residual, dense.quantize_rows(case.lm_head))
         dense.greedy(torch.zeros(3, 4))
         assert asked == [
-            ("dense.qkv", "hidden bfloat16, kv float32, weight float8_e4m3fn", {"rows": rows, "head_dim": 16}),
-            ("dense.output", "hidden bfloat16, weight float8_e4m3fn", {"rows": rows}),
-            ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows}),
+            ("dense.qkv", "hidden bfloat16, kv float32, weight float8_e4m3fn", {**eight, "head_dim": 16}),
+            ("dense.output", "hidden bfloat16, weight float8_e4m3fn", eight),
+            ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows, "logits": 8 * rows, **experts}),
             ("dense.add_norm", "hidden bfloat16", {}),
             ("dense.logits", "hidden bfloat16, weight float8_e4m3fn", {"rows": rows}),
             ("dense.greedy", "logits float32", {}),
@@ -161,29 +164,29 @@ def test_bf16_is_rounded_where_transformers_rounds(case: Case) -> None:
     assert torch.equal(dense.output(case.attended, case.output_weight, case.output_bias, case.residual), want)
 
 
-def test_rows_are_classed_at_the_boundaries() -> None:
-    assert [row_class(n) for n in (1, 2, FEW_ROWS, FEW_ROWS + 1)] == [ONE, FEW, FEW, MANY]
-
-
 @pytest.mark.parametrize(
     ("platform", "rows", "selected"),
     [
-        ("cuda", ONE, "dense.qkv.triton"),
-        ("cuda", FEW, "dense.qkv.triton"),
-        ("cuda", MANY, "dense.qkv.triton"),
-        ("cpu", ONE, "dense.qkv.small_ops"),
-        ("ascend", MANY, "dense.qkv.small_ops"),
+        ("cuda", 1, "dense.qkv.triton_gemv"),
+        ("cuda", 2, "dense.qkv.triton"),
+        ("cpu", 1, "dense.qkv.small_ops"),
+        ("ascend", 300, "dense.qkv.small_ops"),
     ],
 )
-def test_what_is_selected_for_bf16(platform: str, rows: str, selected: str) -> None:
-    call = signature(hidden="bfloat16", weight="bfloat16", kv="bfloat16")
+def test_what_is_selected_for_bf16(platform: str, rows: int, selected: str) -> None:
     with platform_override(platform, frozenset({"triton"})):
-        explanation = explain(QKV, call, {"rows": rows, "head_dim": 64})
-    assert explanation.selected.name == selected
+        assert explain(QKV, *example(QKV, rows=rows)).selected.name == selected
 
 
 def test_without_triton_a_gpu_computes_with_small_ops() -> None:
     with platform_override("cuda", frozenset()):
-        explanation = explain(LOGITS, signature(hidden="bfloat16", weight="bfloat16"), {"rows": ONE})
+        explanation = explain(LOGITS, *example(LOGITS))
     assert explanation.selected.name == "dense.logits.small_ops"
     assert any("needs triton, which is not installed" in line for line in explanation.lines())
+
+
+def test_a_layer_that_is_built_asks_no_more(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = dense.bind_output(case.attended.dtype, case.output_weight)
+    want = dense.output(case.attended, case.output_weight, case.output_bias)
+    monkeypatch.setattr("npu_gptoss.kernels.selection.select_kernel", None)
+    assert torch.equal(dense.output(case.attended, case.output_weight, case.output_bias, kernel=kernel), want)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from npu_gptoss.dense import reference
-from npu_gptoss.dense import triton as triton_kernels
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, make_case
-from tests.dense.test_hopper import FULL, ON_HOPPER, mutated
+from tests.dense.test_hopper import FULL, mutated
+from tests.triton import ON_HOPPER
 
-launch_hopper = pytest.importorskip("npu_gptoss.dense.triton.launch_hopper", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
 
 
 def case_of(rows: int, experts: int = 32) -> Case:
@@ -21,11 +21,7 @@ def case_of(rows: int, experts: int = 32) -> Case:
 
 
 def run(case: Case, delta: bool = True, **changes: object) -> cpu.Outputs:
-    """The operation, whose own kernel takes any number of rows here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_hopper, "FEWEST_ROUTED", 1)
-        patch.setattr(launch_hopper, "FEWEST_LOGITS", 1)
-        return cpu.run_router(triton_kernels.router, case, delta, **changes)
+    return cpu.run_router(cpu.triton_kernel("router.gluon"), case, delta, **changes)
 
 
 def compare(got: cpu.Outputs, case: Case, delta: bool = True) -> None:
@@ -100,22 +96,6 @@ class TestOrder:
         assert self.order([float(i) for i in range(8)], top_k=7) == [7, 6, 5, 4, 3, 2, 1]
 
 
-class TestSelected:
-    pytestmark = ON_HOPPER
-
-    @pytest.mark.parametrize(("rows", "experts"), [(launch_hopper.FEWEST_LOGITS // 32, 32), (256, 32), (256, 128)])
-    def test_the_operation_takes_the_gluon_kernel(self, rows, experts, monkeypatch):
-        case, called = case_of(rows, experts), []
-        original = launch_hopper.router
-        monkeypatch.setattr(launch_hopper, "router", lambda *a: called.append(a) or original(*a))
-        compare(cpu.run_router(triton_kernels.router, case), case)
-        assert len(called) == 1
-
-    def test_few_rows_take_the_other(self):
-        case = case_of(launch_hopper.FEWEST_LOGITS // 32 - 1)
-        assert not launch_hopper.routes(case.residual, case.router_weight)
-
-
 MUTATIONS = {
     "bias dropped": ("shift.to(gl.float32)).to", "0 * shift.to(gl.float32)).to"),
     "the last inputs lost": ("mma_v2(weight_b, x_b, each)", "mma_v2(weight_b, 0 * x_b, each)"),
@@ -147,20 +127,3 @@ class TestMutations:
         monkeypatch.setattr(router_hopper, "router_kernel", changed.router_kernel)
         with pytest.raises(AssertionError, match=r"differ|order|left out|twice"):
             compare(run(case), case)
-
-
-def test_what_the_kernel_cannot_route_is_left_to_others(monkeypatch):
-    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: True)
-    routes = launch_hopper.routes
-    rows = launch_hopper.FEWEST_LOGITS // 32
-    x, weight = (torch.zeros(n, 2880, dtype=torch.bfloat16) for n in (rows, 32))
-    assert routes(x, weight)
-    assert not routes(x.float(), weight.float())
-    assert not routes(x[:-1], weight), "too few logits"
-    assert not routes(x[:32], torch.zeros(256, 2880, dtype=torch.bfloat16)), "too few rows"
-    assert not routes(x, weight[:24].contiguous()), "no power of two"
-    assert not routes(x, weight[:16].contiguous()), "fewer than a program takes"
-    assert not routes(x[:, :1024].contiguous(), weight[:, :1024].contiguous()), "nothing for some warps"
-    assert not routes(x[:, :2876].contiguous(), weight[:, :2876].contiguous()), "rows of 5752 bytes"
-    monkeypatch.setattr(launch_hopper, "has_hopper", lambda device: False)
-    assert not routes(x, weight)

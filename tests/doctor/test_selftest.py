@@ -46,8 +46,7 @@ def select(family: str, mode: str, function: Callable[..., Any]) -> None:
     """Registers a kernel that is selected before all of ours."""
     model = registry.kernels[f"{family}.{mode}.reference"]
     register_kernel(
-        family,
-        mode,
+        registry.operations[f"{family}.{mode}"],
         solution="mutant",
         signatures=model.signatures,
         traits=dict.fromkeys(model.traits, ANY),

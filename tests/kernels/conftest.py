@@ -22,4 +22,4 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def operation() -> Operation:
-    return define_operation("toy", "add", roles=("x",), traits=("size",), summary="adds one")
+    return define_operation("toy", "add", roles=("x",), traits=("size",), sizes=("rows",), summary="adds one")

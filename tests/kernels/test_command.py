@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from npu_gptoss.cli import main
-from npu_gptoss.kernels import accepts, register_kernel
+from npu_gptoss.kernels import Platform, accepts, register_kernel
 from npu_gptoss.kernels.registry import registry
 
 
@@ -37,13 +37,35 @@ def test_explain_answers_for_another_platform_and_dtype(capsys):
 
 
 @pytest.mark.parametrize(
+    ("platform", "settings", "selected"),
+    [
+        ("ascend", ["attention.paged"], "attention.paged.ascend"),
+        ("ascend", ["moe.experts", "--set", "rows=9000"], "moe.experts.ascend"),
+        ("cuda", ["attention.paged"], "attention.paged.triton_decode"),
+        ("cuda", ["dense.qkv"], "dense.qkv.gluon"),
+        ("cuda", ["dense.router", "--set", "rows=127"], "dense.router.triton"),
+        ("cuda", ["dense.router", "--set", "rows=128"], "dense.router.gluon"),
+        ("cuda", ["moe.experts", "--set", "weight=mxfp4", "--set", "rows=2047"], "moe.experts.triton_many"),
+        ("cuda", ["moe.experts", "--set", "weight=mxfp4", "--set", "rows=2048"], "moe.experts.gluon_many"),
+    ],
+)
+def test_a_platform_stands_for_its_supported_stack_whatever_is_installed_here(
+    capsys, monkeypatch, platform, settings, selected
+):
+    """On a laptop without torch_npu it selected plain torch operations for a 910B."""
+    monkeypatch.setattr("npu_gptoss.kernels.platform._detected", lambda: Platform("cpu"))
+    assert main(["kernels", "explain", "--platform", platform, *settings]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith(": selected"))
+    assert line.split()[0] == selected
+
+
+@pytest.mark.parametrize(
     ("text", "value"), [("True", True), ("false", False), ("None", None), ("null", None), ("64", 64), ("few", "few")]
 )
 def test_values_mean_what_they_mean_in_python_and_in_json(operation, capsys, text, value):
     for handled, code in ((value, 0), ("something else", 1)):
         register_kernel(
-            "toy",
-            "add",
+            operation,
             solution=str(handled),
             signatures=(accepts(x="bfloat16"),),
             traits={"size": frozenset({handled})},

@@ -28,8 +28,7 @@ def entry_point(load, name="fast"):
 
 def register(name="theirs", priority=16):
     register_kernel(
-        "toy",
-        "add",
+        registry.operations["toy.add"],
         name=name,
         solution="theirs",
         signatures=(accepts(x="float32"),),
@@ -40,10 +39,14 @@ def register(name="theirs", priority=16):
 
 def test_a_plugin_function_is_called_and_its_kernel_wins_by_its_band(operation):
     register_kernel(
-        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=15
+        registry.operations["toy.add"],
+        solution="ours",
+        signatures=(accepts(x="float32"),),
+        traits={"size": ANY},
+        priority=15,
     )(len)
     loading.load_plugin(entry_point(lambda: register))
-    found = select_kernel(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu"))
+    found = select_kernel(operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu"))
     assert (found.name, found.kernel.origin) == ("theirs", "their-package:fast")
 
 
@@ -68,7 +71,11 @@ def test_a_failing_plugin_is_a_warning_that_names_it_and_leaves_nothing_behind(o
 
 def test_a_plugin_cannot_take_the_name_of_a_kernel_of_ours(operation, caplog):
     register_kernel(
-        "toy", "add", solution="ours", signatures=(accepts(x="float32"),), traits={"size": ANY}, priority=4
+        registry.operations["toy.add"],
+        solution="ours",
+        signatures=(accepts(x="float32"),),
+        traits={"size": ANY},
+        priority=4,
     )(len)
     with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
         loading.load_plugin(entry_point(lambda: lambda: register(name="toy.add.ours")))
@@ -89,7 +96,7 @@ def test_the_switch_keeps_third_party_kernels_out(operation, monkeypatch, switch
 def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
     monkeypatch.setattr(loading, "_plugins_loaded", False)
     monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
-    found = ask(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu"))
+    found = ask(operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu"))
     assert (found.selected if ask is explain else found.kernel).name == "theirs"
     if ask is select_kernel:
         assert selected_kernels() == (("toy.add", "theirs", "theirs"),)

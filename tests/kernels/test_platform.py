@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -99,6 +100,41 @@ def test_capability_gives_every_reason_at_once():
         "runs on ascend; this is cpu",
         "needs torch_npu, which is not installed",
     ]
+
+
+def test_architecture_and_compiler_are_needs_with_reasons_of_their_own():
+    needs = Capability.of("cuda", archs=((9, 0),), releases={"triton": ("3.6",)})
+    hopper = Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", "3.6.0"),))
+    assert needs.reasons_against(hopper) == []
+    for change, says in (
+        ({"arch": (8, 0)}, "architecture 9.0; this machine's is 8.0"),
+        ({"arch": None}, "is not known"),
+        ({"releases": (("triton", "3.60.0"),)}, "needs triton 3.6, got 3.60.0"),
+        ({"releases": ()}, "needs triton 3.6, got none"),
+    ):
+        (reason,) = needs.reasons_against(replace(hopper, **change))
+        assert says in reason
+
+
+def test_the_architecture_is_known_as_soon_as_cuda_is_initialised(monkeypatch):
+    """Where the driver library is out of reach, the kernels of the newest GPUs must not stay away for good."""
+    import torch
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(platform, "_detected", lambda: Platform("cuda"))
+    monkeypatch.setattr(platform, "_architecture_by_nvml", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert current_platform().arch is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert current_platform().arch == (9, 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert current_platform().arch is None, "the interpreter is no GPU"
+
+
+def test_the_release_of_triton_is_read_without_importing_it():
+    triton = pytest.importorskip("triton", reason="triton is missing: make setup")
+    assert detect().releases == (("triton", triton.__version__),)
 
 
 def test_detection_opens_no_device():

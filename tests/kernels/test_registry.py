@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 
 from npu_gptoss.kernels import Platform, define_operation, select_kernel, signature
@@ -23,27 +26,28 @@ def add_one(x):
 
 
 def test_decorated_function_is_returned_unchanged_and_found(operation):
-    assert register_kernel("toy", "add", **GOOD)(add_one) is add_one
+    assert register_kernel(operation, **GOOD)(add_one) is add_one
     (spec,) = registry.kernels_of(operation)
     assert (spec.name, spec.origin, spec.summary) == ("toy.add.small_ops", "npu_gptoss", "Adds one.")
 
 
 def test_same_name_is_refused_and_names_who_has_it(operation):
-    register_kernel("toy", "add", **GOOD)(add_one)
+    register_kernel(operation, **GOOD)(add_one)
     with (
         registering_as("other:plugin"),
         pytest.raises(RegistrationError, match=r"taken by npu_gptoss .*other:plugin must"),
     ):
-        register_kernel("toy", "add", **GOOD)(lambda x: x)
+        register_kernel(operation, **GOOD)(lambda x: x)
     assert registry.kernels["toy.add.small_ops"].function is add_one
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"traits": {}}, r"traits must be stated for \['size'\], got \[\]"),
+        ({"traits": {}}, r"traits must be stated for \['rows', 'size'\], got \['rows'\]"),
+        ({"function": "json:loads"}, "needs a summary"),
         ({"traits": {"size": ANY, "sinks": ANY}}, "traits must be stated"),
-        ({"traits": {"size": 64}}, "must be a frozenset of values or ANY, got 64"),
+        ({"traits": {"size": 64}}, "must be a frozenset of values, Range, Where or ANY, got 64"),
         ({"signatures": ()}, "takes no signature"),
         ({"signatures": (accepts(y="float32"),)}, r"must name the roles \['x'\]"),
         ({"priority": -1}, "priority -1 is not within 0..19"),
@@ -53,7 +57,7 @@ def test_same_name_is_refused_and_names_who_has_it(operation):
 )
 def test_a_kernel_that_leaves_something_unsaid_is_refused(operation, change, why):
     with pytest.raises(RegistrationError, match=why):
-        register_kernel("toy", "add", **{**GOOD, **change})
+        register_kernel(operation, **{**GOOD, **change})
     assert registry.kernels_of(operation) == []
 
 
@@ -62,16 +66,18 @@ def test_a_signature_that_leaves_a_role_unsaid_is_refused(operation):
     define_operation("toy", "pair", roles=("a", "b"), traits=(), summary="two tensors")
     half = {"solution": "half", "signatures": (accepts(a="float32"),), "traits": {}, "priority": 4}
     with pytest.raises(RegistrationError, match=r"each signature must name the roles \['a', 'b'\]"):
-        register_kernel("toy", "pair", **half)
+        register_kernel(registry.operations["toy.pair"], **half)
 
 
 def test_a_kernel_that_was_taken_back_is_not_served_from_memory(operation):
-    register_kernel("toy", "add", **GOOD)(add_one)
+    register_kernel(operation, **GOOD)(add_one)
     with registering_as("package:entry"):
-        register_kernel("toy", "add", **{**GOOD, "solution": "theirs", "priority": 16})(add_one)
+        register_kernel(operation, **{**GOOD, "solution": "theirs", "priority": 16})(add_one)
 
     def chosen():
-        return select_kernel(operation, signature(x="float32"), {"size": 1}, platform=Platform("cpu")).kernel.solution
+        return select_kernel(
+            operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu")
+        ).kernel.solution
 
     assert chosen() == "theirs"
     registry.remove_origin("package:entry")
@@ -79,19 +85,30 @@ def test_a_kernel_that_was_taken_back_is_not_served_from_memory(operation):
 
 
 def test_unknown_operation_lists_the_known_ones(operation):
-    with pytest.raises(RegistrationError, match=r"no operation toy\.sub; defined are: .*toy\.add"):
-        register_kernel("toy", "sub", **GOOD)
+    unknown = replace(operation, mode="sub")
+    with pytest.raises(RegistrationError, match=r"no operation toy\.sub; there are .*toy\.add"):
+        register_kernel(unknown, **GOOD)(len)
+
+
+def test_a_function_given_by_its_name_is_imported_at_its_first_call(operation):
+    """Or listing kernels would import triton."""
+    register_kernel(operation, **GOOD, function="this:no", summary="Prints the Zen of Python.")
+    (spec,) = registry.kernels_of(operation)
+    assert (spec.summary, spec.module, "this" in sys.modules) == ("Prints the Zen of Python.", "this", False)
+    register_kernel(operation, **{**GOOD, "solution": "json"}, function="json:dumps", summary="x")
+    run = select_kernel(operation, signature(x="float32"), {"size": 1, "rows": 1}, override="json")
+    assert run(obj=[1]) == "[1]"
 
 
 def test_plugin_band_is_open_to_plugins_only(operation):
     with registering_as("package:entry"):
-        register_kernel("toy", "add", **{**GOOD, "priority": 16})(add_one)
+        register_kernel(operation, **{**GOOD, "priority": 16})(add_one)
     assert registry.kernels_of(operation)[0].origin == "package:entry"
 
 
 def test_equal_priorities_do_not_depend_on_registration_order(operation):
     for name in ("b", "a"):
-        register_kernel("toy", "add", **{**GOOD, "solution": name})(lambda x: x)
+        register_kernel(operation, **{**GOOD, "solution": name})(lambda x: x)
     assert [k.solution for k in registry.kernels_of(operation)] == ["a", "b"]
 
 
@@ -104,6 +121,7 @@ def test_every_built_in_kernel_stays_below_the_plugin_band():
         assert kernel.priority < Priority.PLUGIN
         assert (kernel.priority == Priority.REFERENCE) == (kernel.solution == "reference")
         assert kernel.summary, f"{kernel.name} has no docstring"
+        assert kernel.module.startswith("npu_gptoss.")
 
 
 def test_every_operation_has_a_reference():

@@ -8,34 +8,35 @@ from npu_gptoss.kernels import (
     ANY,
     Capability,
     Platform,
+    Range,
     accepts,
+    bind,
     define_operation,
     explain,
-    kernel_override,
     register_kernel,
     select_kernel,
     selected_kernels,
     signature,
 )
+from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import KernelError
 
 CALL = signature(x="bfloat16")
 
 
-def kernel(solution, *, priority=4, x=("float32", "bfloat16"), size=ANY, capability=Capability()):  # noqa: B008
+def kernel(solution, *, priority=4, x=("float32", "bfloat16"), size=ANY, rows=ANY, capability=Capability()):  # noqa: B008
     register_kernel(
-        "toy",
-        "add",
+        registry.operations["toy.add"],
         solution=solution,
         signatures=(accepts(x=x),),
-        traits={"size": size},
+        traits={"size": size, "rows": rows},
         priority=priority,
         capability=capability,
     )(lambda x: solution)
 
 
-def select(operation, size=64, call=CALL, kind="cpu", **more):
-    return select_kernel(operation, call, {"size": size}, platform=Platform(kind), **more)
+def select(operation, size=64, call=CALL, kind="cpu", rows=1, **more):
+    return select_kernel(operation, call, {"size": size, "rows": rows}, platform=Platform(kind), **more)
 
 
 def test_highest_priority_that_can_run_is_selected(operation):
@@ -59,7 +60,7 @@ def test_refusal_lists_every_kernel_with_every_reason(operation):
 def test_one_fitting_combination_is_enough_and_else_the_nearest_gives_the_reasons(operation):
     pair = define_operation("toy", "pair", roles=("a", "b"), traits=(), summary="two tensors")
     both = tuple(accepts(a=dtype, b=dtype) for dtype in ("float32", "bfloat16", "float16"))
-    register_kernel("toy", "pair", solution="one", signatures=both, traits={}, priority=4)(lambda a, b: None)
+    register_kernel(pair, solution="one", signatures=both, traits={}, priority=4)(lambda a, b: None)
 
     def reasons(a, b):
         return explain(pair, signature(a=a, b=b), {}, platform=Platform("cpu")).candidates[0].reasons
@@ -75,28 +76,14 @@ def test_a_kernel_registered_later_is_not_hidden_by_the_cache(operation):
     assert select(operation).name == "toy.add.fast"
 
 
-def test_argument_beats_context_beats_environment(operation, monkeypatch):
-    for name in ("a", "b", "c", "d"):
+def test_argument_beats_environment(operation, monkeypatch):
+    for name in ("a", "b", "c"):
         kernel(name, priority=ord(name) - ord("a") + 4)
-    assert select(operation).kernel.solution == "d"
+    assert select(operation).kernel.solution == "c"
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "a")
     assert select(operation).kernel.solution == "a"
-    with kernel_override(toy_add="toy.add.b"):
-        assert select(operation).kernel.solution == "b"
-        with kernel_override(toy_add="c"):
-            assert select(operation).kernel.solution == "c"
-            assert select(operation, override="d").kernel.solution == "d"
-        assert select(operation).kernel.solution == "b"
-    assert select(operation).kernel.solution == "a"
-
-
-def test_an_empty_override_takes_those_around_it_back(operation, monkeypatch):
-    for name, priority in (("a", 4), ("b", 8)):
-        kernel(name, priority=priority)
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "a")
-    with kernel_override(toy_add="a"), kernel_override(toy_add=""):
-        assert select(operation).kernel.solution == "b"
-    assert select(operation).kernel.solution == "a"
+    assert select(operation, override="toy.add.b").kernel.solution == "b"
+    assert select(operation, override="").kernel.solution == "c"
 
 
 def test_an_override_that_cannot_run_raises_all_its_reasons_instead_of_falling_back(operation):
@@ -115,21 +102,16 @@ def test_an_override_that_names_nothing_lists_the_names(operation, monkeypatch):
         select(operation)
 
 
-def test_context_override_of_an_unknown_operation_is_refused(operation):
-    with pytest.raises(KernelError, match="no operation 'toy_sub'"), kernel_override(toy_sub="slow"):
-        pass
-
-
 def test_a_call_that_leaves_a_trait_unsaid_is_refused(operation):
     kernel("slow")
-    with pytest.raises(KernelError, match="missing or not known: size"):
+    with pytest.raises(KernelError, match="missing or not known: rows, size"):
         select_kernel(operation, CALL, {})
     with pytest.raises(KernelError, match="missing or not known: sinks"):
-        select_kernel(operation, CALL, {"size": 1, "sinks": True})
+        select_kernel(operation, CALL, {"size": 1, "rows": 1, "sinks": True})
     with pytest.raises(KernelError, match="missing or not known: y"):
-        select_kernel(operation, signature(x="bfloat16", y="bfloat16"), {"size": 1})
+        select_kernel(operation, signature(x="bfloat16", y="bfloat16"), {"size": 1, "rows": 1})
     with pytest.raises(KernelError, match="missing or not known: x"):
-        select_kernel(operation, signature(), {"size": 1})
+        select_kernel(operation, signature(), {"size": 1, "rows": 1})
 
 
 def test_automatic_choice_logs_one_line_once(operation, caplog):
@@ -159,9 +141,9 @@ def test_explain_tells_selected_possible_and_refused(operation):
     kernel("reference", priority=0)
     kernel("slow")
     kernel("npu", priority=12, capability=Capability.of("ascend"))
-    lines = explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines()
+    lines = explain(operation, CALL, {"size": 64, "rows": 1}, platform=Platform("cpu")).lines()
     assert lines == [
-        "toy.add on cpu for x bfloat16; size=64",
+        "toy.add on cpu for x bfloat16; rows=1, size=64",
         "  toy.add.npu (priority 12): no: runs on ascend; this is cpu",
         "  toy.add.slow (priority 4): selected",
         "  toy.add.reference (priority 0): could run",
@@ -169,19 +151,18 @@ def test_explain_tells_selected_possible_and_refused(operation):
 
 
 def test_explain_tells_the_override_and_when_there_is_nothing(operation):
-    assert explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines() == [
-        "toy.add on cpu for x bfloat16; size=64",
+    assert explain(operation, CALL, {"size": 64, "rows": 1}, platform=Platform("cpu")).lines() == [
+        "toy.add on cpu for x bfloat16; rows=1, size=64",
         "  no kernel is registered",
     ]
     kernel("slow")
     kernel("fast", priority=8)
-    with kernel_override(toy_add="slow"):
-        assert explain(operation, CALL, {"size": 64}, platform=Platform("cpu")).lines() == [
-            "toy.add on cpu for x bfloat16; size=64",
-            "  override: slow",
-            "  toy.add.fast (priority 8): could run",
-            "  toy.add.slow (priority 4): selected",
-        ]
+    assert explain(operation, CALL, {"size": 64, "rows": 1}, platform=Platform("cpu"), override="slow").lines() == [
+        "toy.add on cpu for x bfloat16; rows=1, size=64",
+        "  override: slow",
+        "  toy.add.fast (priority 8): could run",
+        "  toy.add.slow (priority 4): selected",
+    ]
 
 
 def test_what_was_selected_is_listed_once_and_without_choices_that_a_registration_has_outdated(operation):
@@ -193,3 +174,69 @@ def test_what_was_selected_is_listed_once_and_without_choices_that_a_registratio
     assert selected_kernels() == (("toy.add", "toy.add.fast", "fast"), ("toy.add", "toy.add.slow", "slow"))
     kernel("faster", priority=12)
     assert selected_kernels() == ()
+
+
+def described(rows):
+    return CALL, {"size": 64, "rows": rows}
+
+
+def ranges(bound):
+    return [(most, run.kernel.solution) for most, run in bound.ranges]
+
+
+def test_a_size_is_handled_up_to_both_ends_of_its_range(operation):
+    kernel("slow")
+    kernel("batch", priority=8, rows=Range(2, 32))
+    assert [select(operation, rows=rows).kernel.solution for rows in (1, 2, 32, 33)] == [
+        "slow",
+        "batch",
+        "batch",
+        "slow",
+    ]
+    explanation = explain(operation, CALL, {"size": 64, "rows": 33}, platform=Platform("cpu"))
+    assert explanation.candidates[0].reasons == ("handles rows 2 to 32, got 33",)
+
+
+def test_a_bound_layer_gets_at_every_size_what_a_single_call_gets(operation):
+    kernel("any")
+    kernel("one", priority=12, rows=Range(most=1))
+    kernel("few", priority=8, rows=Range(most=48))
+    kernel("many", priority=8, rows=Range(257))
+    bound = bind(operation, described)
+    assert ranges(bound)[:-1] == [(1, "one"), (48, "few"), (256, "any")]
+    for rows in (0, 1, 2, 48, 49, 256, 257, 1 << 20):
+        assert bound.of(rows).kernel is select_kernel(operation, *described(rows)).kernel
+
+
+def test_a_size_that_follows_from_another_bounds_a_range_too(operation):
+    kernel("any")
+    kernel("large", priority=8, size=Range(4096))
+    bound = bind(operation, lambda rows: (CALL, {"size": rows * 32, "rows": rows}))
+    assert ranges(bound)[0] == (127, "any")
+    assert bound.of(128).kernel.solution == "large"
+
+
+def test_an_override_replaces_the_choice_where_it_can_run_and_raises_where_it_can_nowhere(operation, monkeypatch):
+    kernel("any")
+    kernel("fast", priority=8)
+    kernel("few", rows=Range(2, 48))
+    kernel("npu", capability=Capability.of("ascend"))
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "few")
+    assert [name for _, name in ranges(bind(operation, described))] == ["fast", "few", "fast"]
+    assert [name for _, name in ranges(bind(operation, described, "any"))] == ["any"]
+    for wrong, says in (("npu", "runs on ascend"), ("fwe", "names no kernel")):
+        with pytest.raises(KernelError, match=says):
+            bind(operation, described, wrong)
+
+
+def test_a_combination_that_needs_a_feature_is_not_there_without_it(operation):
+    signatures = (accepts(x="bfloat16"), accepts(x="float32", needs=("emulated_fp32",)))
+    register_kernel(operation, solution="npu", signatures=signatures, traits={"size": ANY}, priority=4)(len)
+
+    def reasons(*features):
+        traits = {"size": 1, "rows": 1}
+        platform = Platform("cpu", frozenset(features))
+        return explain(operation, signature(x="float32"), traits, platform=platform).candidates[0].reasons
+
+    assert reasons("emulated_fp32") == ()
+    assert reasons() == ("needs bfloat16 x, got float32",)

@@ -9,28 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import Mxfp4Experts
 from tests.moe.test_triton import Call, make_call
+from tests.triton import ON_HOPPER
 
-NEEDS_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+__all__ = ["ON_HOPPER", "grouped_call", "with_tiles"]
 
 
 @contextmanager
-def only_gluon(monkeypatch: pytest.MonkeyPatch, chooser: str, shape: Any, triton_module: str) -> Iterator[None]:
-    """`launches.<chooser>` is `shape` for any number of tokens, and Triton's kernels of the same path cannot be called.
-    New memory is NaN."""
-    from npu_gptoss.kernels.triton_launch import has_hopper
+def with_tiles(monkeypatch: pytest.MonkeyPatch, chooser: str, shape: Any) -> Iterator[None]:
+    """`launches.<chooser>` is `shape` for any number of tokens. New memory is NaN."""
     from npu_gptoss.moe.triton import launches
 
-    if not has_hopper(0):
-        pytest.skip("the Gluon kernels need a GPU of compute capability 9.0 and a Triton that they were seen with")
     monkeypatch.setattr(launches, chooser, shape)
-    monkeypatch.setattr(getattr(launches, triton_module), "gate_up", None)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with platform_override("cuda", frozenset({"triton"})):
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -13,22 +13,22 @@ import torch
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
-from tests.moe.hopper import NEEDS_A_GPU, grouped_call, only_gluon
-from tests.moe.test_triton import PATHS, check, make_call, make_experts, slices
+from tests.moe.hopper import ON_HOPPER, grouped_call, with_tiles
+from tests.moe.test_triton import check, make_call, make_experts, slices
 
-pytestmark = NEEDS_A_GPU
+pytestmark = ON_HOPPER
+KERNEL = "moe.experts.gluon_few"
 
 # Slots of each expert: none, one, around half a product's columns, all of them, and more than once all
 GROUPS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17)
 # beside the shapes that are used: fewer rows than the layout's tiles, two slots at once, a loop that ends in its middle
 OTHER = tuned.FewTiles(slots=2, rows=32, warps=1, deep=3, registers=168)
 USED = {f"{shape.slots}slots_{shape.deep}deep": shape for _, shape in tuned.FEW}
-PATH = PATHS["few"]
 
 
 @pytest.fixture(autouse=True, params=[*USED.values(), OTHER], ids=[*USED, "other"])
-def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with only_gluon(monkeypatch, "few_gluon_tiles", lambda tokens: request.param, "few"):
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with with_tiles(monkeypatch, "few_gluon_tiles", lambda tokens: request.param):
         yield
 
 
@@ -40,7 +40,7 @@ def uneven() -> Mxfp4Experts:
 
 def test_groups_that_end_at_every_edge_of_the_columns(uneven):
     call = grouped_call(uneven, GROUPS)
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_groups_that_end_at_every_edge_of_the_columns(uneven):
 )
 def test_any_rows_and_inputs(hidden, inner):
     call = make_call(make_experts("mxfp4", experts=8, hidden=hidden, inner=inner), 7)
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 48, 129])
 def test_any_batch(uneven, tokens):
     call = make_call(uneven, tokens)
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
 
 
 def test_the_published_shape_with_every_expert_of_120b():
     call = make_call(make_experts("mxfp4", experts=128, hidden=2880, inner=2880), 60)
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
 
 
 def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(uneven):
@@ -67,7 +67,7 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(une
     call.topk_ids[3] = -1
     call.topk_weights[3] = 0
     call.hidden[3] = float("nan")
-    got = call.run(PATH)
+    got = call.run(KERNEL)
     check(call, got)
     assert bool((got[3] == 0).all())
 
@@ -75,7 +75,7 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(une
 def test_a_rank_to_which_no_token_comes_gives_zero(uneven):
     call = make_call(slices(uneven, 6, 11), 5, experts=len(GROUPS))
     call.topk_ids[:] = torch.arange(4, device="cuda")
-    assert bool((call.run(PATH) == 0).all())
+    assert bool((call.run(KERNEL) == 0).all())
 
 
 @pytest.mark.parametrize("exponent", [-60, -20, 20])
@@ -85,13 +85,13 @@ def test_small_and_large_inputs_are_not_lost_in_the_products(uneven, exponent):
     call = make_call(dataclasses.replace(uneven, **none), 9)
     call.hidden *= 2.0**exponent
     call.limit = 1e30
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
 
 
 def test_the_same_call_gives_the_same_bits(uneven):
     call = make_call(uneven, 30)
-    want = call.run(PATH)
-    assert all(torch.equal(call.run(PATH), want) for _ in range(20))
+    want = call.run(KERNEL)
+    assert all(torch.equal(call.run(KERNEL), want) for _ in range(20))
 
 
 def test_the_second_projection_asks_for_its_weights_before_it_waits():
@@ -99,7 +99,7 @@ def test_the_second_projection_asks_for_its_weights_before_it_waits():
 
     call = make_call(make_experts("mxfp4", hidden=2880, inner=2880), 8)
     few_hopper.down.device_caches.clear()
-    call.run(PATH)
+    call.run(KERNEL)
     ((kernels, *_),) = few_hopper.down.device_caches.values()
     (compiled,) = kernels.values()
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
@@ -142,15 +142,15 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("gluon_only", [OTHER], ids=["other"], indirect=True)
+@pytest.mark.parametrize("tiles", [OTHER], ids=["other"], indirect=True)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_check_notices_a_mistake(uneven, mutation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from npu_gptoss.moe.triton import few_hopper
 
     call = grouped_call(uneven, GROUPS)
-    check(call, call.run(PATH))
+    check(call, call.run(KERNEL))
     wrong = mutated(few_hopper, tmp_path, MUTATIONS[mutation])
     monkeypatch.setattr(few_hopper, "gate_up", wrong.gate_up)
     monkeypatch.setattr(few_hopper, "down", wrong.down)
     with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check(call, call.run(PATH))
+        check(call, call.run(KERNEL))

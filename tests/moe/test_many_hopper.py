@@ -11,18 +11,19 @@ import torch
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
-from tests.moe.hopper import NEEDS_A_GPU, grouped_call, only_gluon
-from tests.moe.test_triton import PATHS, check, make_call, make_experts, slices
+from tests.moe.hopper import ON_HOPPER, grouped_call, with_tiles
+from tests.moe.test_triton import check, make_call, make_experts, slices
 
-pytestmark = NEEDS_A_GPU
+pytestmark = ON_HOPPER
+KERNEL = "moe.experts.gluon_many"
 
 # Slots of each expert: none, one, around half a tile and a whole one, of either shape
 GROUPS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 300)
 
 
 @pytest.fixture(autouse=True, params=[shape for _, shape in tuned.GLUON], ids=["wide", "tall"])
-def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with only_gluon(monkeypatch, "gluon_tiles", lambda slots, experts: request.param, "many"):
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with with_tiles(monkeypatch, "gluon_tiles", lambda slots, experts: request.param):
         yield
 
 
@@ -35,14 +36,14 @@ def uneven() -> Mxfp4Experts:
 
 def test_groups_that_end_at_every_edge_of_a_tile(uneven):
     call = grouped_call(uneven, GROUPS)
-    check(call, call.run(PATHS["many"]))
+    check(call, call.run(KERNEL))
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 128), (320, 192), (2880, 2880)])
 def test_any_whole_number_of_steps_and_any_rows(hidden, inner):
     weights = make_experts("mxfp4", experts=5, hidden=hidden, inner=inner)
     call = make_call(weights, 700)
-    check(call, call.run(PATHS["many"]))
+    check(call, call.run(KERNEL))
 
 
 def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(uneven):
@@ -50,7 +51,7 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(une
     call.topk_ids[30:40] = -1
     call.topk_weights[30:40] = 0
     call.hidden[30:40] = float("nan")
-    got = call.run(PATHS["many"])
+    got = call.run(KERNEL)
     check(call, got)
     assert bool((got[30:40] == 0).all())
 
@@ -58,31 +59,18 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(une
 def test_a_rank_to_which_no_token_comes_gives_zero(uneven):
     call = make_call(slices(uneven, 8, 13), 300, experts=len(GROUPS))
     call.topk_ids[:] = torch.arange(4, device="cuda")
-    assert bool((call.run(PATHS["many"]) == 0).all())
+    assert bool((call.run(KERNEL) == 0).all())
 
 
 def test_the_published_shape_with_every_expert_of_120b():
     call = make_call(make_experts("mxfp4", experts=128, hidden=2880, inner=2880), 5000)
-    check(call, call.run(PATHS["many"]))
+    check(call, call.run(KERNEL))
 
 
 def test_the_same_call_gives_the_same_bits(uneven):
     call = make_call(uneven, 3000)
-    want = call.run(PATHS["many"])
-    assert all(torch.equal(call.run(PATHS["many"]), want) for _ in range(10))
-
-
-def test_shapes_that_it_cannot_take_go_to_the_triton_kernels():
-    from npu_gptoss.moe.triton import launches, layout
-
-    def fits(weight_format: str, hidden: int, inner: int) -> bool:
-        return launches.gluon_fits(
-            layout.prepare(make_experts(weight_format, experts=2, hidden=hidden, inner=inner), 7.0), 0
-        )
-
-    assert fits("mxfp4", 192, 128)
-    refused = [("mxfp4", 192, 96), ("mxfp4", 192, 64), ("mxfp4", 128, 128), ("bfloat16", 192, 128)]
-    assert not any(fits(*each) for each in refused)
+    want = call.run(KERNEL)
+    assert all(torch.equal(call.run(KERNEL), want) for _ in range(10))
 
 
 MUTATIONS: dict[str, tuple[str, str]] = {
@@ -118,7 +106,7 @@ def test_the_check_notices_a_mistake(uneven, mutation, monkeypatch: pytest.Monke
     from npu_gptoss.moe.triton import many_hopper
 
     call = grouped_call(uneven, GROUPS)
-    check(call, call.run(PATHS["many"]))
+    check(call, call.run(KERNEL))
     monkeypatch.setattr(many_hopper, "product", mutated(many_hopper, tmp_path, MUTATIONS[mutation]).product)
     with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check(call, call.run(PATHS["many"]))
+        check(call, call.run(KERNEL))

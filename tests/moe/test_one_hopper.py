@@ -13,18 +13,19 @@ import torch
 from npu_gptoss.moe import Mxfp4Experts
 from npu_gptoss.moe.triton import tuned
 from tests.attention.triton_run import mutated
-from tests.moe.hopper import NEEDS_A_GPU, only_gluon
-from tests.moe.test_triton import EXPERTS, PATHS, TOP_K, check, make_call, make_experts, slices
+from tests.moe.hopper import ON_HOPPER, with_tiles
+from tests.moe.test_triton import EXPERTS, TOP_K, check, make_call, make_experts, slices
 
-pytestmark = NEEDS_A_GPU
+pytestmark = ON_HOPPER
+KERNEL = "moe.experts.gluon_one"
 
 # beside the shape that is used: tiles lower than the layout's, a loop that ends in its middle, a share without inputs
 OTHER = tuned.OneTiles(warps=1, deep=3, down_deep=2, splits=3, registers=168)
 
 
 @pytest.fixture(autouse=True, params=[tuned.ONE, OTHER], ids=["used", "other"])
-def gluon_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with only_gluon(monkeypatch, "ONE", request.param, "few"):
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with with_tiles(monkeypatch, "ONE", request.param):
         yield
 
 
@@ -39,7 +40,7 @@ def uneven() -> Mxfp4Experts:
 )
 def test_any_rows_and_inputs(hidden, inner):
     call = make_call(make_experts("mxfp4", hidden=hidden, inner=inner), 1)
-    check(call, call.run(PATHS["one"]))
+    check(call, call.run(KERNEL))
 
 
 def test_every_expert_of_120b_can_be_chosen():
@@ -47,19 +48,19 @@ def test_every_expert_of_120b_can_be_chosen():
     for seed in range(4):
         call = make_call(weights, 1, seed=seed)
         call.topk_ids[0, 0] = (0, 127, 64, 1)[seed]
-        check(call, call.run(PATHS["one"]))
+        check(call, call.run(KERNEL))
 
 
 def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(uneven):
     call = make_call(slices(uneven, 2, 5), 1, experts=EXPERTS)
     call.topk_ids[0] = torch.tensor([7, 3, -1, 4], device="cuda")
-    check(call, call.run(PATHS["one"]))
+    check(call, call.run(KERNEL))
 
 
 def test_a_rank_to_which_no_token_comes_gives_zero(uneven):
     call = make_call(slices(uneven, 4, 8), 1, experts=EXPERTS)
     call.topk_ids[:] = torch.arange(TOP_K, device="cuda")
-    assert bool((call.run(PATHS["one"]) == 0).all())
+    assert bool((call.run(KERNEL) == 0).all())
 
 
 @pytest.mark.parametrize("exponent", [-60, -20, 20])
@@ -69,13 +70,13 @@ def test_small_and_large_inputs_are_not_lost_in_the_products(uneven, exponent):
     call = make_call(dataclasses.replace(uneven, **none), 1)
     call.hidden *= 2.0**exponent
     call.limit = 1e30
-    check(call, call.run(PATHS["one"]))
+    check(call, call.run(KERNEL))
 
 
 def test_the_same_call_gives_the_same_bits(uneven):
     call = make_call(uneven, 1)
-    want = call.run(PATHS["one"])
-    assert all(torch.equal(call.run(PATHS["one"]), want) for _ in range(20))
+    want = call.run(KERNEL)
+    assert all(torch.equal(call.run(KERNEL), want) for _ in range(20))
 
 
 def test_the_second_projection_asks_for_its_weights_before_it_waits():
@@ -83,7 +84,7 @@ def test_the_second_projection_asks_for_its_weights_before_it_waits():
 
     call = make_call(make_experts("mxfp4", hidden=2880, inner=2880), 1)
     one_hopper.down.device_caches.clear()
-    call.run(PATHS["one"])
+    call.run(KERNEL)
     ((kernels, *_),) = one_hopper.down.device_caches.values()
     (compiled,) = kernels.values()
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
@@ -122,15 +123,15 @@ MUTATIONS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("gluon_only", [OTHER], ids=["other"], indirect=True)
+@pytest.mark.parametrize("tiles", [OTHER], ids=["other"], indirect=True)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_check_notices_a_mistake(uneven, mutation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from npu_gptoss.moe.triton import one_hopper
 
     call = make_call(uneven, 1)
-    check(call, call.run(PATHS["one"]))
+    check(call, call.run(KERNEL))
     wrong = mutated(one_hopper, tmp_path, MUTATIONS[mutation])
     monkeypatch.setattr(one_hopper, "gate_up", wrong.gate_up)
     monkeypatch.setattr(one_hopper, "down", wrong.down)
     with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check(call, call.run(PATHS["one"]))
+        check(call, call.run(KERNEL))

@@ -6,14 +6,16 @@ Uninitialised memory is filled with NaN throughout, so that whatever reads what 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import platform_override
-from npu_gptoss.kernels.rows import FEW_ROWS
+from npu_gptoss.kernels import Bound, bind, current_platform, platform_override
+from npu_gptoss.kernels.platform import SUPPORTED
+from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import (
     AnyExperts,
     ExpertWeights,
@@ -25,6 +27,8 @@ from npu_gptoss.moe import (
     quantize_fp8,
     route,
 )
+from npu_gptoss.moe.operations import EXPERTS as OPERATION
+from npu_gptoss.moe.operations import FEW_ROWS, experts_call
 from npu_gptoss.moe.triton import layout, tuned
 from npu_gptoss.moe.weights import on_device
 from tests.tolerances import assert_close
@@ -32,6 +36,7 @@ from tests.triton import TRITON_HERE
 
 pytestmark = pytest.mark.cuda if torch.cuda.is_available() else TRITON_HERE
 
+ON_THIS_GPU = current_platform()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
@@ -70,7 +75,7 @@ def make_experts(weight_format: str, experts: int = EXPERTS, hidden: int = HIDDE
 
 @dataclasses.dataclass
 class Call:
-    """One call; what `run` is asked for replaces what the call says."""
+    """One call. `run`: by the kernel of that name, whether it would be selected for the call or not."""
 
     weights: AnyExperts
     hidden: torch.Tensor
@@ -79,13 +84,10 @@ class Call:
     limit: float = 7.0
 
     def run(self, kernel: str) -> torch.Tensor:
-        prepared = prepare_experts(self.weights, kernel=kernel, swiglu_limit=self.limit)
-        selected, weights = next(
-            path for path in prepared.paths.values() if kernel in (path[0].name, path[0].kernel.solution)
-        )
-        return selected(
+        spec = registry.kernels[kernel]
+        return spec.function(
             hidden_states=self.hidden,
-            weights=weights,
+            weights=spec.prepare(self.weights, self.limit),
             topk_weights=self.topk_weights,
             topk_ids=self.topk_ids,
             swiglu_limit=self.limit,
@@ -104,7 +106,7 @@ def make_call(
 
 def check(call: Call, got: torch.Tensor) -> None:
     """Against the definition. bf16 rounds activation, products and (many) shares before they cancel in the sum."""
-    want = call.run("reference")
+    want = call.run("moe.experts.reference")
     largest = want.float().abs().max().item() if want.numel() else 0.0
     assert_close(got, want, atol=largest / 128)
 
@@ -264,18 +266,21 @@ def test_routing_of_nan_stays_within_the_experts():
     assert bool(((ids >= 0) & (ids < 8)).all())
 
 
+def names(bound: Bound) -> list[str]:
+    return [run.name for _, run in bound.ranges]
+
+
 def test_all_paths_share_one_copy_of_the_weights(experts):
     prepared = prepare_experts(experts("mxfp4"))
-    assert [run.name for run, _ in prepared.paths.values()] == list(PATHS.values())
-    assert len({id(weights) for _, weights in prepared.paths.values()}) == 1
+    assert names(prepared.bound) == list(PATHS.values())
+    assert [type(weights) for weights in prepared.layouts.values()] == [layout.TiledExperts]
 
 
 def test_an_override_names_a_path_for_the_batches_that_it_is_for(experts, monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "moe.experts.triton_few")
-    prepared = prepare_experts(experts("mxfp4"))
-    assert [run.name for run, _ in prepared.paths.values()] == [PATHS["few"], PATHS["few"], PATHS["many"]]
+    assert names(prepare_experts(experts("mxfp4")).bound) == [PATHS["few"], PATHS["many"]]
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
-    assert {run.name for run, _ in prepare_experts(experts("mxfp4")).paths.values()} == {"moe.experts.small_ops"}
+    assert names(prepare_experts(experts("mxfp4")).bound) == ["moe.experts.small_ops"]
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "triton_fwe")
     with pytest.raises(InputError, match="names no kernel"):
         prepare_experts(experts("mxfp4"))
@@ -317,10 +322,33 @@ def test_the_table_knows_every_format_and_number_of_tokens():
                     assert layout.MOST_ROWS % tiles.rows == 0
 
 
-def test_few_slots_to_an_expert_stay_with_the_triton_kernels():
+SIZES = {"dtype": BF16, "weight": "mxfp4", "num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [(1, "gluon_one"), (48, "gluon_few"), (256, "triton_few"), (2047, "triton_many"), (None, "gluon_many")]),
+        ({"num_experts": 128}, [(1, "gluon_one"), (48, "gluon_few"), (256, "triton_few"), (8191, "triton_many")]),
+        ({"weight": "bfloat16"}, [(1, "triton_one"), (256, "triton_few"), (None, "triton_many")]),
+        ({"hidden_size": 7232}, [(1, "gluon_one"), (256, "triton_few"), (2047, "triton_many"), (None, "gluon_many")]),
+        ({"hidden_size": 128}, [(1, "gluon_one"), (48, "gluon_few"), (256, "triton_few"), (None, "triton_many")]),
+        ({"intermediate_size": 96}, [(1, "gluon_one"), (48, "gluon_few"), (256, "triton_few"), (None, "triton_many")]),
+    ],
+)
+def test_each_program_runs_where_it_was_measured_and_nowhere_that_it_cannot(changes, expected):
+    """Shared memory, whole steps of inputs, and enough pairs to an expert; on a Hopper."""
+    with platform_override(SUPPORTED["cuda"]):
+        bound = bind(OPERATION, functools.partial(experts_call, **{**SIZES, **changes}))
+    got = [(most, run.name.rpartition(".")[2]) for most, run in bound.ranges]
+    assert [name for _, name in got][: len(expected)] == [name for _, name in expected]
+    assert [most for most, _ in got][: len(expected) - 1] == [most for most, _ in expected][:-1]
+
+
+def test_few_slots_to_an_expert_have_the_smaller_tiles():
     (wide, wide_tiles), (tall, tall_tiles) = tuned.GLUON
     slots = (tall * 32 - 1, tall * 32, wide * 32 - 1, wide * 32)
-    assert [tuned.gluon_tiles(each, 32) for each in slots] == [None, tall_tiles, tall_tiles, wide_tiles]
+    assert [tuned.gluon_tiles(each, 32) for each in slots] == [tall_tiles, tall_tiles, tall_tiles, wide_tiles]
 
 
 def test_packed_loops_have_two_products_where_triton_would_get_one_wrong():
@@ -352,22 +380,12 @@ def published() -> Callable[[str], AnyExperts]:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 32, 64, 128, 256, 257, 2048])
 def test_paths_equal_the_definition_at_the_published_sizes(published, weight_format, tokens):
+    """By the kernel that is selected on this GPU, and by the one for any number of tokens."""
     call = make_call(published(weight_format), tokens)
-    prepared = prepare_experts(call.weights)
-    for path in PATHS.values():
-        if (path == PATHS["one"]) == (tokens == 1) or path == PATHS["many"]:
-            if tokens > FEW_ROWS and path != PATHS["many"]:
-                continue
-            selected = {run.name: (run, weights) for run, weights in prepared.paths.values()}[path]
-            run, weights = selected
-            got = run(
-                hidden_states=call.hidden,
-                weights=weights,
-                topk_weights=call.topk_weights,
-                topk_ids=call.topk_ids,
-                swiglu_limit=7.0,
-            )
-            check(call, got)
+    with platform_override(ON_THIS_GPU):
+        selected = prepare_experts(call.weights).bound.of(tokens).name
+    for path in {selected, PATHS["many"]}:
+        check(call, call.run(path))
 
 
 @pytest.mark.cuda
@@ -375,7 +393,8 @@ def test_paths_equal_the_definition_at_the_published_sizes(published, weight_for
 @pytest.mark.parametrize("tokens", [1, 8, 300])
 def test_a_graph_replays_other_tokens_and_experts(tokens):
     weights = make_experts("mxfp4", experts=32, hidden=2880, inner=2880)
-    prepared = prepare_experts(weights)
+    with platform_override(ON_THIS_GPU):
+        prepared = prepare_experts(weights)
     first, second = (make_call(weights, tokens, seed=seed) for seed in (0, 1))
     inputs = [first.hidden.clone(), first.topk_weights.clone(), first.topk_ids.int().clone()]
 

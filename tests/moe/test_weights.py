@@ -9,7 +9,7 @@ import torch
 
 from npu_gptoss import moe
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, accepts, platform_override, register_kernel, select_kernel
+from npu_gptoss.kernels import ANY, Range, accepts, bind, platform_override, register_kernel
 from npu_gptoss.kernels.registry import registering_as, registry
 from npu_gptoss.moe import (
     ExpertWeights,
@@ -146,21 +146,20 @@ def test_a_format_is_kept_only_where_batches_of_every_size_have_a_kernel_for_it(
     """Else the weights would lie there twice, packed for one size of batch and expanded for the others."""
     monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
 
-    def kernel_for(*rows: str) -> None:
+    def kernel_for(name: str, rows: Range) -> None:
         with registering_as("theirs:experts"):
             register_kernel(
-                "moe",
-                "experts",
-                solution="theirs_" + "_".join(rows),
+                registry.operations["moe.experts"],
+                solution=f"theirs_{name}",
                 signatures=(accepts(hidden="bfloat16", weight="mxfp4"),),
-                traits={"activation": ANY, "expert_parallel": ANY, "rows": frozenset(rows)},
+                traits={"activation": ANY, "expert_parallel": ANY, "rows": rows},
                 priority=16,
             )(len)
 
     with platform_override("cpu", frozenset()):
-        kernel_for("many")
+        kernel_for("many", Range(257))
         assert not keeps_format("mxfp4", BF16)
-        kernel_for("one", "few")
+        kernel_for("few", Range(most=256))
         assert keeps_format("mxfp4", BF16)
     registry.generation += 1  # both go again
 
@@ -188,16 +187,17 @@ def test_moved_experts_take_their_map_along(name):
 def test_kernels_are_asked_whether_they_know_experts_of_other_ranks(monkeypatch):
     asked = []
 
-    def ask(operation, call, traits):
-        asked.append((str(call), traits["expert_parallel"], traits["rows"]))
-        return select_kernel(operation, call, traits)
+    def ask(operation, describe, kernel):
+        call, traits = describe(3)
+        asked.append((str(call), traits["expert_parallel"], traits["rows"], traits["pairs_per_expert"]))
+        return bind(operation, describe, kernel)
 
-    monkeypatch.setattr(moe, "select_kernel", ask)
+    monkeypatch.setattr(moe, "bind", ask)
     weights = make_layer(1, BF16).weights
     for share, parallel in ((weights, False), (local_share(weights, 2, 5), True)):
         asked.clear()
         prepare_experts(share)
-        assert asked == [("hidden bfloat16, weight bfloat16", parallel, rows) for rows in ("one", "few", "many")]
+        assert asked == [("hidden bfloat16, weight bfloat16", parallel, 3, 3 * 4 / EXPERTS)]
 
 
 def test_any_negative_id_is_padding():

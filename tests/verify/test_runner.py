@@ -37,8 +37,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def attention(function: Callable[..., Any], dtype: str = "float32", **traits: Any) -> None:
     register(
-        "attention",
-        "paged",
+        registry.operations["attention.paged"],
         solution="mine",
         signatures=(accepts(query=dtype, kv=dtype, sinks=dtype),),
         traits={**TRAITS, **traits},
@@ -138,7 +137,9 @@ def test_a_kernel_for_which_no_call_can_be_made_is_not_called_right() -> None:
 
 def test_an_operation_without_a_check_is_not_called_right() -> None:
     define_operation("toy", "add", roles=("x",), traits=(), summary="adds one")
-    register("toy", "add", solution="mine", signatures=(accepts(x="float32"),), traits={}, priority=4)(len)
+    register(
+        registry.operations["toy.add"], solution="mine", signatures=(accepts(x="float32"),), traits={}, priority=4
+    )(len)
     report = verified("toy.add.mine")
     assert not report.ok
     assert report.reasons == ["there is no check of the operation toy.add"]
@@ -171,8 +172,7 @@ def test_a_filter_that_matches_nothing_names_what_there_is() -> None:
     with pytest.raises(InputError, match=r"'attenton' names no kernel: .*attention.paged.small_ops.*mxfp4.expand"):
         targets(CPU, "attenton")
     register(
-        "moe",
-        "route",
+        registry.operations["moe.route"],
         solution="elsewhere",
         capability=Capability.of("ascend"),
         signatures=(accepts(logits="float32"),),
@@ -198,7 +198,7 @@ def test_a_filter_is_a_part_of_a_name_or_a_pattern(text: str, found: list[str]) 
 def routing(function: Callable[..., Any]) -> Target:
     """Registers a routing kernel, whose calls cost nothing."""
     options = {"solution": "mine", "signatures": (accepts(logits="float32"),), "traits": {}, "priority": 4}
-    register("moe", "route", **options)(function)
+    register(registry.operations["moe.route"], **options)(function)
     return targets(CPU, "moe.route.mine")[0][0]
 
 

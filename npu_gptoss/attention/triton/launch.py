@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
 from npu_gptoss.attention.metadata import DecodeMetadata, StepMetadata
+from npu_gptoss.attention.triton import launch_prompts
 from npu_gptoss.attention.triton.launch_decode import decode
-from npu_gptoss.attention.triton.launch_prompts import Tiling, prefill, tiling_for
+from npu_gptoss.attention.triton.launch_prompts import Tiling, prefill
 from npu_gptoss.attention.triton.plan import Plan, Rows, make_plan
 from npu_gptoss.errors import InputError
 
@@ -21,6 +24,8 @@ def run(
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
+    *,
+    hopper: bool = False,
 ) -> None:
     """As `paged_attention` of the family."""
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -34,13 +39,16 @@ def run(
         raise InputError(f"scale must be positive, got {scale}")
     query = query if query.stride(-1) == 1 else query.contiguous()
     group = triton.next_power_of_2(query.shape[1] // key_cache.shape[2])
-    tiling = tiling_for(query, group, sliding_window)
+    tiling = launch_prompts.HOPPER if hopper else launch_prompts.tiling_for(query.dtype, sliding_window)
     plan = _plan(metadata, sliding_window, tiling, group, query.device)
     call = (query, key_cache, value_cache, metadata.block_table, sinks.contiguous(), scale, sliding_window, out)
     if plan.decode is not None:
         decode(*call, plan.decode)
     for prompts in plan.rounds:
         prefill(*call, prompts, tiling)
+
+
+run_gluon = functools.partial(run, hopper=True)
 
 
 def _plan(metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, group: int, device: torch.device) -> Plan:

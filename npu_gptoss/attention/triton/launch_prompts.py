@@ -14,7 +14,7 @@ from npu_gptoss.attention.triton.launch_decode import LOG2_E
 from npu_gptoss.attention.triton.plan import Prompts
 from npu_gptoss.attention.triton.prefill import prefill_kernel
 from npu_gptoss.attention.window import keys_before
-from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 
 GATHER_KEYS = 64
 
@@ -41,12 +41,11 @@ WIDE = Tiling(rows=32, keys=32, warps=4, stages=1)
 HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
 
 
-def tiling_for(query: torch.Tensor, group: int, sliding_window: int | None) -> Tiling:
-    if query.dtype == torch.float32:
+def tiling_for(dtype: torch.dtype, sliding_window: int | None) -> Tiling:
+    """Of the Triton kernel."""
+    if dtype == torch.float32:
         return WIDE
-    if sliding_window is not None:
-        return WINDOW
-    return HOPPER if query.shape[2] == 64 and group <= 64 and has_hopper(query.device.index) else FULL
+    return FULL if sliding_window is None else WINDOW
 
 
 def prefill(

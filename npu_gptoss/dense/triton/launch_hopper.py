@@ -1,25 +1,21 @@
-"""Launches of the Gluon kernels: which calls they take, and how large the ring of a projection's program is."""
+"""Launches of the Gluon kernels, and how large the ring of a projection's program is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from npu_gptoss.dense.triton.device import halves
-from npu_gptoss.dense.triton.launches import arrivals, flat
-from npu_gptoss.dense.weights import Weight
-from npu_gptoss.kernels.triton_launch import has_hopper, launch_options
+from npu_gptoss.dense.triton.launches import add_norm, arrivals, flat
+from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
 
 HEAD_DIM = 64
-MOST_ROWS = 32  # of x, as far as it was measured; each program reads all of them
-# From where on the router is worth a launch besides the norm's: rows, and rows times experts
-FEWEST_ROUTED, FEWEST_LOGITS = 33, 4096
 ROUTER_WARPS = 16
 
 
@@ -36,37 +32,8 @@ class Ring:
 
 
 # Measured on an H200 in the engine, at gpt-oss's sizes (with 1, 8 and 32 requests): tokens up to -> ring.
-QKV = ((16, Ring(256, 5)), (MOST_ROWS, Ring(256, 3)))
-LINEAR = ((16, Ring(256, 5, splits=2)), (MOST_ROWS, Ring(128, 4, splits=4)))
-
-
-def takes(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether the Gluon kernels can multiply these, and are the better ones."""
-    return (
-        isinstance(weight, torch.Tensor)
-        and weight.dtype == x.dtype == torch.bfloat16
-        and weight.is_contiguous()
-        and 0 < len(x) <= MOST_ROWS
-        and x.shape[1] % 8 == 0  # the tensor memory accelerator wants rows that begin at multiples of 16 bytes
-        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
-        and has_hopper(x.device.index)
-    )
-
-
-def routes(residual: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the Gluon router can take these rows and experts, and is the better one."""
-    experts, hidden = weight.shape
-    return (
-        len(residual) >= FEWEST_ROUTED
-        and len(residual) * experts >= FEWEST_LOGITS
-        and residual.dtype == weight.dtype == torch.bfloat16
-        and weight.is_contiguous()
-        and experts >= 32
-        and triton.next_power_of_2(experts) == experts
-        and hidden % 8 == 0
-        and min(halves(hidden)) >= 64 * ROUTER_WARPS  # what the matrix instructions of a warp take, of both
-        and has_hopper(residual.device.index)
-    )
+QKV = ((16, Ring(256, 5)), (32, Ring(256, 3)))
+LINEAR = ((16, Ring(256, 5, splits=2)), (32, Ring(128, 4, splits=4)))
 
 
 def _ring(table: tuple[tuple[int, Ring], ...], tokens: int) -> Ring:
@@ -78,6 +45,29 @@ def _columns(tokens: int) -> int:
 
 
 def qkv(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.qkv`. rest: of `project`."""
+    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    return hidden, project(normed, **rest)
+
+
+def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """As `dense.output`. The tensor memory accelerator wants rows that begin at multiples of 16 bytes."""
+    if not attended.is_contiguous() or attended.data_ptr() % 16:
+        attended = attended.clone(memory_format=torch.contiguous_format)
+    return linear(attended, **rest)
+
+
+def router(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `dense.router`; ids int32. rest: of `routed`."""
+    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    return hidden, normed, *routed(normed, **rest)
+
+
+def project(
     normed: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -164,7 +154,7 @@ def linear(
     return out
 
 
-def router(
+def routed(
     normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, live: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """normed [tokens, inputs] -> weights [tokens, top_k] float32 and ids int32, as `dense.router`."""

@@ -6,11 +6,13 @@ Block shapes were measured on an H200 at gpt-oss's sizes, cold caches (docs/benc
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 import triton
 
+from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.triton.argmax import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
@@ -18,10 +20,10 @@ from npu_gptoss.dense.triton.norm import add_norm_kernel
 from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.skinny import skinny_kernel
-from npu_gptoss.dense.weights import RowScaled, Weight
+from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.rows import FEW_ROWS
 from npu_gptoss.kernels.triton_launch import launch_options
+from npu_gptoss.moe.operations import FEW_ROWS
 
 if TYPE_CHECKING:
     from npu_gptoss.attention import StepMetadata
@@ -273,6 +275,54 @@ def rope_cache(
     return query
 
 
+def qkv_skinny(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.qkv`, for few tokens and weights in eight bits. rest: of `rope_cache`."""
+    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    return hidden, rope_cache(linear_few(normed, weight, bias, None), **rest)
+
+
+def qkv(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: Weight,
+    bias: torch.Tensor,
+    **rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
+    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    return hidden, rope_cache(F.linear(normed, expanded(weight, normed.dtype), bias), **rest)
+
+
+def output_gemv(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """As `dense.output`."""
+    return linear_gemv(attended, **rest)
+
+
+def output_skinny(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """As `dense.output`, for few tokens."""
+    return linear_few(attended, **rest)
+
+
+def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+    """As `dense.logits`."""
+    linear_gemv(normed, weight, None, None, out)
+
+
+def logits_skinny(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+    """As `dense.logits`, for few tokens."""
+    linear_few(normed, weight, None, None, out)
+
+
 @functools.cache
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
@@ -339,6 +389,14 @@ def router(
         **launch_options(residual, warps),
     )
     return new_residual, normed, topk_weights, topk_ids
+
+
+def router_after_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
+    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    return hidden, normed, *route_live(normed, **rest)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:

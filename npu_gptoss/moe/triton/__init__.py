@@ -1,8 +1,7 @@
-"""Routing and experts as Triton kernels for CUDA.
+"""Routing and experts as Triton and Gluon kernels for CUDA.
 
-Three paths share one layout of the weights (`layout.py`): a single token (`few.py`; on Hopper, in MXFP4,
-`one_hopper.py`), a decode batch (`few.py`; on Hopper, for small ones in MXFP4, `few_hopper.py`), a prefill (`many.py`;
-on Hopper, for long ones in MXFP4, `many_hopper.py`).
+All share one layout of the weights (`layout.py`): for a single token (`few.py`, `one_hopper.py`), a decode batch
+(`few.py`, `few_hopper.py`), a prefill (`many.py`, `many_hopper.py`). Those in Gluon are for MXFP4 on Hopper.
 Weights stay in bfloat16, FP8 or MXFP4 and are opened in registers (`device.py`). `tuned.py` is the table of tile sizes,
 `launches.py` the host's side. Triton is imported at the first call, so that a machine without it can list these
 kernels.
@@ -10,106 +9,86 @@ kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-
-from npu_gptoss.kernels import ANY, Capability, Priority, accepts, register_kernel
-from npu_gptoss.kernels.rows import FEW, MANY, ONE
+from npu_gptoss.kernels import ANY, HOPPER, TRITON, Priority, Range, Where, accepts, register_kernel
 from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
-from npu_gptoss.moe.triton.layout import prepare
+from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
+from npu_gptoss.moe.triton.layout import INPUTS, prepare
+from npu_gptoss.moe.triton.tuned import FEW, GLUON
 
-if TYPE_CHECKING:
-    from npu_gptoss.moe.triton.layout import TiledExperts
+LAUNCHES = "npu_gptoss.moe.triton.launches"
+TRAITS = {"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY}
+# The inputs of all columns of `few_hopper` in shared memory, of which half is enough for any model here.
+STAGED = Range(most=112 * 1024 // (2 * max(shape.slots for _, shape in FEW)))
 
-CUDA = Capability.of("cuda", features=("triton",))
-TAKES = (accepts(hidden="bfloat16", weight=("bfloat16", *PACKED_FORMATS)),)
+
+def _whole_steps(least: int) -> Where:
+    """For `many_hopper`: more than one step of inputs and more than one of the layout's tallest tiles (loops of one are
+    folded, and Triton 3.6 does not compile what is left)."""
+    return Where(f"a multiple of {INPUTS} above {least}", lambda size: size > least and size % INPUTS == 0)
 
 
-@register_kernel(
-    ROUTE.family,
-    ROUTE.mode,
+register_kernel(
+    ROUTE,
     solution="triton",
-    capability=CUDA,
+    capability=TRITON,
     signatures=(accepts(logits=WEIGHT_DTYPES),),
-    traits={},
     priority=Priority.PERFORMANT,
+    function=f"{LAUNCHES}:route",
+    summary="One launch; of equal logits the expert with the lower number comes first.",
 )
-def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch; of equal logits the expert with the lower number comes first."""
-    from npu_gptoss.moe.triton import launches
-
-    return launches.route(logits, top_k)
-
-
-@register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
-    solution="triton",
-    name="moe.experts.triton_one",
-    capability=CUDA,
-    signatures=TAKES,
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": frozenset({ONE})},
-    priority=Priority.SPECIALISED,
-    prepare=prepare,
-)
-def expert_mlp_one(
-    hidden_states: torch.Tensor,
-    weights: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> torch.Tensor:
-    """A program for each tile of rows of each expert that the token chose; the ids stay on the device."""
-    from npu_gptoss.moe.triton import launches
-
-    return launches.expert_mlp_few(hidden_states, weights, topk_weights, topk_ids, swiglu_limit, one=True)
-
-
-@register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
-    solution="triton",
-    name="moe.experts.triton_few",
-    capability=CUDA,
-    signatures=TAKES,
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": frozenset({ONE, FEW})},
-    priority=Priority.PERFORMANT + 1,
-    prepare=prepare,
-)
-def expert_mlp_few(
-    hidden_states: torch.Tensor,
-    weights: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> torch.Tensor:
-    """Direct grouped products: each program finds its expert's tokens, each distinct expert is read once."""
-    from npu_gptoss.moe.triton import launches
-
-    return launches.expert_mlp_few(hidden_states, weights, topk_weights, topk_ids, swiglu_limit, one=False)
-
-
-@register_kernel(
-    EXPERTS.family,
-    EXPERTS.mode,
-    solution="triton",
-    name="moe.experts.triton_many",
-    capability=CUDA,
-    signatures=TAKES,
-    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY, "rows": frozenset({ONE, FEW, MANY})},
-    priority=Priority.PERFORMANT,
-    prepare=prepare,
-)
-def expert_mlp_many(
-    hidden_states: torch.Tensor,
-    weights: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> torch.Tensor:
-    """Sorted, ragged grouped products over a grid that depends on shapes alone."""
-    from npu_gptoss.moe.triton import launches
-
-    return launches.expert_mlp_many(hidden_states, weights, topk_weights, topk_ids, swiglu_limit)
+for _name, _sizes, _priority, _summary in (
+    (
+        "triton_one",
+        {"rows": Range(most=1)},
+        Priority.SPECIALISED,
+        "A program for each tile of rows of each expert that the token chose; the ids stay on the device.",
+    ),
+    (
+        "triton_few",
+        {"rows": Range(most=FEW_ROWS)},
+        Priority.PERFORMANT + 1,
+        "Direct grouped products: each program finds its expert's tokens, each distinct expert is read once.",
+    ),
+    (
+        "triton_many",
+        {},
+        Priority.PERFORMANT,
+        "Sorted, ragged grouped products over a grid that depends on shapes alone.",
+    ),
+    (
+        "gluon_one",
+        {"rows": Range(most=1)},
+        Priority.SPECIALISED + 2,
+        "As triton_one, with steps of 256 inputs in registers.",
+    ),
+    (
+        "gluon_few",
+        {"rows": Range(most=FEW[-1][0]), "hidden_size": STAGED, "intermediate_size": STAGED},
+        Priority.SPECIALISED + 1,
+        "As triton_few, with the tokens' inputs in shared memory.",
+    ),
+    (
+        "gluon_many",
+        {
+            "rows": Range(FEW_ROWS + 1),
+            "pairs_per_expert": Range(GLUON[-1][0]),
+            "hidden_size": _whole_steps(2 * INPUTS),
+            "intermediate_size": _whole_steps(INPUTS),
+        },
+        Priority.SPECIALISED,
+        "As triton_many, with copies and products in warps of their own.",
+    ),
+):
+    _gluon = _name.startswith("gluon")
+    register_kernel(
+        EXPERTS,
+        solution=_name.partition("_")[0],
+        name=f"{EXPERTS.name}.{_name}",
+        capability=HOPPER if _gluon else TRITON,
+        signatures=(accepts(hidden="bfloat16", weight="mxfp4" if _gluon else ("bfloat16", *PACKED_FORMATS)),),
+        traits={**TRAITS, **_sizes},
+        priority=_priority,
+        prepare=prepare,
+        function=f"{LAUNCHES}:{_name}",
+        summary=_summary,
+    )

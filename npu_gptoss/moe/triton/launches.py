@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import INTERPRETED, has_hopper, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.combine import combine
-from npu_gptoss.moe.triton.layout import INPUTS, MOST_ROWS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import ONE, FewTiles, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
+from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
+from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
 _SORT_PROGRAMS = 128  # at most: each reads what all others counted
 _COMBINE_ROWS = 1024
-_STAGED_BYTES = 112 * 1024  # of inputs that `few_hopper` keeps in shared memory
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, warps: int, **constants: Any) -> None:
@@ -61,15 +61,39 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return weights, ids
 
 
-def _inputs(
-    hidden: torch.Tensor, experts: TiledExperts, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class _Call:
     """Contiguous inputs, and the map (some tensor where there is none: its pointer is not followed)."""
-    if hidden.dtype != torch.bfloat16:
-        raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden.dtype}")
+
+    hidden: torch.Tensor
+    experts: TiledExperts
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor
+    swiglu_limit: float
+
+    @property
+    def slots(self) -> int:
+        return self.topk_ids.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.topk_ids.shape[1]
+
+
+def _call(
+    hidden_states: torch.Tensor,
+    weights: TiledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    swiglu_limit: float,
+) -> _Call:
+    if hidden_states.dtype != torch.bfloat16:
+        raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}")
     topk_ids = topk_ids.contiguous()
-    expert_map = topk_ids if experts.expert_map is None else experts.expert_map
-    return hidden.contiguous(), topk_weights.float().contiguous(), topk_ids, expert_map
+    expert_map = topk_ids if weights.expert_map is None else weights.expert_map
+    topk_weights = topk_weights.float().contiguous()
+    return _Call(hidden_states.contiguous(), weights, topk_weights, topk_ids, expert_map, swiglu_limit)
 
 
 def _scales(matrix: TiledMatrix) -> torch.Tensor:
@@ -94,32 +118,44 @@ def _assigned(
     return lists, counts
 
 
-def expert_mlp_few(
-    hidden: torch.Tensor,
-    experts: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-    *,
-    one: bool,
-) -> torch.Tensor:
-    """Three launches for a single token (`one`), else four."""
-    hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
-    (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
-    if one and one_in_gluon(experts, hidden.device.index):
-        from npu_gptoss.moe.triton import one_hopper
+def gluon_one(**arguments: Any) -> torch.Tensor:
+    """Three launches for a single token."""
+    from npu_gptoss.moe.triton import one_hopper
 
-        shares = one_hopper.shares_of(hidden, experts, expert_map, topk_weights, topk_ids, swiglu_limit, ONE)
-        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
-    lists, counts = (topk_ids, topk_ids) if one else _assigned(topk_ids, expert_map, experts)
-    shape = None if one else few_gluon_tiles(tokens)
-    if shape is not None and few_in_gluon(experts, shape, hidden.device.index):
-        from npu_gptoss.moe.triton import few_hopper
+    call = _call(**arguments)
+    shares = one_hopper.shares_of(
+        call.hidden, call.experts, call.expert_map, call.topk_weights, call.topk_ids, call.swiglu_limit, ONE
+    )
+    return _combined(shares, call)
 
-        shares = few_hopper.shares_of(hidden, experts, lists, counts, topk_weights, swiglu_limit, shape)
-        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+
+def gluon_few(**arguments: Any) -> torch.Tensor:
+    """Four launches."""
+    from npu_gptoss.moe.triton import few_hopper
+
+    call = _call(**arguments)
+    lists, counts = _assigned(call.topk_ids, call.expert_map, call.experts)
+    shape = few_gluon_tiles(len(call.hidden))
+    shares = few_hopper.shares_of(call.hidden, call.experts, lists, counts, call.topk_weights, call.swiglu_limit, shape)
+    return _combined(shares, call)
+
+
+def triton_one(**arguments: Any) -> torch.Tensor:
+    """Three launches for a single token."""
+    call = _call(**arguments)
+    return _few(call, call.topk_ids, call.topk_ids, one=True)
+
+
+def triton_few(**arguments: Any) -> torch.Tensor:
+    """Four launches."""
+    call = _call(**arguments)
+    return _few(call, *_assigned(call.topk_ids, call.expert_map, call.experts), one=False)
+
+
+def _few(call: _Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -> torch.Tensor:
+    hidden, experts, slots = call.hidden, call.experts, call.slots
     gate_up, down = experts.gate_up, experts.down
-    up_shape, down_shape = tiles(experts.format, "few", tokens)
+    up_shape, down_shape = tiles(experts.format, "few", len(hidden))
     splits = down_shape.splits
     inner = hidden.new_empty(slots, down.inputs)
     shares = torch.empty(slots, splits, down.rows, dtype=torch.float32, device=hidden.device)
@@ -130,51 +166,37 @@ def expert_mlp_few(
         "EXPERTS": experts.num_experts,
         "BE": triton.next_power_of_2(experts.num_experts),
     }
-    routing = (topk_ids, expert_map, lists, counts)
+    routing = (call.topk_ids, call.expert_map, lists, counts)
     programs = slots if one else min(slots, experts.num_experts)
     _launch(
         few.gate_up,
         (triton.cdiv(gate_up.rows, up_shape.rows), programs),
-        (hidden, *routing, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, swiglu_limit),
+        (hidden, *routing, gate_up.words, _scales(gate_up), gate_up.bias, inner, slots, call.swiglu_limit),
         warps=up_shape.warps,
-        TOP_K=top_k,
+        TOP_K=call.top_k,
         **common,
         **_constants(gate_up, up_shape),
     )
     _launch(
         few.down,
         (triton.cdiv(down.rows, down_shape.rows), programs, splits),
-        (inner, *routing, topk_weights, down.words, _scales(down), down.bias, shares, slots),
+        (inner, *routing, call.topk_weights, down.words, _scales(down), down.bias, shares, slots),
         warps=down_shape.warps,
         SPLITS=splits,
         **common,
         **_constants(down, down_shape),
     )
-    return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+    return _combined(shares, call)
 
 
-def expert_mlp_many(
-    hidden: torch.Tensor,
-    experts: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> torch.Tensor:
+def triton_many(**arguments: Any) -> torch.Tensor:
     """Five launches: two for the sort, the two products, the sum."""
-    hidden, topk_weights, topk_ids, expert_map = _inputs(hidden, experts, topk_weights, topk_ids)
-    (tokens, top_k), slots = topk_ids.shape, topk_ids.numel()
+    call = _call(**arguments)
+    hidden, experts, slots = call.hidden, call.experts, call.slots
     gate_up, down = experts.gate_up, experts.down
-    padded_experts = triton.next_power_of_2(experts.num_experts)
-    order, ends = sorted_slots(topk_ids, expert_map, experts, padded_experts)
-    inner = hidden.new_empty(slots, down.inputs)
-    shares = hidden.new_empty(slots, down.rows)
-    all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()
-    gluon_shape = gluon_tiles(slots, all_ranks_experts)
-    if gluon_shape is not None and gluon_fits(experts, hidden.device.index):
-        _products_in_gluon(hidden, experts, topk_weights, order, ends, inner, shares, swiglu_limit, top_k, gluon_shape)
-        return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
-    up_shape, down_shape = tiles(experts.format, "many", tokens)
-    common = {"FORMAT": experts.format, "EXPERTS": experts.num_experts, "BE": padded_experts}
+    order, ends, inner, shares = _sorted(call)
+    up_shape, down_shape = tiles(experts.format, "many", len(hidden))
+    common = {"FORMAT": experts.format, "EXPERTS": experts.num_experts, "BE": ends.shape[0]}
 
     def programs(matrix: TiledMatrix, shape: Tiles) -> tuple[int]:
         full_and_last = slots // shape.columns + min(experts.num_experts, slots)
@@ -183,75 +205,68 @@ def expert_mlp_many(
     _launch(
         many.gate_up,
         programs(gate_up, up_shape),
-        (hidden, order, ends, gate_up.words, _scales(gate_up), gate_up.bias, inner, swiglu_limit),
+        (hidden, order, ends, gate_up.words, _scales(gate_up), gate_up.bias, inner, call.swiglu_limit),
         warps=up_shape.warps,
-        TOP_K=top_k,
+        TOP_K=call.top_k,
         **common,
         **_constants(gate_up, up_shape),
     )
     _launch(
         many.down,
         programs(down, down_shape),
-        (inner, order, ends, topk_weights, down.words, _scales(down), down.bias, shares),
+        (inner, order, ends, call.topk_weights, down.words, _scales(down), down.bias, shares),
         warps=down_shape.warps,
         **common,
         **_constants(down, down_shape),
     )
-    return _combined(shares, topk_ids, expert_map, experts, hidden, top_k)
+    return _combined(shares, call)
 
 
-def one_in_gluon(experts: TiledExperts, device: int | None) -> bool:
-    """Whether `one_hopper` computes with these weights on this device."""
-    return experts.format == "mxfp4" and has_hopper(device)
+def gluon_many(**arguments: Any) -> torch.Tensor:
+    """Five launches, as `triton_many`."""
+    call = _call(**arguments)
+    order, ends, inner, shares = _sorted(call)
+    experts = call.experts
+    all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()
+    _products_in_gluon(call, order, ends, inner, shares, gluon_tiles(call.slots, all_ranks_experts))
+    return _combined(shares, call)
 
 
-def few_in_gluon(experts: TiledExperts, shape: FewTiles, device: int | None) -> bool:
-    """Whether `few_hopper` computes with these weights on this device: rows of inputs for all columns must fit into
-    what a multiprocessor has of shared memory, of which half is enough for any model here."""
-    widest = max(experts.gate_up.inputs, experts.down.inputs)
-    return experts.format == "mxfp4" and 2 * widest * shape.slots <= _STAGED_BYTES and has_hopper(device)
-
-
-def gluon_fits(experts: TiledExperts, device: int | None) -> bool:
-    """Whether `many_hopper` can compute with these weights on this device: whole steps of inputs, and more than one of
-    them and of the layout's tallest tiles (loops of one are folded, and Triton 3.6 does not compile what is left)."""
-    matrices = experts.gate_up, experts.down
-    return (
-        experts.format == "mxfp4"
-        and all(m.inputs % INPUTS == 0 and m.inputs > INPUTS and m.rows > MOST_ROWS for m in matrices)
-        and has_hopper(device)
-    )
+def _sorted(call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The slots in the order of their experts, where each expert's end, and memory for both products' results."""
+    padded_experts = triton.next_power_of_2(call.experts.num_experts)
+    order, ends = sorted_slots(call.topk_ids, call.expert_map, call.experts, padded_experts)
+    down = call.experts.down
+    inner, shares = (call.hidden.new_empty(call.slots, size) for size in (down.inputs, down.rows))
+    return order, ends, inner, shares
 
 
 def _products_in_gluon(
-    hidden: torch.Tensor,
-    experts: TiledExperts,
-    topk_weights: torch.Tensor,
+    call: _Call,
     order: torch.Tensor,
     ends: torch.Tensor,
     inner: torch.Tensor,
     shares: torch.Tensor,
-    swiglu_limit: float,
-    top_k: int,
     shape: GluonTiles,
 ) -> None:
     """Fills inner and shares."""
     from npu_gptoss.moe.triton import many_hopper
 
+    hidden, experts = call.hidden, call.experts
     grid = (torch.cuda.get_device_properties(hidden.device).multi_processor_count,)
     for x, matrix, out in ((hidden, experts.gate_up, inner), (inner, experts.down, shares)):
         many_hopper.product[grid](
             x,
             order,
             ends,
-            topk_weights,
+            call.topk_weights,
             matrix.words,
             matrix.scales,
             matrix.bias,
             out,
-            swiglu_limit,
+            call.swiglu_limit,
             GATE_UP=x is hidden,
-            TOP_K=top_k,
+            TOP_K=call.top_k,
             BE=ends.shape[0],
             R=matrix.rows,
             K=matrix.inputs,
@@ -288,24 +303,17 @@ def sorted_slots(
     return order, ends
 
 
-def _combined(
-    shares: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor,
-    experts: TiledExperts,
-    hidden: torch.Tensor,
-    top_k: int,
-) -> torch.Tensor:
+def _combined(shares: torch.Tensor, call: _Call) -> torch.Tensor:
     rows, splits = shares.shape[-1], shares.shape[1] if shares.dim() == 3 else 1
     block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
-    out = hidden.new_empty(hidden.shape[0], rows)
+    out = call.hidden.new_empty(call.hidden.shape[0], rows)
     _launch(
         combine,
-        (triton.cdiv(rows, block), hidden.shape[0]),
-        (shares, topk_ids, expert_map, out),
+        (triton.cdiv(rows, block), call.hidden.shape[0]),
+        (shares, call.topk_ids, call.expert_map, out),
         warps=4,
-        TOP_K=top_k,
-        HAS_MAP=experts.expert_map is not None,
+        TOP_K=call.top_k,
+        HAS_MAP=call.experts.expert_map is not None,
         SPLITS=splits,
         R=rows,
         BR=block,

@@ -72,7 +72,7 @@ class GluonTiles:
     fetch: int
 
 
-# (slots to an expert, at least) -> tiles; the first that fits. Fewer slots: the Triton kernels.
+# (pairs to an expert, at least) -> tiles; the first that fits. Fewer: the Triton kernels.
 GLUON: tuple[tuple[int, GluonTiles], ...] = (
     (1536, GluonTiles(64, 256, 5, 208, 88)),
     (256, GluonTiles(128, 128, 7, 224, 56)),
@@ -121,14 +121,12 @@ FEW: tuple[tuple[int, FewTiles], ...] = (
 )
 
 
-def few_gluon_tiles(tokens: int) -> FewTiles | None:
-    """For MXFP4 on Hopper; None where the Triton kernels are faster."""
-    return next((shape for most, shape in FEW if tokens <= most), None)
+def few_gluon_tiles(tokens: int) -> FewTiles:
+    return next(shape for most, shape in FEW if tokens <= most)
 
 
-def gluon_tiles(slots: int, experts: int) -> GluonTiles | None:
-    """For MXFP4 on Hopper; None where the Triton kernels are faster."""
-    return next((shape for least, shape in GLUON if slots >= least * experts), None)
+def gluon_tiles(slots: int, experts: int) -> GluonTiles:
+    return next((shape for least, shape in GLUON if slots >= least * experts), GLUON[-1][1])
 
 
 def tiles(weight_format: str, path: str, tokens: int) -> tuple[Tiles, Tiles]:

@@ -114,7 +114,8 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         if attn_metadata is None:  # profiling, and the capture of the pieces around attention
             return output.zero_()
         key_cache, value_cache = kv_cache
-        write_kv_cache(key, value, key_cache, value_cache, attn_metadata)
+        write, attend = self.kernels.of(query, key_cache, self.sinks)
+        write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
         if captured.capturing(get_forward_context()):
             return captured.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
         return paged_attention(
@@ -126,4 +127,5 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
             scale=self.scale,
             sliding_window=self.window,
             out=output,
+            kernel=attend,
         )

@@ -73,8 +73,8 @@ def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | N
     call = signature(query=dtype, kv=dtype, sinks=dtype)
     for sliding_window in (False, True):
         traits = {"head_dim": head_dim, "block_size": block_size, "sliding_window": sliding_window}
-        kernel = select_kernel(PAGED, call, traits).kernel
-        if kernel.solution not in ("ascend", "ascend_fp32"):
+        kernel = select_kernel(PAGED, call, {**traits, "group_size": 8, "max_query_len": 1}).kernel
+        if kernel.solution != "ascend":
             return kernel.name
     return None
 

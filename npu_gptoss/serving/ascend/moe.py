@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.moe import PreparedExperts, expert_mlp, route
+from npu_gptoss.moe import PreparedExperts, expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
 from npu_gptoss.serving.lines.ascend import UNUSED_EXPERTS_OPTIONS, MoECommMethod, TokenDispatcherWithAllGather
 from npu_gptoss.serving.lines.vllm import get_forward_context
@@ -38,7 +38,7 @@ class AscendExpertsMethod(GptOssExpertsMethod):
         """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts are to see."""
         self._check(activation, renormalize, options)
         prepared = layer.prepared_experts
-        topk_weights, topk_ids = route(router_logits, top_k)
+        topk_weights, topk_ids = self.route(router_logits, top_k)
         if enable_force_load_balance:  # in the profile run, whose rows are all alike
             topk_ids = torch.randint_like(topk_ids, 0, global_num_experts)
         method = get_forward_context().moe_comm_method

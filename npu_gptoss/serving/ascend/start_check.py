@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from npu_gptoss.attention import ascend
+from npu_gptoss.attention import ascend, paged_call
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import SelectedKernel, select_kernel, signature
-from npu_gptoss.kernels.rows import MANY
-from npu_gptoss.moe.activation import SWIGLUOAI
-from npu_gptoss.moe.operations import EXPERTS, ROUTE
+from npu_gptoss.kernels import SelectedKernel, select_kernel
+from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, ROUTE, experts_call, route_call
 from npu_gptoss.selftest import dense, experts
 from npu_gptoss.selftest.attention import BLOCK, CASES, HEAD_DIM, outcomes
 from npu_gptoss.selftest.experts import Sizes
@@ -38,8 +36,9 @@ REPEATS = 3
 @functools.cache
 def attention(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError with each wrong call and its suspect, unless there is a way round, which is then taken."""
-    traits = {"head_dim": HEAD_DIM, "block_size": BLOCK, "sliding_window": False}
-    if not _is_of_cann(select_kernel(PAGED, signature(query=dtype, kv=dtype, sinks=dtype), traits)):
+    query = torch.empty(1, heads, HEAD_DIM, device="meta", dtype=dtype)
+    cache = torch.empty(1, BLOCK, kv_heads, HEAD_DIM, device="meta", dtype=dtype)
+    if not _is_of_cann(select_kernel(PAGED, *paged_call(1, query, cache, query, None))):
         return
     wrong = _wrong(heads, kv_heads, dtype, device)
     if wrong and all(outcome.merged_heads for outcome in wrong):
@@ -86,12 +85,20 @@ def _share(config: VllmConfig) -> Sizes:
 @functools.cache
 def routed(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError for wrong routing or experts, where CANN's operators are what serves."""
-    if _is_of_cann(select_kernel(ROUTE, signature(logits=dtype), {})):
+    if _is_of_cann(select_kernel(ROUTE, *route_call(dtype))):
         shapes = [(tokens, sizes.experts) for tokens in (1, 257)]
         wrong = [found.sentence() for found in experts.gates(shapes, device, dtype) if found.problem]
         _refuse("routing computes", wrong, ROUTE.name)
-    traits = {"activation": SWIGLUOAI, "expert_parallel": sizes.is_part, "rows": MANY}
-    if _is_of_cann(select_kernel(EXPERTS, signature(hidden=dtype, weight=dtype), traits)):
+    call = experts_call(
+        FEW_ROWS + 1,
+        dtype=dtype,
+        weight=dtype,
+        num_experts=sizes.experts,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        expert_parallel=sizes.is_part,
+    )
+    if _is_of_cann(select_kernel(EXPERTS, *call)):
         cases = [case for case in experts.CASES if case.at_start and (sizes.is_part or not case.of_part)]
         found = experts.outcomes(cases, sizes, device, dtype, REPEATS)
         _refuse("experts compute", [outcome.sentence() for outcome in found if outcome.problem], EXPERTS.name)
@@ -124,7 +131,7 @@ def tell_what_was_seen() -> None:
 
 def _is_of_cann(selected: SelectedKernel) -> bool:
     """Whether CANN's operator is what serves; another kernel is somebody's choice, and has nothing of its defects."""
-    return selected.kernel.solution in ("ascend", "ascend_fp32")
+    return selected.kernel.solution == "ascend"
 
 
 def _refuse(who: str, wrong: Sequence[str], operation: str = "") -> None:

@@ -65,8 +65,7 @@ def _mask(positions: torch.Tensor, seq_len: int, sinks: torch.Tensor, before: in
 def register() -> None:
     """Called through the entry point; merely importing this module, in a test of its own, registers nothing."""
     register_kernel(
-        PAGED.family,
-        PAGED.mode,
+        PAGED,
         solution="sdpa_example",
         capability=Capability.of("cpu"),
         signatures=(accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata, small_ops
+from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 
 
@@ -33,8 +34,7 @@ def wide_window(*, sliding_window: int | None, **arguments: object) -> None:
 def register() -> None:
     for name, function, priority in (("right", right, 1), ("wide_window", wide_window, 0)):
         register_kernel(
-            "attention",
-            "paged",
+            PAGED,
             solution=f"their_{name}",
             signatures=(accepts(query="bfloat16", kv="bfloat16", sinks="bfloat16"),),
             traits={"head_dim": frozenset({64}), "block_size": frozenset({16}), "sliding_window": ANY},
