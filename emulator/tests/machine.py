@@ -19,7 +19,7 @@ from ascend_emulator.launch import EmulationError, Machine, environment, find_ve
 FOLDER = Path(__file__).parent / "on_device"
 
 
-def cases_of(file: str) -> list[str]:
+def cases_of(file: str | Path) -> list[str]:
     tree = ast.parse((FOLDER / file).read_text())
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
 
@@ -46,14 +46,14 @@ def emulate(
 
 
 @functools.cache
-def _results(file: str, machine: Machine) -> Mapping[str, dict[str, object]]:
+def _results(file: str | Path, machine: Machine) -> Mapping[str, dict[str, object]]:
     run = emulate(str(FOLDER / "runner.py"), str(FOLDER / file), machine=machine, NPU_GPTOSS_EMULATED_HANG_SECONDS="1")
     lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"no case of {file} was run:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     return {line["case"]: line for line in lines}
 
 
-def check(file: str, case: str, machine: Machine | None = None) -> None:
+def check(file: str | Path, case: str, machine: Machine | None = None) -> None:
     """Fails with the traceback of the case."""
     venv()
     result = _results(file, machine or Machine()).get(case)

@@ -1,12 +1,14 @@
-"""Formats, graphs and torch's own operators on the emulated device (emulator/tests/on_device/selftest_cases.py)."""
+"""Formats, graphs and torch's own operators on the emulated device (on_device_cases.py)."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from emulator.tests import machine
 
-FILE = "selftest_cases.py"
+FILE = Path(__file__).with_name("on_device_cases.py")
 pytestmark = pytest.mark.emulated
 
 

@@ -22,7 +22,7 @@ from emulator.tests.machine import venv
 
 pytestmark = pytest.mark.emulated
 
-PACKAGE = Path(__file__).resolve().parents[2] / "npu_gptoss"
+PACKAGE = Path(__file__).resolve().parents[3] / "npu_gptoss"
 SOURCES = [
     *(PACKAGE / name for name in ("attention/ascend.py", "moe/ascend.py", "moe/expert_format.py")),
     *sorted([*PACKAGE.glob("selftest/*.py"), *PACKAGE.glob("serving/ascend/*.py")]),

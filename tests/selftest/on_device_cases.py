@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from unittest import mock
 
@@ -112,3 +113,26 @@ def case_a_product_by_the_kernel_of_the_other_format_is_seen() -> None:
 
     with mock.patch.object(torch.nn.functional, "linear", linear):
         assert len(wrong(formats.linear(SIZES, NPU, BF16))) == 2
+
+
+def case_the_card_decides_how_experts_lie() -> None:
+    """The real clock and torch-npu's own formats; what is faster is nothing that an emulated card can tell."""
+    from npu_gptoss.moe import expert_format
+
+    weight = torch.randn(4, 64, 96).to(torch.bfloat16).to("npu")
+    bias = torch.randn(4, 96).to("npu")
+    for seconds, wanted in (({2: 1.0, 29: 0.5}, 29), ({2: 1.0, 29: 1.0}, 2)):
+        expert_format._faster.clear()
+        assert (
+            expert_format._seconds(weight[:, :, 0].contiguous(), weight, bias, torch.ones(4, dtype=torch.int64).npu())
+            > 0
+        )
+        timed = expert_format._seconds
+        expert_format._seconds = lambda rows, one, *rest: seconds[int(torch_npu.get_npu_format(one))]  # noqa: B023
+        first, second = (expert_format.arrange(weight, bias) for _ in range(2))
+        expert_format._seconds = timed
+        assert [int(torch_npu.get_npu_format(one)) for one in (first, second)] == [wanted, wanted]
+        assert torch.equal(first.cpu(), weight.cpu())
+    torch.npu.config.allow_internal_format = False
+    os.environ[expert_format.VARIABLE] = "nz"
+    assert int(torch_npu.get_npu_format(expert_format.arrange(weight, bias))) == 29
