@@ -70,7 +70,7 @@ ifneq ($(DOCS),0)
 	@$(SETUP) docs || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
 	Without them: make test DOCS=0"; exit 1; }
 endif
-	$(if $(filter-out 0,$(EMULATED)),NPU_GPTOSS_EMULATED_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
+	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)

@@ -76,11 +76,9 @@ VARIABLES: dict[str, Variable] = {
             3.0,
             "how long a server that is told to stop waits for the requests in flight, up to 3600",
         ),
+        Variable("ASCEND_EMULATOR", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"),
         Variable(
-            "NPU_GPTOSS_EMULATED", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"
-        ),
-        Variable(
-            "NPU_GPTOSS_EMULATED_FP32",
+            "ASCEND_EMULATOR_FP32",
             _switch,
             False,
             "on the emulated 910B: operators take float32 in the place of bfloat16, to tell rounding from mistakes",
@@ -137,7 +135,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
     known = {*VARIABLES, *(f"{KERNEL_OVERRIDE_PREFIX}{operation}" for operation in KERNEL_OPERATIONS)}
     families = {operation.partition("_")[0] for operation in KERNEL_OPERATIONS}
     for name in sorted(environ):
-        if not name.startswith("NPU_GPTOSS_") or name.startswith("NPU_GPTOSS_EMULATED_") or name in known:
+        if not name.startswith("NPU_GPTOSS_") or name.startswith("NPU_GPTOSS_EMULATED") or name in known:
             continue
         family = name.removeprefix(KERNEL_OVERRIDE_PREFIX).partition("_")[0]
         near = difflib.get_close_matches(name, known, 1, 0.9)

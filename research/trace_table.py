@@ -187,7 +187,7 @@ PIECEWISE = Mode("piecewise")
 FULL = Mode(
     "full decode graphs",
     {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-    {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"},
+    {"ASCEND_EMULATOR_TND_WORKSPACE": "1"},
 )
 EAGER_ON_TWO = Mode("eager, TP=2", {"enforce_eager": True, **TWO_DEVICES})
 PIECEWISE_ON_TWO = Mode("piecewise, TP=2", TWO_DEVICES)

@@ -145,7 +145,7 @@ set -- serve "$model" --served-model-name "$name" --host "$host" --port "$port" 
 root=$(CDPATH='' cd -- "$here/.." && pwd)
 case $where in
 emulated)
-    emulate=${NPU_GPTOSS_EMULATED_VENV:-$root/.venv-emulated}/bin/npu-gptoss
+    emulate=${ASCEND_EMULATOR_VENV:-$root/.venv-emulated}/bin/npu-gptoss
     [ -n "$dry" ] || [ -x "$emulate" ] ||
         fail "there is no emulated environment; make it once with: make setup-emulated"
     set -- "$emulate" emulate --devices "$cards" -- vllm "$@"

@@ -39,7 +39,7 @@ TINY_NAME = "gpt-oss-tiny"
 TINY_QUESTION = "What is 3 + 4?"
 OWN_QUESTION = "What does an attention sink do? One sentence."
 # set by `npu-gptoss emulate` for all that it runs
-EMULATED = os.environ.get("NPU_GPTOSS_EMULATED") == "1"
+EMULATED = os.environ.get("ASCEND_EMULATOR") == "1"
 TARGET = "serve-emulated" if EMULATED else "serve"
 # a graph is captured for each batch size: few sizes, a quick start
 EMULATED_FLAGS = ("--max-num-seqs", "16")
@@ -132,7 +132,7 @@ def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.
         # The tiny model gains nothing from a second thread, and several busy OpenMP processes starve each other.
         "OMP_NUM_THREADS": "1" if tiny else str(len(os.sched_getaffinity(0))),
         "VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "4",  # GiB
-        "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is; the emulator has said "ascend"
+        "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is; on the emulated 910B it is not read
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         BASE_VARIABLE: str(vocabulary),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ascend_emulator.launch import VENV_VARIABLE, EmulationError, find_venv
+from ascend_emulator.launch import EmulationError, find_venv
+from ascend_emulator.settings import VENV_VARIABLE, with_new_names
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 if not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -35,7 +36,7 @@ def the_run_s_environment() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make test` names the emulated environment: then no test may skip because it is missing."""
-    if os.environ.get(VENV_VARIABLE):
+    if with_new_names(os.environ).get(VENV_VARIABLE):
         try:
             find_venv()
         except EmulationError as error:

@@ -4,7 +4,7 @@
     ascend-emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
 
 What the real device refuses is refused here, with its errors and the number of the rule.
-`make setup-emulated` sets it up.
+Its first run compiles what takes CANN's place, which needs g++.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from ascend_emulator.defects import DEFECTS
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import CANN_VERSIONS, GIB, EmulationError, Machine, environment, find_venv
+from ascend_emulator.prepare import prepare
 
 # Bytes that a card has for processes: a "64 GB" one 62 420 MiB, "total memory" in the logs of vllm-ascend's servers
 # (its issues 4037, of a 910B1, 4404, 6250).
@@ -59,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
     memory = MEMORY[args.card] / GIB if args.card else args.memory
     machine = Machine(args.cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
-    variables = environment(machine, find_venv())
+    venv = find_venv()
+    prepare(venv)
+    variables = environment(machine, venv)
     program = shutil.which(command[0], path=variables["PATH"])
     if program is None:
         raise EmulationError(f"there is no program {command[0]!r} in the emulated environment or on this machine.")

@@ -91,7 +91,7 @@ class OpContext:
 
 
 _default = OpContext()
-_current: ContextVar[OpContext | None] = ContextVar("npu_gptoss_emulator_op_context", default=None)
+_current: ContextVar[OpContext | None] = ContextVar("ascend_emulator_op_context", default=None)
 
 
 def current() -> OpContext:

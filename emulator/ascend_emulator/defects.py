@@ -1,7 +1,7 @@
 """Known defects of CANN that give wrong numbers, to be computed on demand: what a check must notice is shown to it.
 
 Each follows from a published change of CANN's sources. Whether a shipped binary has it, no source says. Off by default;
-`npu-gptoss emulate --defect NAME` switches one on, and nothing else changes.
+`ascend-emulate --defect NAME` switches one on, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFECTS = {
     "window-race": "attention with a window and sinks: odd heads lose their sink in every second call "
     "(ops-transformer c36036e63, March 2026)",
     "narrow-norm": "npu_add_rms_norm up to 2000 wide: the last row is written before it is computed "
-    "(ops-nn cf84e2226, CANN 8.3 and 8.5; gpt-oss is wider, a tiny checkpoint is not)",
+    "(ops-nn cf84e2226, CANN 8.3 and 8.5; only small models are as narrow)",
     "few-rows": "torch's matmul of fewer than 64 rows loses its last 16 columns (ops-nn e3f831f65, betas of CANN 9.1)",
     "stale-counts": "npu_moe_init_routing_v2 for a part of the experts: as many rows get a place as in the call before "
     "(ops-transformer 87b1db69e)",

@@ -2,7 +2,7 @@
 
 Standard library only. The variables reach every child process, so servers that spawn workers need nothing else:
 `LD_LIBRARY_PATH` finds the emulated CANN, a .pth file of the environment boots the device layer when torch_npu gets
-imported, `NPU_GPTOSS_PLATFORM=ascend` lets this package select its Ascend kernels.
+imported. `prepare.py` makes both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from ascend_emulator import defects
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.settings import PREFIX, VENV_VARIABLE
+from ascend_emulator.settings import PREFIX, VENV_VARIABLE, with_new_names
 
-FOLDER = "npu-gptoss-emulator"
+FOLDER = "ascend-emulator"  # in the environment: the libraries, and what looks like a CANN toolkit
+TORCH_NPU = "lib/python3.*/site-packages/torch_npu"
 CANN_VERSIONS = ("8.3.rc1", "8.3.rc2", "8.5")
 MAX_DEVICES = 16
 GIB = 1 << 30
@@ -51,17 +52,20 @@ class Machine:
 
 
 def find_venv(base: Mapping[str, str] = os.environ) -> Path:
-    """The emulated environment: named by a variable, the running one, or `.venv-emulated` here or in the repository."""
-    named = base.get(VENV_VARIABLE, "")
+    """The environment with torch_npu: the named one, else the running one or `.venv-emulated` here or in the clone."""
+    named = with_new_names(base).get(VENV_VARIABLE, "")
     repository = Path(__file__).resolve().parents[2]
     candidates = (
         [Path(named)] if named else [Path(sys.prefix), Path.cwd() / ".venv-emulated", repository / ".venv-emulated"]
     )
     for candidate in candidates:
-        if (candidate / FOLDER / "lib/manifest.json").is_file():
+        if (candidate / FOLDER / "lib/manifest.json").is_file() or any(candidate.glob(TORCH_NPU)):
             return candidate.resolve()
-    where = f"{VENV_VARIABLE}={named} has" if named else "There is"
-    raise EmulationError(f"{where} no emulated environment. Make it once with: make setup-emulated")
+    where = f"{VENV_VARIABLE}={named} has" if named else f"{sys.prefix} has"
+    raise EmulationError(
+        f"{where} no torch_npu, and an emulated 910B runs torch-npu's own wheel. Install torch, torch-npu and "
+        "vllm-ascend as the emulator's README says; in a clone of npu-gptoss: make setup-emulated"
+    )
 
 
 def toolkit(venv: Path, cann: str) -> Path:
@@ -78,7 +82,7 @@ def toolkit(venv: Path, cann: str) -> Path:
 def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` plus what makes a process of `venv` run on `machine`."""
     library, cann = venv / FOLDER / "lib", toolkit(venv, machine.cann)
-    kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    kept = {name: value for name, value in with_new_names(base).items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     old_libraries = kept.get("LD_LIBRARY_PATH", "")
     return {
         # wishes, which the user may have set otherwise
@@ -94,7 +98,6 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         # Kernels here do not pass through torch_npu's asynchronous queue, so what does would overtake them.
         "TASK_QUEUE_ENABLE": "0",
         f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),
-        "NPU_GPTOSS_PLATFORM": "ascend",
         PREFIX: "1",
         f"{PREFIX}_CANN": machine.cann,
         f"{PREFIX}_DEVICES": str(machine.devices),

@@ -6,9 +6,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-PREFIX = "NPU_GPTOSS_EMULATED"
+PREFIX = "ASCEND_EMULATOR"
+OLD_PREFIX = "NPU_GPTOSS_EMULATED"  # of when it was a part of npu-gptoss
 VENV_VARIABLE = f"{PREFIX}_VENV"
+
+
+def with_new_names(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with the old names of ours replaced by those of today; where both are set, today's counts."""
+    renamed = {PREFIX + k.removeprefix(OLD_PREFIX): v for k, v in variables.items() if k.startswith(OLD_PREFIX)}
+    return renamed | {k: v for k, v in variables.items() if not k.startswith(OLD_PREFIX)}
 
 
 def text(name: str, default: str = "") -> str:

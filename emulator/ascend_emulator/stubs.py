@@ -16,7 +16,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,22 +244,3 @@ def generate(site_packages: Path, out: Path) -> dict[str, dict[str, int]]:
         manifest.update(build(ascend_stubs(site_packages), out, include))
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return manifest
-
-
-def main() -> int:
-    """`python -m ascend_emulator.stubs OUT`: for the Python that runs it."""
-    import sysconfig
-
-    out = Path(sys.argv[1])
-    try:
-        manifest = generate(Path(sysconfig.get_paths()["purelib"]), out)
-    except (StubError, ValueError) as error:
-        print(f"stubs: {error}", file=sys.stderr)
-        return 1
-    for name, counts in manifest.items():
-        print(f"{name:<28} {counts['emulated']:>4} emulated  {counts['failing']:>4} fail with their name")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

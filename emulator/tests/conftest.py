@@ -1,3 +1,24 @@
-"""The fixtures and the environment of tests/, for this folder too."""
+"""One thread for every process; and an environment that is named must be there: no test may skip for want of it."""
 
-from tests.conftest import the_run_s_environment  # noqa: F401
+from __future__ import annotations
+
+import os
+
+import pytest
+from ascend_emulator.launch import EmulationError, find_venv
+from ascend_emulator.settings import VENV_VARIABLE, with_new_names
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in (
+        ("emulated", "needs the environment with torch_npu"),
+        ("slow", "takes more than ten seconds"),
+    ):
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if with_new_names(os.environ).get(VENV_VARIABLE):
+        try:
+            find_venv()
+        except EmulationError as error:
+            raise pytest.UsageError(str(error)) from None

@@ -47,7 +47,7 @@ def emulate(
 
 @functools.cache
 def _results(file: str | Path, machine: Machine) -> Mapping[str, dict[str, object]]:
-    run = emulate(str(FOLDER / "runner.py"), str(FOLDER / file), machine=machine, NPU_GPTOSS_EMULATED_HANG_SECONDS="1")
+    run = emulate(str(FOLDER / "runner.py"), str(FOLDER / file), machine=machine, ASCEND_EMULATOR_HANG_SECONDS="1")
     lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"no case of {file} was run:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     return {line["case"]: line for line in lines}

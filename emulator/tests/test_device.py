@@ -22,7 +22,7 @@ def test_device(case: str) -> None:
         (Machine("8.3.rc2"), {}, "8.3.RC2 8.3.rc2 True False False"),
         (
             Machine("8.5", strict=False, diagnostic_fp32=True),
-            {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"},
+            {"ASCEND_EMULATOR_TND_WORKSPACE": "1"},
             "8.5.0 8.5 False True True",
         ),
     ],

@@ -17,6 +17,6 @@ def test_graph(case: str) -> None:
 
 def test_task_queue_2_cannot_capture_R81() -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); from tools import captured; captured(lambda: 0)"
-    run = machine.emulate("-c", code, str(machine.FOLDER), TASK_QUEUE_ENABLE="0", NPU_GPTOSS_EMULATED_TASK_QUEUE="2")
+    run = machine.emulate("-c", code, str(machine.FOLDER), TASK_QUEUE_ENABLE="0", ASCEND_EMULATOR_TASK_QUEUE="2")
     assert run.returncode
     assert "[R81]" in run.stderr

@@ -1,4 +1,4 @@
-"""Finding the emulated environment, the variables of its processes, and `npu-gptoss emulate`."""
+"""Finding the emulated environment, the variables of its processes, and `ascend-emulate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ascend_emulator import command, launch
+from ascend_emulator import command, launch, prepare
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import EmulationError, Machine
 
@@ -25,8 +25,34 @@ def venv(tmp_path: Path) -> Path:
 
 def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
     assert launch.find_venv({launch.VENV_VARIABLE: str(venv)}) == venv.resolve()
-    with pytest.raises(EmulationError, match="make setup-emulated"):
+    with pytest.raises(EmulationError, match="no torch_npu"):
         launch.find_venv({launch.VENV_VARIABLE: str(venv / "elsewhere")})
+
+
+def test_the_names_of_when_it_was_a_part_of_npu_gptoss_still_count(venv: Path) -> None:
+    assert launch.find_venv({"NPU_GPTOSS_EMULATED_VENV": str(venv)}) == venv.resolve()
+    found = launch.environment(Machine(), venv, {"NPU_GPTOSS_EMULATED_TND_WORKSPACE": "1"})
+    assert found["ASCEND_EMULATOR_TND_WORKSPACE"] == "1"
+    assert not [name for name in found if name.startswith("NPU_GPTOSS")]
+
+
+def test_an_environment_is_prepared_once_for_its_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain `pip install` compiles nothing, and another wheel wants other libraries."""
+    packages, made = tmp_path / "lib/python3.11/site-packages", []
+    with pytest.raises(EmulatorError, match="no torch_npu"):
+        prepare.prepare(tmp_path)
+    for name in ("torch_npu", "torch_npu-2.7.1.dist-info"):
+        (packages / name).mkdir(parents=True)
+    metadata = packages / "torch_npu-2.7.1.dist-info/METADATA"
+    metadata.write_text("Name: torch-npu\nVersion: 2.7.1\n")
+    monkeypatch.setattr(prepare.stubs, "generate", lambda *places: made.append(places) or {})
+    for _ in range(2):
+        prepare.prepare(tmp_path)
+    assert made == [(packages, tmp_path / launch.FOLDER / "lib")]
+    assert "ascend_emulator.boot" in (packages / prepare.PTH).read_text()
+    metadata.write_text("Name: torch-npu\nVersion: 2.7.1.post2\n")
+    prepare.prepare(tmp_path)
+    assert len(made) == 2
 
 
 def test_variables_reach_the_machine(venv: Path) -> None:
@@ -37,28 +63,26 @@ def test_variables_reach_the_machine(venv: Path) -> None:
     assert found["LD_LIBRARY_PATH"] == str(venv / launch.FOLDER / "lib")
     assert found["PATH"].startswith(str(venv / "bin"))
     assert found["TASK_QUEUE_ENABLE"] == "0"
-    assert found["NPU_GPTOSS_EMULATED_TASK_QUEUE"] == "2"
-    assert found["NPU_GPTOSS_EMULATED_MEMORY"] == str(512 << 20)
-    assert found["NPU_GPTOSS_EMULATED_STRICT"] == "0"
-    assert found["NPU_GPTOSS_EMULATED_TRACE"] == str(Path.cwd() / "t.jsonl")
-    assert found["NPU_GPTOSS_PLATFORM"] == "ascend"
+    assert found["ASCEND_EMULATOR_TASK_QUEUE"] == "2"
+    assert found["ASCEND_EMULATOR_MEMORY"] == str(512 << 20)
+    assert found["ASCEND_EMULATOR_STRICT"] == "0"
+    assert found["ASCEND_EMULATOR_TRACE"] == str(Path.cwd() / "t.jsonl")
     assert found["CUDA_VISIBLE_DEVICES"] == "", "an NVIDIA GPU of the machine would be looked for, and the engine end"
     assert found["KEEP"] == "1"
     assert "PYTHONPATH" not in found, "packages of another environment would leak in"
-    assert (found["NPU_GPTOSS_EMULATED"], found["NPU_GPTOSS_EMULATED_CANN"]) == ("1", "8.3.rc2")
-    assert found["NPU_GPTOSS_EMULATED_DEFECTS"] == "merged-heads"
-    assert (found["NPU_GPTOSS_EMULATED_DEVICES"], found["NPU_GPTOSS_EMULATED_FP32"]) == ("2", "1")
+    assert (found["ASCEND_EMULATOR"], found["ASCEND_EMULATOR_CANN"]) == ("1", "8.3.rc2")
+    assert found["ASCEND_EMULATOR_DEFECTS"] == "merged-heads"
+    assert (found["ASCEND_EMULATOR_DEVICES"], found["ASCEND_EMULATOR_FP32"]) == ("2", "1")
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert found["ASCEND_HOME_PATH"] == str(launch.toolkit(venv, "8.3.rc2"))
 
 
 def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path) -> None:
-    base = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "LD_LIBRARY_PATH": "/mine", "NPU_GPTOSS_PLATFORM": "cpu"}
+    base = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "LD_LIBRARY_PATH": "/mine"}
     found = launch.environment(Machine(), venv, base)
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert found["LD_LIBRARY_PATH"] == f"{venv / launch.FOLDER / 'lib'}{os.pathsep}/mine"
-    assert found["NPU_GPTOSS_PLATFORM"] == "ascend", "no wish: elsewhere the emulated operators are not called"
-    switches = {name: found[f"NPU_GPTOSS_EMULATED_{name}"] for name in ("STRICT", "FP32", "TRACE", "TASK_QUEUE")}
+    switches = {name: found[f"ASCEND_EMULATOR_{name}"] for name in ("STRICT", "FP32", "TRACE", "TASK_QUEUE")}
     assert switches == {"STRICT": "1", "FP32": "0", "TRACE": "", "TASK_QUEUE": ""}
 
 
@@ -99,9 +123,13 @@ def test_every_option_reaches_the_machine(venv: Path, tmp_path: Path, monkeypatc
         pass
 
     def execve(program: str, words: list[str], variables: dict[str, str]) -> None:
-        raise Replaced(words[1:], {name[20:]: value for name, value in variables.items() if name.startswith(PREFIX)})
+        raise Replaced(
+            words[1:],
+            {name.removeprefix(PREFIX): value for name, value in variables.items() if name.startswith(PREFIX)},
+        )
 
-    PREFIX = "NPU_GPTOSS_EMULATED_"
+    PREFIX = "ASCEND_EMULATOR_"
+    monkeypatch.setattr(command, "prepare", lambda venv: None)
     monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
     monkeypatch.setattr(command.os, "execve", execve)
     trace = tmp_path / "folder" / "trace.jsonl"
@@ -129,6 +157,7 @@ def test_nothing_to_run_and_unknown_programs_are_refused(venv: Path, monkeypatch
     monkeypatch.setenv(launch.VENV_VARIABLE, str(venv))
     with pytest.raises(EmulationError, match="nothing to run"):
         command.run(parse())
+    monkeypatch.setattr(command, "prepare", lambda venv: None)
     with pytest.raises(EmulationError, match="no-such-program"):
         command.run(parse("--", "no-such-program"))
 
@@ -196,4 +225,4 @@ def test_children_run_on_the_machine_too() -> None:
         "subprocess.run([sys.executable, '-c', 'import torch; print(torch.ones(1).npu().device)'])"
     )
     assert machine.emulate("-c", code).stdout.strip() == "npu:0"
-    assert "NPU_GPTOSS_EMULATED" not in os.environ
+    assert "ASCEND_EMULATOR" not in os.environ

@@ -15,7 +15,7 @@ from npu_gptoss.serving.lines import find_vllm
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
 PLATFORM_VARIABLE = "NPU_GPTOSS_PLATFORM"
-EMULATED_VARIABLE = "NPU_GPTOSS_EMULATED"
+EMULATED_VARIABLE = "ASCEND_EMULATOR"
 GIB = 1 << 30
 
 
@@ -66,9 +66,11 @@ class Machine:
 
         A driver's device files or vllm-ascend make it an Ascend machine even while the rest of the stack is missing.
         """
+        if self.emulated:
+            return ASCEND, "ascend-emulate says so"
         named = self.environ.get(PLATFORM_VARIABLE, "")
         if named in PLATFORMS:
-            return named, "npu-gptoss emulate says so" if self.emulated else f"{PLATFORM_VARIABLE}={named} says so"
+            return named, f"{PLATFORM_VARIABLE}={named} says so"
         if devices := self.device_files("davinci[0-9]*"):
             return ASCEND, f"/dev/{devices[0].name} is there"
         for package in ("vllm-ascend", "torch-npu"):

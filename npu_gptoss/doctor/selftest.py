@@ -119,7 +119,7 @@ SMALL = Sizes(hidden=96, inner=64, experts=8, held=(0, 8))
 
 
 def _is_slow(device: torch.device) -> bool:
-    return device.type == "cpu" or envs.get("NPU_GPTOSS_EMULATED")
+    return device.type == "cpu" or envs.get("ASCEND_EMULATOR")
 
 
 def attention_calls(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:

@@ -170,9 +170,9 @@ def _architecture_by_nvml() -> tuple[int, int] | None:
 def detect(root: Path = Path("/")) -> Platform:
     """Tells the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
     features = frozenset(name for name in FEATURE_MODULES if _installed(name))
-    if envs.get("NPU_GPTOSS_EMULATED_FP32"):
+    if envs.get("ASCEND_EMULATOR_FP32"):
         features |= {"emulated_fp32"}
-    kind = envs.get("NPU_GPTOSS_PLATFORM")
+    kind = "ascend" if envs.get("ASCEND_EMULATOR") else envs.get("NPU_GPTOSS_PLATFORM")
     if not kind:
         device_files = root / "dev"
         if "torch_npu" in features and any(device_files.glob("davinci[0-9]*")):

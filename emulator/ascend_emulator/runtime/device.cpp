@@ -1,4 +1,4 @@
-// Devices, contexts, properties and version: an Ascend 910B3 with the CANN version of NPU_GPTOSS_EMULATED_CANN.
+// Devices, contexts, properties and version: an Ascend 910B3 with the CANN version of ASCEND_EMULATOR_CANN.
 #include "machine.h"
 
 #include <cstdio>

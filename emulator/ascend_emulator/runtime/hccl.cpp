@@ -108,7 +108,7 @@ extern "C" {
 HcclResult HcclGetRootInfo(HcclRootInfo *info) {
   static int count = 0;
   memset(info, 0, sizeof *info);
-  snprintf(info->internal, 128, "/npu_gptoss_%d_%d_%llu", getpid(), count++, (unsigned long long)now());
+  snprintf(info->internal, 128, "/ascend_emulator_%d_%d_%llu", getpid(), count++, (unsigned long long)now());
   return HCCL_SUCCESS;
 }
 HcclResult HcclCommInitRootInfo(uint32_t ranks, const HcclRootInfo *info, uint32_t rank, HcclComm *result) { return make(ranks, info, rank, buffer_size(), result); }

@@ -198,7 +198,7 @@ uint64_t now() {
 }
 
 const char *setting(const char *name, const char *otherwise) {
-  const char *value = getenv((std::string("NPU_GPTOSS_EMULATED_") + name).c_str());
+  const char *value = getenv((std::string("ASCEND_EMULATOR_") + name).c_str());
   return value && *value ? value : otherwise;
 }
 

@@ -127,7 +127,7 @@ uint64_t now();
 void trace(const std::string &fields);               // one JSON line, if tracing
 bool tracing();
 bool strict();
-const char *setting(const char *name, const char *otherwise);  // NPU_GPTOSS_EMULATED_<name>
+const char *setting(const char *name, const char *otherwise);  // ASCEND_EMULATOR_<name>
 
 bool is_device(const void *pointer, size_t bytes);
 bool is_pinned(const void *pointer);

@@ -117,4 +117,4 @@ def objections(config: VllmConfig) -> list[str]:
 
 def dtypes() -> tuple[str, ...]:
     """The operator with sinks takes bfloat16; the emulated one float32 too, on demand."""
-    return ("bfloat16", "float32") if envs.get("NPU_GPTOSS_EMULATED_FP32") else ("bfloat16",)
+    return ("bfloat16", "float32") if envs.get("ASCEND_EMULATOR_FP32") else ("bfloat16",)

@@ -106,7 +106,7 @@ def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Ca
             "machine": emulated,
             "variables": {
                 "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                "NPU_GPTOSS_EMULATED_FP32": str(int(emulated["diagnostic_fp32"])),
+                "ASCEND_EMULATOR_FP32": str(int(emulated["diagnostic_fp32"])),
                 **in_process,
                 **(variables or {}),
             },

@@ -31,7 +31,7 @@ def available(serve):
             ONE_PROMPT,
             options={**EAGER, "tensor_parallel_size": ranks, "gpu_memory_utilization": UTILISATION, "swap_space": 0},
             variables={
-                "NPU_GPTOSS_EMULATED_MEMORY": str(CARD),
+                "ASCEND_EMULATOR_MEMORY": str(CARD),
                 "VLLM_LOGGING_LEVEL": "INFO",
                 "HCCL_BUFFSIZE": str(buffsize),
             },

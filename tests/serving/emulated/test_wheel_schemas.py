@@ -89,7 +89,7 @@ def libraries(version: str) -> Iterator[tuple[str, bytes]]:
         folder = next(venv().glob("lib/python3.*/site-packages/torch_npu/lib"))
         yield from ((name, (folder / name).read_bytes()) for name in names)
         return
-    wheels = list((venv() / "npu-gptoss-emulator/wheels").glob(f"torch_npu-{version}-*.whl"))
+    wheels = list((venv() / "ascend-emulator/wheels").glob(f"torch_npu-{version}-*.whl"))
     assert wheels, f"the wheel of torch-npu {version} is not there: run make setup-emulated"
     with zipfile.ZipFile(wheels[0]) as wheel:
         yield from ((name, wheel.read(f"torch_npu/lib/{name}")) for name in names)

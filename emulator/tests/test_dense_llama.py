@@ -1,0 +1,30 @@
+"""The README's example: somebody else's suite, of a dense Llama on stock vllm-ascend, passes on the emulated 910B."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from emulator.tests.machine import venv
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_a_suite_that_does_not_know_of_the_emulator_passes_on_it(mode: str) -> None:
+    place = venv()
+    suite = ["pytest", "-q", "-p", "no:cacheprovider", "-k", mode, "--rootdir", str(EXAMPLES)]
+    run = subprocess.run(
+        [str(place / "bin/ascend-emulate"), "--", "python", "-m", *suite, str(EXAMPLES / "test_dense_llama.py")],
+        env={**os.environ, "VLLM_PLUGINS": "ascend", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+    assert "1 passed" in run.stdout
