@@ -75,9 +75,9 @@ def paged_calls(spec: CallSpec) -> Iterator[Call]:
                 label = f"{name}, {_named(window)}"
                 yield paged_call(label, spec, requests, window, usual, 3, 0 if decode else 3, decode)
     else:
-        name = "chunks that cross the window"
-        for window in own_windows:
-            yield paged_call(f"{name}, window {window}", spec, STEPS[name], window, usual, 0)
+        for name in ("chunks that cross the window", "decode at the window's edge"):
+            for window in own_windows:
+                yield paged_call(f"{name}, window {window}", spec, STEPS[name], window, usual, 0)
     for name, draw in spec.fuzz("paged"):
         kv_heads = draw.choice((1, 2, 3))
         shape = Shape(kv_heads * draw.choice((1, 2, 5, 8)), kv_heads, draw.choice(dims), draw.choice(sizes))

@@ -44,7 +44,7 @@ def expert_calls(spec: CallSpec) -> Iterator[Call]:
             ("one expert a token", 9, {"top_k": 1}),
             ("32 experts", 20, {"experts": 32, "inner": 64}),
         ]
-        for tokens, experts in ((1, 4), (3, 4), (5, 4), (40, 4), (130, 2), (260, 2), (1600, 1)):
+        for tokens, experts in ((1, 4), (3, 4), (5, 4), (40, 4), (130, 2), (400, 3), (1600, 1)):
             shared = {"experts": experts, "top_k": min(experts, 2)}
             for name, hidden, inner in (("hidden", GPT_OSS, 128), ("intermediate", 192, GPT_OSS)):
                 label = f"{tokens} tokens, {name} size {GPT_OSS}"

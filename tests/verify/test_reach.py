@@ -7,7 +7,8 @@ table a call takes is asked of the code that launches it: no GPU needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.moe import triton as moe_triton
 from npu_gptoss.moe.triton import launches, tuned
-from npu_gptoss.verify.calls import Call, CallSpec, specs_of
+from npu_gptoss.verify.calls import Call, CallSpec, Check, specs_of
 from npu_gptoss.verify.checks import CHECKS
 
 GPT_OSS = 2880
@@ -30,10 +31,13 @@ load_kernels()
 FOR_CUDA = sorted(k.name for k in registry.kernels.values() if "cuda" in k.capability.platforms)
 
 
+def check_of(name: str) -> Check:
+    return CHECKS[f"{registry.kernels[name].family}.{registry.kernels[name].mode}"]
+
+
 def calls_of(name: str) -> Iterator[tuple[CallSpec, Call]]:
     """What `npu-gptoss verify --cases 0` calls a kernel with on a Hopper."""
-    kernel = registry.kernels[name]
-    check = CHECKS[f"{kernel.family}.{kernel.mode}"]
+    kernel, check = registry.kernels[name], check_of(name)
     for spec in specs_of(kernel, check, 0, 0):
         for call in check.calls(spec):
             if not reasons_against(kernel, signature(**spec.roles), call.traits, SUPPORTED["cuda"]):
@@ -43,6 +47,28 @@ def calls_of(name: str) -> Iterator[tuple[CallSpec, Call]]:
 @pytest.mark.parametrize("name", FOR_CUDA)
 def test_each_program_is_called(name: str) -> None:
     assert next(calls_of(name), None) is not None
+
+
+@pytest.mark.parametrize("name", FOR_CUDA)
+def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
+    """A program whose ranges leave out the calls that would show a mistake could make it and be called right."""
+    check = check_of(name)
+    for spec, calls in groupby(calls_of(name), key=itemgetter(0)):
+        unseen = {mutation.name: mutation for mutation in check.mutations}
+        made = set()
+        for _, call in calls:
+            want = check.definition(call.inputs)
+            sizes = check.sizes(call.inputs) if check.sizes and spec.precision == "bfloat16" else None
+            for mutation in list(unseen.values()):
+                wrong = mutation.answer(call.inputs, check.definition)
+                if wrong is None:
+                    continue
+                made.add(mutation.name)
+                if not check.judge(wrong, want, spec.precision, sizes).ok:
+                    del unseen[mutation.name]
+            if not unseen:
+                break
+        assert not made & unseen.keys(), f"{name} ({spec}): no call shows {sorted(made & unseen.keys())}"
 
 
 @pytest.fixture

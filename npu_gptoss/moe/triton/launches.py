@@ -26,7 +26,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, w
 
 
 def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
-    unrolled = unroll(-(-matrix.inputs // INPUTS), shape.unroll)
+    tiles_of_inputs = -(-matrix.inputs // INPUTS)
+    unrolled = unroll(tiles_of_inputs, shape.unroll)
+    steps = -(-tiles_of_inputs // unrolled)
     return {
         "R": matrix.rows,
         "K": matrix.inputs,
@@ -35,7 +37,9 @@ def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
         "UNROLL": unrolled,
         # never a single product of a packed tile in a loop: see `Tiles.halves`
         "HALVES": shape.halves or (matrix.scales is not None and unrolled == 1 and shape.columns >= 16),
-        "STAGES": shape.stages,
+        # never more stages than steps: with Triton 3.6 a loop of two steps in three stages gave other numbers in each
+        # run on an H200 (128 columns, intermediate size 128)
+        "STAGES": min(shape.stages, steps),
         "NATIVE": not INTERPRETED,
     }
 
