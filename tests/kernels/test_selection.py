@@ -224,7 +224,7 @@ def test_an_override_replaces_the_choice_where_it_can_run_and_raises_where_it_ca
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "few")
     assert [name for _, name in ranges(bind(operation, described))] == ["fast", "few", "fast"]
     assert [name for _, name in ranges(bind(operation, described, "any"))] == ["any"]
-    for wrong, says in (("npu", "runs on ascend"), ("fwe", "names no kernel")):
+    for wrong, says in (("npu", "runs on ascend"), ("onn", "names no kernel")):
         with pytest.raises(KernelError, match=says):
             bind(operation, described, wrong)
 
