@@ -117,12 +117,12 @@ def mark_attention(implementation: type) -> None:
     implementation.forward = forward
 
 
-def mark_experts(method: type, module: Any, name: str) -> None:
-    """`name` in `module` returns (weights, ids) of the routing."""
+def mark_experts(method: type, home: Any, name: str) -> None:
+    """`name` of `home`, a module or a class, returns (weights, ids) of the routing."""
     from ascend_emulator import memory
 
     routed: list[Any] = []
-    route, original = getattr(module, name), method.apply
+    route, original = getattr(home, name), method.apply
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         result = route(*args, **kwargs)
@@ -138,7 +138,7 @@ def mark_experts(method: type, module: Any, name: str) -> None:
             found["distinct"] = distinct
         return result
 
-    setattr(module, name, kept)
+    setattr(home, name, kept)
     method.apply = apply
 
 
@@ -170,7 +170,7 @@ def install(plugin: bool, eager: bool) -> None:
 
     mark_attention(AscendSinkImpl)
     if eager:
-        mark_experts(moe.AscendExpertsMethod, moe, "route")
+        mark_experts(moe.AscendExpertsMethod, moe.AscendExpertsMethod, "route")
         mark_layers()
 
 

@@ -100,7 +100,7 @@ def reaches_and_leaves(engine: Engine, mistake: str) -> None:
 def calm_pair(tmp_path_factory) -> tuple[Engine, list[dict[str, list[int]]]]:
     """An engine in bfloat16, and what one in fp32 generates from the same calm weights."""
     path = tmp_path_factory.mktemp("calm")
-    config = random_config(layers=12, hidden=256, intermediate=256, vocab_size=4096, experts=16)
+    config = random_config(layers=8, hidden=256, intermediate=256, vocab_size=4096, experts=16)
     write_checkpoint(path, config, calm_tensors(config, 0, CPU))
     options = {"num_blocks": 60, "max_batch_size": 6}
     prompts = random_prompts(6, 128, config.vocab_size, 5)
@@ -120,9 +120,14 @@ def test_calm_weights_agree_in_bf16_and_mistakes_lower_the_number(calm_pair):
     assert record["largest_gap"] < 0.1, "what is not the same is a near-tie"
     found = controls(record)
     for mistake in set(MISTAKES) - {RAMP}:
-        assert found[mistake]["top1_agreement"] < record["top1_agreement"] - 0.08, mistake
-        assert found[mistake]["mean_gap"] > 3 * record["mean_gap"], mistake
-    assert found["sinks dropped"]["top1_agreement"] < 0.75
+        assert found[mistake]["top1_agreement"] < record["top1_agreement"] - 0.06, mistake
+        assert distance(found[mistake]) > 5 * distance(record), mistake
+    assert found["sinks dropped"]["top1_agreement"] < 0.85
+
+
+def distance(record: dict) -> float:
+    """Of a place, on average: 0 where the tokens are the same."""
+    return (1 - record["top1_agreement"]) * record["mean_gap"]
 
 
 def test_no_tokens_to_compare_is_an_error(engine):

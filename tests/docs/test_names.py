@@ -103,11 +103,12 @@ def test_every_patch_that_a_page_names_exists() -> None:
     assert named <= known
 
 
-def wrong_name(span: str) -> bool:
-    """A file or a test that is not there; other code between backticks is right."""
+def wrong_name(span: str, home: Path = ROOT) -> bool:
+    """A file, of the repository or beside the page in `home`, or a test that is not there; other code is right."""
     if found := re.fullmatch(rf"((?:{FOLDERS})/[\w./-]+)(?:::(\w+)(?:\[\w+\])?)?", span):
         file, test = found.groups()
-        return not (ROOT / file).exists() or (test is not None and f"def {test}(" not in (ROOT / file).read_text())
+        there = [folder / file for folder in (home, ROOT) if (folder / file).exists()]
+        return not there or (test is not None and f"def {test}(" not in there[0].read_text())
     if re.fullmatch(r"(test|case)_\w+", span):
         return not any(f"def {span}(" in text for text in sources().values())
     if re.fullmatch(r"test_\w+\.py", span):
@@ -117,7 +118,7 @@ def wrong_name(span: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_and_test_that_a_page_names_exists(page: Path) -> None:
-    assert [span for span in spans(page) if wrong_name(span)] == []
+    assert [span for span in spans(page) if wrong_name(span, page.parent)] == []
 
 
 @pytest.mark.parametrize("span", ["scripts/no.sh", "tests/test_cli.py::test_nothing", "test_that_nobody_wrote"])

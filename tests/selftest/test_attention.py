@@ -16,8 +16,8 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 QUICK = [case for case in CASES if sum(case.rows) < 700]
 
 
-def wrong(case, **options):
-    found = outcomes(case, CPU, heads=8, kv_heads=1, dtype=BF16, repeats=2, **options)
+def wrong(case, heads=8, kv_heads=1):
+    found = outcomes(case, CPU, heads=heads, kv_heads=kv_heads, dtype=BF16, repeats=2)
     return [outcome for outcome in found if outcome.problem]
 
 
@@ -69,7 +69,12 @@ def test_only_merged_heads_have_the_pattern_of_merged_heads():
     patterns = {}
     for defect, cann in (("merged-heads", "8.3.rc1"), ("sink-per-part", "8.5"), ("hidden-first-tile", "8.3.rc1")):
         with ascend_ops.ascend(cann, defects=frozenset({defect})):
-            patterns[defect] = {outcome.merged_heads for case in QUICK for outcome in wrong(case)}
+            patterns[defect] = {
+                outcome.merged_heads
+                for groups in (1, 2)
+                for case in QUICK
+                for outcome in wrong(case, heads=8 * groups, kv_heads=groups)
+            }
     assert patterns == {"merged-heads": {True}, "sink-per-part": {False}, "hidden-first-tile": {False}}
 
 

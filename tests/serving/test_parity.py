@@ -267,7 +267,7 @@ def test_parity_sees_a_defect_of_the_experts(defect, engine, directory, distance
         exchange_experts(engine, before)
 
 
-def not_renormalised(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def not_renormalised(router_logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return router_logits.float().softmax(-1).topk(top_k, -1)
 
 
