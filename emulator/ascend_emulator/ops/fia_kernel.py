@@ -101,13 +101,13 @@ def attend(
     if key.size(0) == 0:
         return query.new_zeros(q_len, heads, value.size(2), dtype=torch.float32), torch.full((q_len, heads), NO_ROW)
     grouped = query.float().reshape(q_len, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, key.float()) * scale
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, key.float()).mul_(scale)
     if visible is not None:
         scores.masked_fill_(~visible, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     blind = torch.isneginf(peak)
     peak.masked_fill_(blind, 0.0)
-    p = torch.exp(scores - peak)
+    p = scores.sub_(peak).exp_()
     total = p.sum(-1, keepdim=True)
     if left is not None:
         total = total + left
