@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.serving.ascend import limits as ascend
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -22,45 +23,35 @@ LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dum
 
 def objections(config: VllmConfig, device_type: str) -> list[str]:
     """What is asked for and cannot be had, each as "what was got; what to do instead"."""
-    from npu_gptoss.serving.ascend import limits as ascend
     from npu_gptoss.serving.quantization import NAME
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
     dtypes = ascend.dtypes() if device_type == "npu" else ("bfloat16", "float32")
-    table = [
-        (
-            dtype not in dtypes,
-            f"--dtype {dtype}: gpt-oss runs in {' or '.join(dtypes)} on {device_type}; use --dtype {dtypes[0]}",
+    found = []
+    if dtype not in dtypes:
+        found += [f"--dtype {dtype}: gpt-oss runs in {' or '.join(dtypes)} on {device_type}; use --dtype {dtypes[0]}"]
+    if (asked := config.load_config.load_format) not in LOAD_FORMATS:
+        found += [f"--load-format {asked}: weights come from safetensors; use --load-format auto"]
+    if config.lora_config is not None:
+        found += ["--enable-lora: adapters are not supported; merge them into the checkpoint"]
+    contexts = parallel.decode_context_parallel_size
+    refused = {
+        f"--quantization {model.quantization}: the checkpoint says whether it is MXFP4 or BF16": (
+            model.quantization not in (None, NAME)
         ),
-        (
-            model.quantization not in (None, NAME),
-            f"--quantization {model.quantization}: the checkpoint says whether it is MXFP4 or BF16; leave it out",
+        f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype": (
+            cache.cache_dtype != "auto" or cache.calculate_kv_scales
         ),
-        (
-            cache.cache_dtype != "auto" or cache.calculate_kv_scales,
-            f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype; leave it out",
-        ),
-        (
-            config.load_config.load_format not in LOAD_FORMATS,
-            f"--load-format {config.load_config.load_format}: weights come from safetensors; use --load-format auto",
-        ),
-        (config.lora_config is not None, "--enable-lora: adapters are not supported; merge them into the checkpoint"),
-        (config.speculative_config is not None, "--speculative-config: not supported; leave it out"),
-        (model.runner_type != "generate", f"--runner {model.runner_type}: this port generates text; leave it out"),
-        (
-            model.disable_sliding_window,
-            "--disable-sliding-window: every other layer was trained with its window; leave it out",
-        ),
-        (parallel.enable_eplb, "--enable-eplb: experts do not move between ranks; leave it out"),
-        (parallel.enable_dbo, "--enable-dbo: not supported; leave it out"),
-        (
-            parallel.decode_context_parallel_size > 1,
-            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}: not supported; leave it out",
-        ),
-        (cache.kv_sharing_fast_prefill, "--kv-sharing-fast-prefill: no layer shares its KV cache; leave it out"),
-    ]
-    found = [sentence for wrong, sentence in table if wrong]
+        "--speculative-config: not supported": config.speculative_config is not None,
+        f"--runner {model.runner_type}: this port generates text": model.runner_type != "generate",
+        "--disable-sliding-window: every other layer was trained with its window": model.disable_sliding_window,
+        "--enable-eplb: experts do not move between ranks": parallel.enable_eplb,
+        "--enable-dbo: not supported": parallel.enable_dbo,
+        f"--decode-context-parallel-size {contexts}: not supported": contexts > 1,
+        "--kv-sharing-fast-prefill: no layer shares its KV cache": cache.kv_sharing_fast_prefill,
+    }
+    found += [f"{sentence}; leave it out" for sentence, wrong in refused.items() if wrong]
     return found + (ascend.objections(config) if device_type == "npu" else [])
 
 
@@ -72,12 +63,11 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
     from npu_gptoss.serving.lines.vllm import current_platform
 
     found = objections(config, current_platform.device_type)
-    checked = None
     try:
         checked = GptOssConfig.from_dict(config.model_config.hf_config.to_dict())
     except InputError as error:
         found.append(f"config.json of {config.model_config.model}: {str(error).rstrip('.')}")
-    if checked is None or found:
+    if found:
         sentence = "npu-gptoss cannot serve this. " + " ".join(f"{objection}." for objection in found)
         logger.error("%s", sentence)
         raise InputError(sentence)

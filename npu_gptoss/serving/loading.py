@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import FusedMoE
 
 
-def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where one checkpoint tensor goes: the parameter that it fills (its part of), and how.
@@ -41,7 +37,7 @@ class Placement:
 
     parameter: str
     place: Callable[[torch.Tensor], None]
-    cut: Callable[[str, torch.Tensor], torch.Tensor] = _whole
+    cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
 
 
 def load_weights(

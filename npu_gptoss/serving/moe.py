@@ -25,6 +25,8 @@ from npu_gptoss.serving.lines.vllm import (
 )
 from npu_gptoss.serving.quantization import OurConfig
 
+WEIGHTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of one layer (of this rank)."""
@@ -51,37 +53,27 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         """The official BF16 layout (see `ExpertWeights`), filled with NaN so that what is not loaded shows."""
         width = intermediate_size_per_partition
         num_experts = int(num_experts)  # vllm-ascend counts them in a tensor
-        shapes = {
-            "gate_up_proj": (num_experts, hidden_size, 2 * width),
-            "gate_up_proj_bias": (num_experts, 2 * width),
-            "down_proj": (num_experts, width, hidden_size),
-            "down_proj_bias": (num_experts, hidden_size),
-        }
-        for name, shape in shapes.items():
-            empty = torch.empty(shape, dtype=params_dtype)
+        shapes = ((hidden_size, 2 * width), (2 * width,), (width, hidden_size), (hidden_size,))
+        for name, shape in zip(WEIGHTS, shapes, strict=True):
+            empty = torch.empty((num_experts, *shape), dtype=params_dtype)
             if name.endswith("bias"):
                 empty.fill_(float("nan"))
             layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Hands the loaded weights to the selected kernel, which owns them from here on."""
-        for name in ("gate_up_proj_bias", "down_proj_bias"):
-            if not torch.isfinite(getattr(layer, name)).all():
+        weights = {name: getattr(layer, name).data for name in WEIGHTS}
+        for name, tensor in weights.items():
+            if name.endswith("bias") and not torch.isfinite(tensor).all():
                 raise InputError(f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite")
         expert_map = getattr(layer, "expert_map", None)
         layer.prepared_experts = prepare_experts(
-            ExpertWeights(
-                gate_up_proj=layer.gate_up_proj.data,
-                gate_up_proj_bias=layer.gate_up_proj_bias.data,
-                down_proj=layer.down_proj.data,
-                down_proj_bias=layer.down_proj_bias.data,
-                expert_map=None if expert_map is None else expert_map.long(),
-            ),
+            ExpertWeights(**weights, expert_map=None if expert_map is None else expert_map.long()),
             activation=self.activation,
             swiglu_limit=self.swiglu_limit,
             top_k=layer.top_k,
         )
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        for name in WEIGHTS:
             delattr(layer, name)  # a second copy of the experts would be most of the device's memory
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig:

@@ -49,17 +49,12 @@ class Bounded:
         """`prepare` runs once in the keeper; `memory` is in bytes, beyond what the keeper has."""
         self.work, self.prepare, self.seconds, self.memory = work, prepare, seconds, memory
         self._control: socket.socket | None = None
-        self._keeper: int | None = None
+        self.keeper: int | None = None  # its process id; None before the first question and after `stop`
         self._turn = asyncio.Semaphore(AT_ONCE)
-
-    @property
-    def keeper(self) -> int | None:
-        """The keeper's process id; None before the first question and after `stop`."""
-        return self._keeper
 
     def start(self) -> None:
         """Fork the keeper, unless there is one."""
-        if self._keeper is not None:
+        if self.keeper is not None:
             return
         ours, theirs = socket.socketpair()
         parent = os.getpid()
@@ -76,18 +71,18 @@ class Bounded:
             finally:
                 os._exit(status)  # nothing of the server's may run here: no atexit, no finally, no event loop
         theirs.close()
-        self._control, self._keeper = ours, pid
+        self._control, self.keeper = ours, pid
 
     def stop(self) -> None:
         """End the keeper and with it every process of its own."""
-        if self._keeper is None:
+        if self.keeper is None:
             return
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._keeper, signal.SIGKILL)
+            os.kill(self.keeper, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._keeper, 0)
-        self._control = self._keeper = None
+            os.waitpid(self.keeper, 0)
+        self._control = self.keeper = None
 
     async def ask(self, question: bytes) -> bytes:
         """The answer. Raises Died when the process that looked at the question gave none, Busy when none looked."""

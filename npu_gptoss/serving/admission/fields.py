@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from npu_gptoss.serving.admission.refusal import Refusal, Said, refuse
+from npu_gptoss.serving.admission.refusal import Refusal, refuse
 from npu_gptoss.serving.admission.rules import (
     Limits,
     Rule,
     as_number,
+    at_most,
     fields_of,
     identifier,
     integer,
@@ -41,23 +42,11 @@ MODEL = text(1024)
 CHOICES = texts(4096, 4096)
 
 # names that transformers' apply_chat_template takes for itself (CVE-2025-62426)
-_TEMPLATE_OWN = [
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-]
+_TEMPLATE_OWN = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 
 
 def _template_name(value: Any, limits: Limits, name: str) -> None:
@@ -67,38 +56,39 @@ def _template_name(value: Any, limits: Limits, name: str) -> None:
 
 def _prompts(value: Any, limits: Limits, name: str) -> None:
     """A text, token ids, or a list of either."""
-    if isinstance(value, str) or not isinstance(value, list):
+    if not isinstance(value, list):
         return
     if not value:
         raise refuse(name, "a prompt", value)
     if not isinstance(value[0], str | list):
         token_ids("vocab_size", empty=False)(value, limits, name)
         return
-    if len(value) > limits.max_prompts:
-        raise refuse(name, f"at most {limits.max_prompts} prompts", Said(str(len(value))))
+    at_most(limits.max_prompts, "prompts", len(value), name)
     for index, item in enumerate(value):
         if not item and isinstance(item, str | list):
             raise refuse(f"{name}[{index}]", "a prompt that is not empty", item)
         token_ids("vocab_size")(item, limits, f"{name}[{index}]")
 
 
+_NAMED_SCHEMA = fields_of({"schema": SCHEMA})
+_FORMAT = fields_of({"json_schema": _NAMED_SCHEMA, "structures": objects(256, {"schema": SCHEMA})})
+
+
 def _response_format(value: Any, limits: Limits, name: str) -> None:
-    fields_of({"json_schema": fields_of({"schema": SCHEMA}), "structures": objects(256, {"schema": SCHEMA})})(
-        value, limits, name
-    )
+    _FORMAT(value, limits, name)
     if value.get("type") == "json_schema":
-        _needs_schema((value.get("json_schema") or {}).get("schema"), f"{name}.json_schema.schema")
+        _needs_schema(value.get("json_schema") or {}, f"{name}.json_schema")
 
 
 def _text_format(value: Any, limits: Limits, name: str) -> None:
-    fields_of({"schema": SCHEMA})(value, limits, name)
+    _NAMED_SCHEMA(value, limits, name)
     if value.get("type") == "json_schema":
-        _needs_schema(value.get("schema"), f"{name}.schema")
+        _needs_schema(value, name)
 
 
-def _needs_schema(schema: Any, name: str) -> None:
-    if not isinstance(schema, dict):
-        raise refuse(name, "a JSON schema", schema)
+def _needs_schema(value: Mapping[str, Any], name: str) -> None:
+    if not isinstance(value.get("schema"), dict):
+        raise refuse(f"{name}.schema", "a JSON schema", value.get("schema"))
 
 
 STRUCTURED: Fields = {
@@ -152,16 +142,9 @@ SAMPLING: Fields = QUEUED | {
     "kv_transfer_params": size(16 * 1024),
 }
 
-TOOLS: Fields = {
-    "tools": objects(
-        512,
-        {
-            "function": fields_of(
-                {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}
-            )
-        },
-    ),
-}
+FUNCTION: Fields = {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}
+
+TOOLS: Fields = {"tools": objects(512, {"function": fields_of(FUNCTION)})}
 
 TEMPLATE: Fields = {
     "chat_template": unless(
@@ -170,19 +153,16 @@ TEMPLATE: Fields = {
     "chat_template_kwargs": mapping(32, keys=_template_name, values=size(4096)),
 }
 
-CHAT: Fields = (
-    SAMPLING
-    | TOOLS
-    | TEMPLATE
-    | {
-        "messages": objects(16384),
-        "top_logprobs": logprobs(least=-1),
-        "max_completion_tokens": integer(0, INT64),
-        # a word of white space alone has no token
-        "bad_words": texts(1024, 256, blank=False),
-        "structural_tag": SCHEMA,
-    }
-)
+CHAT: Fields = {
+    **SAMPLING,
+    **TOOLS,
+    **TEMPLATE,
+    "messages": objects(16384),
+    "top_logprobs": logprobs(least=-1),
+    "max_completion_tokens": integer(0, INT64),
+    "bad_words": texts(1024, 256, blank=False),  # a word of white space alone has no token
+    "structural_tag": SCHEMA,
+}
 
 COMPLETION: Fields = SAMPLING | {
     "prompt": _prompts,
@@ -197,7 +177,7 @@ RESPONSES: Fields = QUEUED | {
     "max_output_tokens": integer(1, INT64),
     "max_tool_calls": integer(0, INT32),
     "text": fields_of({"format": _text_format}),
-    "tools": objects(512, {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}),
+    "tools": objects(512, FUNCTION),
     "previous_response_id": identifier(256),
     "reasoning": fields_of({}),
 }
@@ -224,32 +204,22 @@ INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
 RESPONSES_ROUTE = "/v1/responses"
 GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, INVOCATIONS}
 
-# routes that only some servers have a use for: the field of Limits that says so, and what is said elsewhere
-RESERVED = {
-    "/scale_elastic_ep": (
-        "elastic",
-        "This server cannot be scaled while it runs (--data-parallel-backend ray); trying would stop its service.",
-    ),
-}
-
 
 def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
     """The table that applies; an empty one for a route without."""
     if route == INVOCATIONS:
         if "messages" in body:
-            return CHAT if "prompt" not in body else CHAT | {"prompt": _prompts, **_EMBEDS}
+            return CHAT | {name: COMPLETION[name] for name in ("prompt", "prompt_embeds") if "prompt" in body}
         return COMPLETION if "prompt" in body or "prompt_embeds" in body else OTHER
     return ROUTES.get(route, {})
 
 
-_EMBEDS: Fields = {"prompt_embeds": COMPLETION["prompt_embeds"]}
-
-
 def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
     """Raises Refusal for the first field that is out of its bounds."""
-    option, reason = RESERVED.get(route, (None, ""))
-    if option is not None and not getattr(limits, option):
-        raise Refusal(reason)
+    if route == "/scale_elastic_ep" and not limits.elastic:
+        raise Refusal(
+            "This server cannot be scaled while it runs (--data-parallel-backend ray); trying would stop its service."
+        )
     for name, rule in fields_for(route, body).items():
         value = body.get(name)
         if value is not None:
@@ -262,8 +232,7 @@ def _sequences(body: Mapping[str, Any], limits: Limits) -> None:
     prompts = body.get("prompt")
     count = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], str | list) else 1
     asked = count * int(as_number(body.get("n") or 1) or 1)
-    if asked > limits.max_prompts:
-        raise refuse("n", f"at most {limits.max_prompts} sequences (prompts times n) in one request", Said(str(asked)))
+    at_most(limits.max_prompts, "sequences (prompts times n) in one request", asked, "n")
 
 
 def _least_and_most(body: Mapping[str, Any], limits: Limits) -> None:

@@ -7,6 +7,7 @@ vLLM still hears of a disconnect. What is refused is answered here, before a str
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
@@ -89,10 +90,8 @@ class Gate:
         if not raw or not _is_json(headers):
             return await self.app(scope, replayed, send)
         limits = await self.server.limits()
-        if len(raw) > LARGE:
-            body = await asyncio.to_thread(_checked, route, raw, limits)
-        else:
-            body = _checked(route, raw, limits)
+        check = functools.partial(_checked, route, raw, limits)
+        body = await asyncio.to_thread(check) if len(raw) > LARGE else check()
         await self.server.check_structure(route, body)
         own = _own_id(route, headers, body)
         if own is None:

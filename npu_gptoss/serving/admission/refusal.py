@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from npu_gptoss.errors import short
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -29,8 +31,7 @@ def shown(value: Any) -> str:
 
 def escaped(text: str, limit: int = 1000) -> str:
     """A text from elsewhere (a library's error) on one line, printable and bounded."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit].strip().replace("\n", " "))
-    return line + "..." if len(text) > limit else line
+    return short(text.strip().replace("\n", " "), limit)
 
 
 @dataclass(eq=False)

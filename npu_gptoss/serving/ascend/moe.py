@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.moe import PreparedExperts, expert_mlp
+from npu_gptoss.moe import expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
-from npu_gptoss.serving.lines.ascend import UNUSED_EXPERTS_OPTIONS, MoECommMethod, TokenDispatcherWithAllGather
+from npu_gptoss.serving.lines.ascend import UNUSED_EXPERTS_OPTIONS, TokenDispatcherWithAllGather
 from npu_gptoss.serving.lines.vllm import get_forward_context
 from npu_gptoss.serving.moe import GptOssExpertsMethod
 
@@ -43,7 +43,13 @@ class AscendExpertsMethod(GptOssExpertsMethod):
             topk_ids = torch.randint_like(topk_ids, 0, global_num_experts)
         method = get_forward_context().moe_comm_method
         if not isinstance(prepared.weights, AscendExperts):
-            return self._other_kernel(method, x, prepared, topk_weights, topk_ids)
+            # a kernel chosen by name, such as small_ops, sorts and sums by itself: right while all tokens are here
+            if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
+                raise InputError(
+                    f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
+                    f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
+                )
+            return expert_mlp(x, prepared, topk_weights, topk_ids)
         dispatched = method.token_dispatcher.token_dispatch(
             hidden_states=x,
             topk_weights=prepared.weights.weigh(topk_weights),
@@ -58,19 +64,3 @@ class AscendExpertsMethod(GptOssExpertsMethod):
             # all-gather points rows of other ranks at the second row, with a weight of zero
             finite_first_rows(rows)
         return method.token_dispatcher.token_combine(hidden_states=rows)
-
-    def _other_kernel(
-        self,
-        method: MoECommMethod,
-        x: torch.Tensor,
-        prepared: PreparedExperts,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """A kernel chosen by name, such as small_ops, sorts and sums by itself: right while all tokens are here."""
-        if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
-            raise InputError(
-                f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
-                f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
-            )
-        return expert_mlp(x, prepared, topk_weights, topk_ids)

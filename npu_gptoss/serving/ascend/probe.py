@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.attention.ascend import call_arguments, no_lse
+from npu_gptoss.errors import short
 from npu_gptoss.serving.ascend import captured
 
 BLOCK_SIZE = 128
@@ -49,7 +50,7 @@ def full_graph_objection(
             try:
                 pairs = _eager_and_replayed(arguments, sliding_window, replays)
             except Exception as error:  # whatever the driver, the graph or the operator has against it
-                return f"{name}: {_one_line(error)}"
+                return f"{name}: {short(' '.join(str(error).split()), 400) or type(error).__name__}"
             first: dict[tuple[int, ...], torch.Tensor] = {}
             for lengths, (want, got) in zip(replays, pairs, strict=True):
                 if not torch.allclose(got.float(), want.float(), atol=2**-8, rtol=2**-6):
@@ -86,7 +87,3 @@ def _eager_and_replayed(
         torch.npu.synchronize()
         pairs.append((want.cpu(), got.cpu()))
     return pairs
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from types import ModuleType, SimpleNamespace, TracebackType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
@@ -22,7 +23,7 @@ from npu_gptoss.serving.admission.keys import KeyGuard
 from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
 from npu_gptoss.serving.admission.rules import Limits
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace, stock
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, stock
 from npu_gptoss.serving.compat.targets import API_SERVER, PROCESSOR, PROTOCOL
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ class StructureCompiler:
         if self.tokenizer is None:
             self.tokenizer = init_tokenizer_from_configs(model_config=self.vllm_config.model_config)
         configured = self.vllm_config.structured_outputs_config.backend
-        for name in ("xgrammar", "guidance") if configured == "auto" else (configured,):
-            self.backends[name] = self._backend(name)
+        names = ("xgrammar", "guidance") if configured == "auto" else (configured,)
+        self.backends = {name: self._backend(name) for name in names}
 
     def _backend(self, name: str) -> Any:
         """The backend as the engine makes it."""
@@ -194,17 +195,11 @@ class VllmServer:
 
     def blame(self, error: BaseException) -> Refusal | None:
         names = READS | _validators()
-        if any(frame.f_code.co_name in names and "vllm" in frame.f_globals["__name__"] for frame in _frames(error)):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any(frame.f_code.co_name in names and "vllm" in frame.f_globals["__name__"] for frame in frames):
             said = escaped(str(error), 200)
             return Refusal(f"The request cannot be read: {type(error).__name__}{': ' if said else ''}{said}.")
         return None
-
-
-def _frames(error: BaseException) -> Iterator[Any]:
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
 
 
 def _requests(route: str) -> tuple[type, ...]:
@@ -264,24 +259,22 @@ def _place(wanted: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 @repair(
     "admission",
     f"{API_SERVER}:build_app",
-    lines=("0.11",),
     upstream="CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one",
 )
 def install_gate(module: ModuleType) -> None:
     """vLLM's API key guards only what begins with /v1, by a path read from the client's Host header; fields that
     end the engine, hold it for hours or fail with 500 reach it unchecked."""
-    original = module.build_app
-    expect_parameters(original, "args")
+    expect_parameters(module.build_app, "args")
     expect_source(
-        original,
+        module.build_app,
         "if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:",
         "app.add_middleware(AuthenticationMiddleware, tokens=tokens)",
         "@app.exception_handler(RequestValidationError)",
     )
     from fastapi.responses import JSONResponse
 
-    @functools.wraps(original)
-    def build_app(args: Namespace) -> Any:
+    @around(module, "build_app")
+    def build_app(original: Callable[..., Any], args: Namespace) -> Any:
         app = original(args)
         keys = [key for key in (args.api_key or [module.envs.VLLM_API_KEY]) if key]
         app.user_middleware[:] = [
@@ -301,8 +294,6 @@ def install_gate(module: ModuleType) -> None:
 
         return app
 
-    replace(module, "build_app", build_app)
-
 
 def misread_refusal(errors: Any) -> Refusal:
     """The first of pydantic's complaints, which may be ninety, and may repeat the whole body."""
@@ -320,18 +311,17 @@ def misread_refusal(errors: Any) -> Refusal:
 @repair(
     "structure-verdicts",
     f"{PROCESSOR}:Processor._validate_structured_output",
-    lines=("0.11",),
     upstream="CVE-2026-55574, fixed in 0.24.0",
 )
 def install_verdicts(module: ModuleType) -> None:
     """vLLM parses a client's regular expressions, grammars and schemas in the server's own process, which some of
     them crash and others hold for ever."""
-    original = module.Processor._validate_structured_output
-    expect_parameters(original, "self", "params")
-    expect_source(original, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
+    validate = module.Processor._validate_structured_output
+    expect_parameters(validate, "self", "params")
+    expect_source(validate, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
 
-    @functools.wraps(original)
-    def _validate_structured_output(self: Any, params: SamplingParams) -> None:
+    @around(module.Processor, "_validate_structured_output")
+    def _validate_structured_output(original: Callable[..., None], self: Any, params: SamplingParams) -> None:
         wanted = params.structured_outputs
         verdict: Verdict | None = None
         if _structures is not None and wanted is not None:
@@ -342,8 +332,6 @@ def install_verdicts(module: ModuleType) -> None:
         for name in STRUCTURE:
             setattr(wanted, name, verdict.fields.get(name))
         wanted._backend, wanted._backend_was_auto = verdict.backend, verdict.automatic
-
-    replace(module.Processor, "_validate_structured_output", _validate_structured_output)
 
 
 def asked_format(request: Any) -> dict[str, Any]:
@@ -364,7 +352,6 @@ def asked_format(request: Any) -> dict[str, Any]:
     "response-formats",
     f"{PROTOCOL}:ChatCompletionRequest.to_sampling_params CompletionRequest.to_sampling_params",
     f"{PROTOCOL}:ResponsesRequest.to_sampling_params",
-    lines=("0.11",),
     upstream="vllm PR 26822",
 )
 def install_formats(module: ModuleType) -> None:
@@ -376,40 +363,28 @@ def install_formats(module: ModuleType) -> None:
     expect_source(chat.to_sampling_params, "self.structured_outputs = StructuredOutputsParams()")
     expect_source(completion.to_sampling_params, 'self.response_format.type == "json_object"')
     expect_source(responses.to_sampling_params, 'raise NotImplementedError("json_object is not supported")')
-    chat_params, completion_params, responses_params = (
-        kind.to_sampling_params for kind in (chat, completion, responses)
-    )
 
-    @functools.wraps(chat_params)
-    def chat_to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
-        asked_format(self)  # a format without its schema is refused, not an assertion
-        params = chat_params(self, *args, **kwargs)
-        if params.structured_outputs is not None and not structure_of(params.structured_outputs):
-            params.structured_outputs = self.structured_outputs = None
-        return params
-
-    @functools.wraps(completion_params)
-    def completion_to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
-        params = completion_params(self, *args, **kwargs)
-        asked = asked_format(self)
-        if asked:
-            wanted = params.structured_outputs or StructuredOutputsParams()
+    def with_format(original: Callable[..., SamplingParams], self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
+        asked = asked_format(self)  # a format without its schema is refused, not an assertion
+        params = original(self, *args, **kwargs)
+        wanted = params.structured_outputs
+        if asked and isinstance(self, completion):  # of a chat, vLLM reads it
+            wanted = wanted or StructuredOutputsParams()
             for name, value in asked.items():
                 setattr(wanted, name, value)
-            params.structured_outputs = wanted
-        if params.structured_outputs is not None and not structure_of(params.structured_outputs):
-            params.structured_outputs = None
+        self.structured_outputs = params.structured_outputs = wanted if wanted and structure_of(wanted) else None
         return params
 
-    @functools.wraps(responses_params)
-    def responses_to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> SamplingParams:
+    for kind in (chat, completion):
+        around(kind, "to_sampling_params")(with_format)
+
+    @around(responses, "to_sampling_params")
+    def responses_to_sampling_params(
+        original: Callable[..., SamplingParams], self: Any, *args: Any, **kwargs: Any
+    ) -> SamplingParams:
         form = self.text.format if self.text is not None else None
         if form is None or form.type != "json_object":
-            return responses_params(self, *args, **kwargs)
-        params = responses_params(self.model_copy(update={"text": None}), *args, **kwargs)
+            return original(self, *args, **kwargs)
+        params = original(self.model_copy(update={"text": None}), *args, **kwargs)
         params.structured_outputs = StructuredOutputsParams(json_object=True)
         return params
-
-    replace(chat, "to_sampling_params", chat_to_sampling_params)
-    replace(completion, "to_sampling_params", completion_to_sampling_params)
-    replace(responses, "to_sampling_params", responses_to_sampling_params)

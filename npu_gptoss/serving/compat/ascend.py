@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.ascend.limits import installed, version_objection
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER
 
 
@@ -20,7 +21,6 @@ def expect_release() -> None:
 @repair(
     "ascend-host-mask",
     f"{ASCEND_RUNNER}:NPUModelRunner._make_attention_mask",
-    lines=("0.11",),
     upstream="vllm-ascend 0.12 makes one mask of 2048",
 )
 def install_host_mask(module: ModuleType) -> None:
@@ -29,21 +29,18 @@ def install_host_mask(module: ModuleType) -> None:
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(runner._make_attention_mask, "seq_lens", "position", "attn_state")
-    original = runner._make_attention_mask
 
-    def _make_attention_mask(self: Any, seq_lens: Any, position: Any, attn_state: Any) -> Any:
+    @around(runner, "_make_attention_mask")
+    def _make_attention_mask(
+        original: Callable[..., Any], self: Any, seq_lens: Any, position: Any, attn_state: Any
+    ) -> Any:
         if self.model_config.hf_config.model_type == MODEL_TYPE:
             return None
         return original(self, seq_lens=seq_lens, position=position, attn_state=attn_state)
 
-    replace(runner, "_make_attention_mask", _make_attention_mask)
-
 
 @repair(
-    "ascend-full-graph",
-    f"{ASCEND_RUNNER}:update_attn_params NPUModelRunner.__init__",
-    lines=("0.11",),
-    upstream="vllm-ascend PR 9165",
+    "ascend-full-graph", f"{ASCEND_RUNNER}:update_attn_params NPUModelRunner.__init__", upstream="vllm-ascend PR 9165"
 )
 def install_full_graph(module: ModuleType) -> None:
     """vllm-ascend gives new lengths to its own paged attention only when it replays a graph of whole decode steps,
@@ -58,22 +55,18 @@ def install_full_graph(module: ModuleType) -> None:
     expect_source(runner._generate_process_reqs_hidden_states, "update_attn_params(self.update_stream, forward_context")
     expect_source(runner.load_model, "ACLGraphWrapper(self.model")
     expect_parameters(runner.__init__, "vllm_config", "device")
-    original_update, original_init = module.update_attn_params, runner.__init__
 
-    def update_attn_params(
-        update_stream: Any, forward_context: Any, runtime_shape: int, kv_transfer_config: Any = None
-    ) -> None:
+    @around(module, "update_attn_params")
+    def update_attn_params(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         from npu_gptoss.serving.ascend import captured
 
-        if not captured.update_attn_params(update_stream, forward_context, runtime_shape, kv_transfer_config):
-            original_update(update_stream, forward_context, runtime_shape, kv_transfer_config)
+        if not captured.update_attn_params(*args, **kwargs):
+            original(*args, **kwargs)
 
-    def __init__(self: Any, vllm_config: Any, device: Any) -> None:
+    @around(runner, "__init__")
+    def __init__(original: Callable[..., None], self: Any, vllm_config: Any, device: Any) -> None:
         from npu_gptoss.serving.ascend import full_graph
 
         full_graph.prepare(vllm_config, device)
-        original_init(self, vllm_config, device)
+        original(self, vllm_config, device)
         full_graph.guard(self)
-
-    replace(module, "update_attn_params", update_attn_params)
-    replace(runner, "__init__", __init__)

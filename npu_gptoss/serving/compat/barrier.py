@@ -20,17 +20,16 @@ words, and at once.
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.errors import short
 from npu_gptoss.serving.compat import gate
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -45,16 +44,12 @@ PASSES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars all know
 _REASON = "_npu_gptoss_reason"  # of a Request that has been reported
 _UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, which has no queue of outputs
-_making = threading.Lock()
 
 
 def words(error: BaseException) -> str:
     """A foreign error as one printable line of bounded length: it goes through UTF-8 and onto terminals."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    text = "".join(
-        c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text[:LONGEST]
-    )
-    return " ".join(text.split())
+    return short(" ".join(text[: 2 * LONGEST].split()), LONGEST)
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,7 @@ class Refused:
 
 def failures_of(manager: Any) -> deque[tuple[Any, str]]:
     """The requests that one engine has to end, with reasons; safe to append to from any thread."""
-    with _making:
-        return vars(manager).setdefault(_FAILURES, deque())
+    return vars(manager).setdefault(_FAILURES, deque())
 
 
 def report(failures: deque[tuple[Any, str]], request: Any, reason: str) -> None:
@@ -129,7 +123,6 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     "request-input",
     f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
     f"{CORE}:EngineCoreProc.process_output_sockets",
-    lines=("0.11",),
     upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
 )
 def install_input(module: ModuleType) -> None:
@@ -142,7 +135,6 @@ def install_input(module: ModuleType) -> None:
     expect_parameters(core.preprocess_add_request, "self", "request")
     expect_parameters(core.add_request, "self", "request", "request_wave")
     expect_parameters(process.process_output_sockets, "self")
-    original_preprocess, original_add = core.preprocess_add_request, core.add_request
 
     class MsgpackDecoder(stock_decoder):
         def __init__(self, t: Any = None) -> None:
@@ -159,13 +151,14 @@ def install_input(module: ModuleType) -> None:
                     raise
                 return _unreadable(bufs, error)
 
-    def preprocess_add_request(self: Any, request: Any) -> tuple[Any, int]:
+    @around(core, "preprocess_add_request")
+    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> tuple[Any, int]:
         if isinstance(request, Refused):
             return request, 0
         try:
             objection = gate.objection(request, self.vllm_config)
             if objection is None:
-                return original_preprocess(self, request)
+                return original(self, request)
             reason = REFUSED + objection
         except PASSES:
             raise
@@ -173,89 +166,63 @@ def install_input(module: ModuleType) -> None:
             reason = REFUSED + words(error)
         return Refused(request.request_id, request.client_index, reason), request.current_wave
 
-    def refusal(self: Any, request: Any, request_wave: int) -> str | None:
-        """Add the request, or say why not."""
+    @around(core, "add_request")
+    def add_request(original: Callable[..., None], self: Any, request: Any, request_wave: int = 0) -> None:
+        if isinstance(request, Refused):
+            tell(self, request)
+            return
         reason = vars(request).get(_REASON)
-        if reason is not None:
-            return reason
-        if request.request_id in self.scheduler.requests:
+        if reason is None and request.request_id in self.scheduler.requests:
             # another API server's, with the same X-Request-Id: two requests of one name free each other's blocks
-            return f"{REFUSED}another one with its id, {request.request_id!r}, is being served"
-        try:
-            original_add(self, request, request_wave)
-        except PASSES:
-            raise
-        except BaseException as error:
-            self.scheduler.waiting.remove_requests([request])  # heapq and deque add before they may raise
-            self.scheduler.requests.pop(request.request_id, None)
-            return REFUSED + words(error)
-        return None
-
-    def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        if not isinstance(request, Refused):
-            reason = refusal(self, request, request_wave)
-            if reason is None:
-                return
-            request = Refused(request.request_id, request.client_index, reason)
-        tell(self, request)
-
-    def ends_in_words(name: str) -> Callable[..., None]:
-        original = getattr(process, name)
-
-        @functools.wraps(original)
-        def thread(self: Any, *arguments: Any, **keywords: Any) -> None:
+            reason = f"{REFUSED}another one with its id, {request.request_id!r}, is being served"
+        if reason is None:
             try:
-                original(self, *arguments, **keywords)
+                original(self, request, request_wave)
+                return
             except PASSES:
                 raise
-            except BaseException:
-                logger.exception("The engine's thread %s died, so the engine ends.", name)
-                self.input_queue.put_nowait((module.EngineCoreRequestType.EXECUTOR_FAILED, b""))
+            except BaseException as error:
+                self.scheduler.waiting.remove_requests([request])  # heapq and deque add before they may raise
+                self.scheduler.requests.pop(request.request_id, None)
+                reason = REFUSED + words(error)
+        tell(self, Refused(request.request_id, request.client_index, reason))
 
-        return thread
+    def thread(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+        try:
+            original(self, *arguments, **keywords)
+        except PASSES:
+            raise
+        except BaseException:
+            logger.exception("The engine's thread %s died, so the engine ends.", original.__name__)
+            self.input_queue.put_nowait((module.EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
     replace(module, "MsgpackDecoder", MsgpackDecoder)
-    replace(core, "preprocess_add_request", preprocess_add_request)
-    replace(core, "add_request", add_request)
     for name in ("process_input_sockets", "process_output_sockets"):
-        replace(process, name, ends_in_words(name))
+        around(process, name)(thread)
 
 
-@repair(
-    "request-steps",
-    f"{CORE}:EngineCore.step .step_with_batch_queue",
-    lines=("0.11",),
-    upstream="vllm PR 47312, for grammars",
-)
+@repair("request-steps", f"{CORE}:EngineCore.step .step_with_batch_queue", upstream="vllm PR 47312, for grammars")
 def install_steps(module: ModuleType) -> None:
     """What goes wrong with one request in the engine core has no way to end that request alone."""
-    core = module.EngineCore
-    for name in ("step", "step_with_batch_queue"):
+    core, names = module.EngineCore, ("step", "step_with_batch_queue")
+    for name in names:
         expect_source(getattr(core, name), "self.scheduler.schedule()", "self.scheduler.update_from_output(")
     expect_source(core.__init__, "self.step_fn = (self.step if", "self.structured_output_manager =")
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(self: Any) -> tuple[Any, bool]:
-            end_reported(self)
-            outputs, executed = original(self)
-            end_reported(self)
-            if untold := vars(self).pop(_UNTOLD, None):
-                outputs = outputs or {}
-                outputs.setdefault(0, module.EngineCoreOutputs()).outputs.extend(untold)
-            return outputs, executed
+    def step(original: Callable[..., tuple[Any, bool]], self: Any) -> tuple[Any, bool]:
+        end_reported(self)
+        outputs, executed = original(self)
+        end_reported(self)
+        if untold := vars(self).pop(_UNTOLD, None):
+            outputs = outputs or {}
+            outputs.setdefault(0, module.EngineCoreOutputs()).outputs.extend(untold)
+        return outputs, executed
 
-        return step
-
-    for name in ("step", "step_with_batch_queue"):
-        replace(core, name, around(getattr(core, name)))
+    for name in names:
+        around(core, name)(step)
 
 
-@repair(
-    "request-updates",
-    f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output",
-    lines=("0.11",),
-)
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output")
 def install_scheduler(module: ModuleType) -> None:
     """An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a
     request that was preempted."""
@@ -264,24 +231,26 @@ def install_scheduler(module: ModuleType) -> None:
     expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
     # a grammar of None, which `grammars.py` makes of one that does not compile, is never ready
     expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
-    original_update, original_outputs = scheduler._update_request_with_output, scheduler.update_from_output
 
-    def _update_request_with_output(self: Any, request: Any, new_token_ids: list[int]) -> tuple[list[int], bool]:
+    @around(scheduler, "_update_request_with_output")
+    def _update_request_with_output(
+        original: Callable[..., tuple[list[int], bool]], self: Any, request: Any, new_token_ids: list[int]
+    ) -> tuple[list[int], bool]:
         try:
-            return original_update(self, request, new_token_ids)
+            return original(self, request, new_token_ids)
         except PASSES:
             raise
         except BaseException as error:
             report(failures_of(self.structured_output_manager), request, FAILED + words(error))
             return new_token_ids, False
 
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    @around(scheduler, "update_from_output")
+    def update_from_output(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
         # A request that was preempted computes its prompt again. What it says of it has been sent with its first token;
         # when the chunk yields no token, stock vLLM asserts that there is nothing to say, and ends the engine.
         said = model_runner_output.prompt_logprobs_dict
         for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
             del said[request_id]
-        return original_outputs(self, scheduler_output, model_runner_output)
-
-    replace(scheduler, "_update_request_with_output", _update_request_with_output)
-    replace(scheduler, "update_from_output", update_from_output)
+        return original(self, scheduler_output, model_runner_output)

@@ -10,53 +10,51 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, short
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ARGUMENTS, ASYNC, GRAMMARS, SERVE, TOKENIZER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-TOKENIZER_COPIES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.llm_engine", "vllm.v1.structured_output")
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
-@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11",))
+@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config")
 def install_check(module: ModuleType) -> None:
     """A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has forked,
     under tracebacks; a broken config.json by words that do not name it."""
     owner = module.EngineArgs
     expect_parameters(owner.create_engine_config, "usage_context", "headless")
     expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
-    old = owner.create_engine_config
 
-    def create_engine_config(self: EngineArgs, *args: Any, **options: Any) -> Any:
+    @around(owner, "create_engine_config")
+    def create_engine_config(original: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
         check(self)
-        return old(self, *args, **options)
-
-    replace(owner, "create_engine_config", create_engine_config)
+        return original(self, *args, **options)
 
 
-@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11",))
+@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd")
 def install_sentence(module: ModuleType) -> None:
     """vllm serve ends with a traceback where a sentence says what to do."""
     owner = module.ServeSubcommand
     expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
-    old = owner.cmd
 
-    def cmd(args: argparse.Namespace) -> None:
+    @around(owner, "cmd")
+    def cmd(original: Callable[..., None], args: argparse.Namespace) -> None:
         from pydantic import ValidationError
 
         model = getattr(args, "model_tag", None) or args.model
         try:
             if model.startswith(_PATHS) and not Path(model).exists():
                 raise InputError(f"{model}: expected a checkpoint's directory, but there is none. Check the path.")
-            old(args)
+            original(args)
         except InputError as error:
             _end(str(error))
         except ValidationError as error:  # what vLLM makes of an exception that rises while it checks its options
@@ -65,36 +63,28 @@ def install_sentence(module: ModuleType) -> None:
                 raise
             _end(" ".join(short(str(one), 2000) for one in found))
 
-    replace(owner, "cmd", staticmethod(cmd))
 
-
-@repair(
-    "tokenizer-check",
-    f"{TOKENIZER} {ASYNC} vllm.v1.engine.llm_engine {GRAMMARS}:init_tokenizer_from_configs",
-    lines=("0.11",),
-)
+@repair("tokenizer-check", f"{TOKENIZER} {ASYNC} vllm.v1.engine.llm_engine {GRAMMARS}:init_tokenizer_from_configs")
 def install_tokenizer(module: ModuleType) -> None:
     """A tokenizer that cannot be read ends vLLM with a traceback, or with a panic that no handler sees; one with
     ids beyond the vocabulary ends the engine at the first request that has such a token."""
     expect_parameters(module.init_tokenizer_from_configs, "model_config")
-    old = module.init_tokenizer_from_configs
 
-    def init_tokenizer_from_configs(model_config: ModelConfig) -> Any:
+    @around(module, "init_tokenizer_from_configs", copies=(ASYNC, "vllm.v1.engine.llm_engine", GRAMMARS))
+    def init_tokenizer_from_configs(original: Callable[..., Any], model_config: ModelConfig) -> Any:
         from npu_gptoss.model.config_fields import MODEL_TYPE
         from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
 
         if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
-            return old(model_config)
+            return original(model_config)
         path = Path(model_config.tokenizer) / "tokenizer.json"
         with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
-            tokenizer = old(model_config)
+            tokenizer = original(model_config)
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is not None:
             try_tokenizer(path, fast)
             check_vocabulary(path, fast, model_config.hf_config.vocab_size)
         return tokenizer
-
-    replace(module, "init_tokenizer_from_configs", init_tokenizer_from_configs, copies=TOKENIZER_COPIES)
 
 
 def _end(sentence: str) -> None:

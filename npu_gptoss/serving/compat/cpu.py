@@ -10,11 +10,12 @@ request with a temperature, which ends the engine where there is no C++ compiler
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_parameters, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, repair
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,15 +39,15 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@repair("cpu-native-ops", "vllm.platforms.cpu:CpuPlatform.check_and_update_config", lines=("0.11",))
+@repair("cpu-native-ops", "vllm.platforms.cpu:CpuPlatform.check_and_update_config")
 def install_native_ops(module: ModuleType) -> None:
     """A vLLM without compiled CPU operators, or with a torch newer than the one it was built for, calls operators
     that are not there, binds threads with them, and compiles with a dynamo that it does not know."""
     platform = module.CpuPlatform
-    original = platform.__dict__["check_and_update_config"].__func__
-    expect_parameters(original, "cls", "vllm_config")
+    expect_parameters(platform.check_and_update_config, "vllm_config")
 
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+    @around(platform, "check_and_update_config")
+    def check_and_update_config(original: Callable[..., None], cls: type, vllm_config: VllmConfig) -> None:
         original(cls, vllm_config)
         model_config = vllm_config.model_config
         if model_config is None or model_config.hf_config.model_type != MODEL_TYPE:
@@ -62,5 +63,3 @@ def install_native_ops(module: ModuleType) -> None:
             parallel = vllm_config.parallel_config
             ranks = parallel.world_size * parallel.data_parallel_size
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(["all"] * ranks))
-
-    replace(platform, "check_and_update_config", classmethod(check_and_update_config))

@@ -2,12 +2,12 @@
 
 An installer is a function `install(module)`, marked `@repair(…)`, that receives the foreign module right after its
 import. It first looks whether the code it is about to change is still the code it knows (`expect_parameters`,
-`expect_source`), raises `Mismatch` with a sentence when not, and only then changes anything (`replace`).
+`expect_source`), raises `Mismatch` with a sentence when not, and only then changes anything (`around`, `replace`).
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -47,7 +47,7 @@ class Patch:
 
 
 def repair(
-    name: str, *touches: str, lines: tuple[str, ...], upstream: str = "none found", essential: bool = False
+    name: str, *touches: str, lines: tuple[str, ...] = ("0.11",), upstream: str = "none found", essential: bool = False
 ) -> Callable[[Installer], Installer]:
     """Puts an installer into the table. The first paragraph of its docstring is the reason.
 
@@ -125,23 +125,27 @@ def replace(owner: Any, name: str, new: Any, copies: Sequence[str] = ()) -> Any:
     return old
 
 
-class _Loader(importlib.abc.Loader):
-    """Runs the module as its own loader would, then calls back."""
+def around(owner: Any, name: str, copies: Sequence[str] = ()) -> Callable[[Callable[..., Any]], None]:
+    """Puts a function in the place of `owner.name`, which it gets as its first argument, before those of the call.
 
-    def __init__(self, loader: importlib.abc.Loader, finder: _ImportHook) -> None:
-        self._loader = loader
-        self._finder = finder
+    The function of a class or static method is handed over without its class. `copies` as in `replace`.
+    """
+    found = vars(owner)[name]
+    original = getattr(found, "__func__", found)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+    def put(new: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def with_original(*args: Any, **kwargs: Any) -> Any:
+            return new(original, *args, **kwargs)
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader  # leave no trace for inspect, pickle and reload
-        self._loader.exec_module(module)
-        self._finder.imported(module)
+        replace(owner, name, with_original if original is found else type(found)(with_original), copies)
+
+    return put
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
+    """Finds what others find, and calls back when it has run."""
+
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
@@ -155,12 +159,14 @@ class _ImportHook(importlib.abc.MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader.exec_module = functools.partial(self._execute, spec.loader)
                 return spec
         return None
 
-    def imported(self, module: ModuleType) -> None:
+    def _execute(self, loader: importlib.abc.Loader, module: ModuleType) -> None:
+        del loader.exec_module  # its own again: no trace is left for inspect, pickle and reload
+        loader.exec_module(module)
         for call in self.waiting.pop(module.__name__, ()):
             call(module)
 

@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -65,28 +65,25 @@ class Pulse:
         return ""
 
 
-@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11",))
+@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__")
 def install_client(core_client: ModuleType) -> None:
     """As engine-pulse, in the server's process."""
     client = core_client.MPClient
-    original = client.__init__
-    expect_parameters(original, "self", "asyncio_mode", "vllm_config")
-    expect_source(original, "self.utility_results: dict[int, AnyFuture] = {}")
+    expect_parameters(client.__init__, "self", "asyncio_mode", "vllm_config")
+    expect_source(client.__init__, "self.utility_results: dict[int, AnyFuture] = {}")
     expect_source(
         core_client._process_utility_output,
         "future = utility_results.pop(output.call_id)",
         "future.set_result(output.result.result)",
     )
 
-    @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    @around(client, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.npu_gptoss_pulse = Pulse(self.utility_results)
 
-    replace(client, "__init__", __init__)
 
-
-@repair("health", f"{ASYNC}:AsyncLLM.check_health", lines=("0.11",))
+@repair("health", f"{ASYNC}:AsyncLLM.check_health")
 def install_health(async_llm: ModuleType) -> None:
     """/health answers 200 for an engine that is stopped or hangs."""
     from vllm import envs as vllm_envs
@@ -99,11 +96,10 @@ def install_health(async_llm: ModuleType) -> None:
             Exception.__init__(self, reason)
 
     engine = async_llm.AsyncLLM
-    original = engine.check_health
-    expect_source(original, "if self.errored: raise self.dead_error")
+    expect_source(engine.check_health, "if self.errored: raise self.dead_error")
 
-    @functools.wraps(original)
-    async def check_health(self) -> None:
+    @around(engine, "check_health")
+    async def check_health(original: Callable[..., Awaitable[None]], self: Any) -> None:
         await original(self)
         pulse = getattr(self.engine_core, "npu_gptoss_pulse", None)
         if pulse is None:
@@ -115,8 +111,6 @@ def install_health(async_llm: ModuleType) -> None:
         if reason:
             logger.warning("npu-gptoss: /health answers 503: %s.", reason)
             raise EngineSilentError(reason)
-
-    replace(engine, "check_health", check_health)
 
 
 def _tell(engine: Any, cause: str = "") -> None:
@@ -140,67 +134,51 @@ def _beat(reference: Callable[[], Any]) -> None:
     "engine-pulse",
     f"{CORE}:EngineCoreProc.__init__ ._process_engine_step ._send_engine_dead .run_busy_loop",
     f"{CORE}:DPEngineCoreProc.run_busy_loop",
-    lines=("0.11",),
 )
 def install_engine(core: ModuleType) -> None:
     """The server knows neither whether its engine answers nor why it died, and an engine outlives a server that was
     killed."""
     proc = core.EngineCoreProc
-    original_init, original_step, original_dead = proc.__init__, proc._process_engine_step, proc._send_engine_dead
-    expect_source(original_init, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
-    expect_source(original_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
-    expect_source(original_step, "self.step_fn()")
+    expect_source(proc.__init__, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
+    expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
+    expect_source(proc._process_engine_step, "self.step_fn()")
 
-    @functools.wraps(original_init)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        end_with_parent()
-        original_init(self, *args, **kwargs)
-
-    @functools.wraps(original_step)
-    def _process_engine_step(self) -> bool:
+    @around(proc, "_process_engine_step")
+    def _process_engine_step(original: Callable[..., bool], self: Any) -> bool:
         setattr(self, _STEP, time.monotonic())
         try:
-            return original_step(self)
+            return original(self)
         finally:
             setattr(self, _STEP, None)
 
-    @functools.wraps(original_dead)
-    def _send_engine_dead(self) -> None:
+    @around(proc, "_send_engine_dead")
+    def _send_engine_dead(original: Callable[..., None], self: Any) -> None:
         error = sys.exc_info()[1]
         _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
-        original_dead(self)
+        original(self)
 
-    replace(proc, "__init__", __init__)
-    replace(proc, "_process_engine_step", _process_engine_step)
-    replace(proc, "_send_engine_dead", _send_engine_dead)
-    for owner in (proc, core.DPEngineCoreProc):
-        replace(owner, "run_busy_loop", _beating(vars(owner)["run_busy_loop"]))
-    end_with_parent()  # a spawned engine loads this when its constructor has begun
-
-
-def _beating(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def run_busy_loop(self) -> None:
+    def run_busy_loop(original: Callable[..., None], self: Any) -> None:
         reference = weakref.ref(self)
         threading.Thread(target=_beat, args=(reference,), name="npu-gptoss pulse", daemon=True).start()
         original(self)
 
-    return run_busy_loop
+    around(proc, "__init__")(_within_parent)
+    for owner in (proc, core.DPEngineCoreProc):
+        around(owner, "run_busy_loop")(run_busy_loop)
+    end_with_parent()  # a spawned engine loads this when its constructor has begun
 
 
-@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11",))
+def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """A constructor of something that must not outlive its parent."""
+    end_with_parent()
+    original(self, *args, **kwargs)
+
+
+@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__")
 def install_worker(executor: ModuleType) -> None:
     """A worker that hangs in an operation outlives an engine that was killed, and keeps its device."""
-    worker = executor.WorkerProc
-    original = worker.__init__
-    expect_parameters(original, "self", "vllm_config", "rank")
-
-    @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        end_with_parent()
-        original(self, *args, **kwargs)
-
-    replace(worker, "__init__", __init__)
+    expect_parameters(executor.WorkerProc.__init__, "self", "vllm_config", "rank")
+    around(executor.WorkerProc, "__init__")(_within_parent)
     end_with_parent()
 
 

@@ -7,11 +7,11 @@ cache; this is for the stock model, whose defects are mended only.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 
 if TYPE_CHECKING:
     from transformers import GptOssConfig
@@ -40,23 +40,15 @@ def fill(rotary: Any, config: GptOssConfig) -> None:
     setattr(rotary, _FILLED, True)
 
 
-@repair(
-    "yarn-truncate",
-    "vllm.model_executor.models.gpt_oss:OAIAttention.__init__",
-    lines=("0.11",),
-    upstream="vllm PR 27722",
-)
+@repair("yarn-truncate", "vllm.model_executor.models.gpt_oss:OAIAttention.__init__", upstream="vllm PR 27722")
 def install(module: ModuleType) -> None:
     """vLLM's own gpt-oss rounds the ends of YaRN's ramp although the config says truncate: false, so that nine of
     32 frequencies are wrong; our model fills the cache by itself."""
     attention = module.OAIAttention
-    original = attention.__init__
-    expect_parameters(original, "self", "config")
-    expect_source(original, "self.rotary_emb = get_rope(", 'config.rope_scaling["beta_slow"]')
+    expect_parameters(attention.__init__, "self", "config")
+    expect_source(attention.__init__, "self.rotary_emb = get_rope(", 'config.rope_scaling["beta_slow"]')
 
-    @functools.wraps(original)
-    def __init__(self, config: GptOssConfig, *args: Any, **kwargs: Any) -> None:
+    @around(attention, "__init__")
+    def __init__(original: Callable[..., None], self: Any, config: GptOssConfig, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         fill(self.rotary_emb, config)
-
-    replace(attention, "__init__", __init__)

@@ -16,14 +16,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, LAUNCHER
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
 STATUS = 1  # of a server whose engine died
+SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # they log each request that fails with a traceback
 TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
@@ -67,40 +68,38 @@ def _told_once(record: logging.LogRecord) -> bool:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11",))
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop")
 def install_server(launcher: ModuleType) -> None:
     """A signal ends the engine before the server, so that requests in flight are never answered and the server
     waits for them without a limit; the engine's death is exit status 0."""
-    original = launcher.serve_http
-    expect_parameters(original, "app", "sock", "uvicorn_kwargs")
-    expect_source(original, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
-    expect_source(original, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
+    serve = launcher.serve_http
+    expect_parameters(serve, "app", "sock", "uvicorn_kwargs")
+    expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
+    expect_source(serve, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
     expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
 
-    @functools.wraps(original)
-    async def serve_http(app: FastAPI, sock: socket.socket | None, *args: Any, **kwargs: Any) -> Coroutine:
+    @around(launcher, "serve_http", copies=SERVERS)
+    async def serve_http(
+        original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
+    ) -> Coroutine:
         drain = envs.get("NPU_GPTOSS_DRAIN_SECONDS")
         kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
         engine = app.state.engine_client
         loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
             loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        rest = await original(app, sock, *args, **kwargs)
+        rest = await original(app, *args, **kwargs)
         if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
             await _stop(rest, engine, drain)
             return _nothing()
         await rest
         return _died(engine) if engine.errored else _nothing()
 
-    @functools.wraps(launcher.watchdog_loop)
-    async def watchdog_loop(server: Any, engine: EngineClient) -> None:
+    @around(launcher, "watchdog_loop")
+    async def watchdog_loop(_: Callable[..., Awaitable[None]], server: Any, engine: EngineClient) -> None:
         while True:
             await asyncio.sleep(WATCH)
             launcher.terminate_if_errored(server, engine)
-
-    copies = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server")
-    replace(launcher, "serve_http", serve_http, copies=copies)
-    replace(launcher, "watchdog_loop", watchdog_loop)
 
 
 async def _nothing() -> None:
@@ -167,18 +166,20 @@ async def _died(engine: Any) -> None:
 # -- what the clients get ---------------------------------------------------------------------------------------------
 
 
-@repair("server-end-answers", f"{API_SERVER}:build_app _convert_stream_to_sse_events", lines=("0.11",))
+@repair("server-end-answers", f"{API_SERVER}:build_app _convert_stream_to_sse_events")
 def install_answers(api_server: ModuleType) -> None:
     """A request that the engine's end took is told as an internal error, and a streamed response breaks off."""
     from fastapi import HTTPException
 
-    build, convert = api_server.build_app, api_server._convert_stream_to_sse_events
-    expect_source(build, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),")
-    expect_source(convert, "async for event in generator", "yield event_data")
+    expect_source(
+        api_server.build_app, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),"
+    )
+    events = api_server._convert_stream_to_sse_events
+    expect_source(events, "async for event in generator", "yield event_data")
 
-    @functools.wraps(build)
-    def build_app(*args: Any, **kwargs: Any) -> FastAPI:
-        app = build(*args, **kwargs)
+    @around(api_server, "build_app")
+    def build_app(original: Callable[..., FastAPI], *args: Any, **kwargs: Any) -> FastAPI:
+        app = original(*args, **kwargs)
         handler = app.exception_handlers[HTTPException]
 
         async def told(request: Request, error: HTTPException) -> Response:
@@ -189,8 +190,10 @@ def install_answers(api_server: ModuleType) -> None:
         app.add_exception_handler(HTTPException, told)
         return app
 
-    @functools.wraps(convert)
-    async def _convert_stream_to_sse_events(generator: AsyncGenerator[Any, None]) -> AsyncIterator[str]:
+    @around(api_server, "_convert_stream_to_sse_events")
+    async def _convert_stream_to_sse_events(
+        original: Callable[..., AsyncIterator[str]], generator: AsyncGenerator[Any, None]
+    ) -> AsyncIterator[str]:
         from openai.types.responses import ResponseErrorEvent
 
         last = -1
@@ -202,7 +205,7 @@ def install_answers(api_server: ModuleType) -> None:
                 yield event
 
         try:
-            async for text in convert(counted()):
+            async for text in original(counted()):
                 yield text
         except Exception as error:
             if not _is_final(error):
@@ -212,44 +215,38 @@ def install_answers(api_server: ModuleType) -> None:
             )
             yield f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
-    replace(api_server, "build_app", build_app)
-    replace(api_server, "_convert_stream_to_sse_events", _convert_stream_to_sse_events)
 
-
-@repair("server-end-errors", f"{ENGINE}:OpenAIServing.create_error_response", lines=("0.11",))
+@repair("server-end-errors", f"{ENGINE}:OpenAIServing.create_error_response")
 def install_errors(serving_engine: ModuleType) -> None:
     """A stream or a response that the engine's end took tells a bad request, which no client sends again."""
     serving = serving_engine.OpenAIServing
-    original = serving.create_error_response
-    expect_parameters(original, "self", "message", "err_type", "status_code")
+    expect_parameters(serving.create_error_response, "self", "message", "err_type", "status_code")
     expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
     from vllm.v1.engine.exceptions import EngineDeadError
 
     final = {str(stopping_error()()), str(EngineDeadError())}
 
-    @functools.wraps(original)
-    def create_error_response(self, message: str, *args: Any, **kwargs: Any) -> Any:
+    @around(serving, "create_error_response")
+    def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, message, *args, **kwargs)
         if message in final:
             answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
             answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
         return answer
 
-    replace(serving, "create_error_response", create_error_response)
-
 
 # -- the port ---------------------------------------------------------------------------------------------------------
 
 
-@repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11",))
+@repair("server-port", f"{API_SERVER}:create_server_socket")
 def install_port(api_server: ModuleType) -> None:
     """Two servers take the same port, and each gets some of the requests."""
-    original = api_server.create_server_socket
-    expect_parameters(original, "addr")
-    expect_source(original, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
+    create = api_server.create_server_socket
+    expect_parameters(create, "addr")
+    expect_source(create, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
 
-    @functools.wraps(original)
-    def create_server_socket(addr: tuple[str, int]) -> socket.socket:
+    @around(api_server, "create_server_socket")
+    def create_server_socket(original: Callable[..., socket.socket], addr: tuple[str, int]) -> socket.socket:
         try:
             envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # at the end of the server is too late to refuse it
         except InputError as error:
@@ -265,5 +262,3 @@ def install_port(api_server: ModuleType) -> None:
                     f"{error.strerror}. Choose another with --port, or another address with --host."
                 ) from None
         return original(addr)
-
-    replace(api_server, "create_server_socket", create_server_socket)

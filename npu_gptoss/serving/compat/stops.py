@@ -7,11 +7,11 @@ repaired server marks the request (`mark`); its detokenizer then reads the turn 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.turn import assistant_turn, stops_of
 
 if TYPE_CHECKING:
@@ -41,22 +41,20 @@ class _StopsOfAnswer:
         return self._turn.stopped
 
 
-@repair("answer-stops", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request", lines=("0.11",))
+@repair("answer-stops", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request")
 def install(detokenizer: ModuleType) -> None:
     """A stop string ends a chat in its reasoning, or at the name of a channel, before there is an answer."""
     owner = detokenizer.IncrementalDetokenizer
-    original = owner.from_new_request.__func__
-    expect_parameters(original, "cls", "tokenizer", "request")
+    expect_parameters(owner.from_new_request, "tokenizer", "request")
     base = detokenizer.BaseIncrementalDetokenizer
     expect_parameters(base.update, "self", "new_token_ids", "stop_terminated")
     expect_source(base.update, "if self.stop and len(self.output_token_ids) > self.min_tokens:", "return stop_string")
     expect_source(base.__init__, "self.stop_buffer_length = 0")
 
-    def from_new_request(cls: type, tokenizer: Any, request: Any) -> Any:
+    @around(owner, "from_new_request")
+    def from_new_request(original: Callable[..., Any], cls: type, tokenizer: Any, request: Any) -> Any:
         made = original(cls, tokenizer, request)
         parameters = request.sampling_params
         if parameters.stop and MARK in (parameters.extra_args or {}):
             made.update = _StopsOfAnswer(made, parameters)
         return made
-
-    replace(owner, "from_new_request", classmethod(from_new_request))

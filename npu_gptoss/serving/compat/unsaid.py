@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import API_SERVER
 
 SECRET = ("api_key", "hf_token")
 
 
-@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.11",))
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args")
 def install(module: ModuleType) -> None:
     """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
-    original = module.log_non_default_args
-    expect_parameters(original, "args")
-    expect_source(original, 'logger.info("non-default args: %s", non_default_args)', "isinstance(args, Namespace)")
+    logs = module.log_non_default_args
+    expect_parameters(logs, "args")
+    expect_source(logs, 'logger.info("non-default args: %s", non_default_args)', "isinstance(args, Namespace)")
 
-    def log_non_default_args(args: Any) -> None:
+    @around(module, "log_non_default_args")
+    def log_non_default_args(original: Callable[..., None], args: Any) -> None:
         if isinstance(args, argparse.Namespace):  # the server's; those of `LLM` have no key
             hidden = {name: "***" for name in SECRET if isinstance(getattr(args, name, None), str | list)}
             args = argparse.Namespace(**{**vars(args), **hidden})
         original(args)
-
-    replace(module, "log_non_default_args", log_non_default_args)

@@ -8,16 +8,17 @@ gpt-oss every second layer sees everything, and our model hands each layer's win
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_source, repair
 
 
 @repair(
     "model-wide-window",
     "vllm.config.model:ModelConfig.get_sliding_window",
-    lines=("0.11",),
     upstream="vllm issue 23934 (open); no repair found",
     essential=True,
 )
@@ -26,12 +27,10 @@ def install(module: ModuleType) -> None:
     all; gpt-oss's window is a matter of the layer, and its attention gets it from our model."""
     model_config = module.ModelConfig
     expect_source(model_config.get_sliding_window, 'getattr(self.hf_text_config, "sliding_window", None)')
-    original = model_config.get_sliding_window
 
-    def get_sliding_window(self) -> int | None:
+    @around(model_config, "get_sliding_window")
+    def get_sliding_window(original: Callable[..., int | None], self: Any) -> int | None:
         """None for gpt-oss, the number of config.json for any other model."""
         if self.hf_text_config.model_type == MODEL_TYPE and not self.disable_sliding_window:
             return None
         return original(self)
-
-    replace(model_config, "get_sliding_window", get_sliding_window)

@@ -16,7 +16,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
     "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
-    "vllm_ascend.ops.moe.moe_comm_method": ("MoECommMethod",),
     "vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
     "vllm_ascend.utils": ("update_aclgraph_sizes", "weak_ref_tensors"),
     "vllm_ascend.worker.model_runner_v1": ("update_attn_params",),
