@@ -78,7 +78,7 @@ def _kernel(part: str, *changes: tuple[str, str]) -> Mutate:
     def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         from npu_gptoss.attention.triton import launch, launch_decode
 
-        module = importlib.import_module(f"npu_gptoss.attention.triton.{part}")
+        module = importlib.import_module(f"npu_gptoss.attention.triton.{'decode' if part == 'decode' else 'prefill'}")
         kernel = getattr(mutated(module, folder, *changes), f"{part}_kernel")
         monkeypatch.setattr(launch_decode if part == "decode" else launch, f"{part}_kernel", kernel)
 

@@ -15,10 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_gptoss.attention.metadata import DecodeMetadata, StepMetadata
 from npu_gptoss.attention.operations import contiguous
-from npu_gptoss.attention.triton.gather import gather_kernel
 from npu_gptoss.attention.triton.launch_decode import Call, decode
 from npu_gptoss.attention.triton.plan import Plan, Prompts, Rows, make_plan
-from npu_gptoss.attention.triton.prefill import prefill_kernel
+from npu_gptoss.attention.triton.prefill import gather_kernel, prefill_kernel
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors

@@ -14,12 +14,10 @@ import triton
 
 from npu_gptoss.attention.operations import contiguous
 from npu_gptoss.dense.small_ops import route_live
-from npu_gptoss.dense.triton.argmax import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
-from npu_gptoss.dense.triton.norm import add_norm_kernel
-from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
+from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
 from npu_gptoss.dense.triton.skinny import skinny_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.errors import InputError

@@ -17,17 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.moe.activation import ALPHA as _ALPHA
-from npu_gptoss.moe.triton import layout
 from npu_gptoss.moe.triton.launches import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
-from npu_gptoss.moe.triton.one_hopper import SMALL, sums_layout
+from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
 from npu_gptoss.moe.triton.tuned import FewTiles
 
-INPUTS = gl.constexpr(layout.INPUTS)
-ROWS = gl.constexpr(layout.ROWS)
-MOST_ROWS = gl.constexpr(layout.MOST_ROWS)
-ALPHA = gl.constexpr(_ALPHA)
 COLUMNS = gl.constexpr(8)  # of a product
 WORDS = gl.constexpr(8)  # of a row in a tile, 32 bits each
 CHUNK = gl.constexpr(32)  # groups of inputs that are staged together

@@ -11,7 +11,6 @@ import triton
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
 from npu_gptoss.moe.triton import few, many, routing
-from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
 from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
 
@@ -295,7 +294,7 @@ def _combined(shares: torch.Tensor, call: Call) -> torch.Tensor:
     block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
     out = call.hidden.new_empty(call.hidden.shape[0], rows)
     _launch(
-        combine,
+        routing.combine,
         (triton.cdiv(rows, block), call.hidden.shape[0]),
         (shares, call.topk_ids, call.expert_map, out),
         warps=4,
