@@ -14,7 +14,7 @@ from ascend_emulator.rules import ContractError
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError
 from npu_gptoss.kernels.registry import registry
-from npu_gptoss.moe import ascend, prepare_experts, route
+from npu_gptoss.moe import ascend, prepare_experts
 from npu_gptoss.moe.activation import swigluoai
 from tests import ascend_ops
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
@@ -53,21 +53,15 @@ def test_they_are_what_runs_on_an_ascend_by_itself_in_six_operators(calls):
     ]
 
 
-def test_the_activation_is_one_operator_where_the_wheel_has_it():
-    with ascend_ops.ascend("8.5") as calls:
-        layer = make_layer(5, BF16)
-        layer.run()
-    assert "npu_clipped_swiglu" in [name for name, _ in calls]
-    assert "npu_swiglu" not in [name for name, _ in calls]
-
-
-@pytest.mark.parametrize("says", ["8.3.RC2", "8.3", "", "not known"])
-def test_a_name_without_a_kernel_behind_it_is_not_called(says):
-    """A later torch-npu on CANN 8.3; where CANN does not say what it is, three launches are right everywhere."""
-    with ascend_ops.ascend("8.3.rc2", later_wheel=True, cann_says=says) as calls:
+@pytest.mark.parametrize("says", ["8.3.RC2", "8.3", "", "not known", None])
+def test_the_activation_is_one_operator_only_where_a_kernel_stands_behind_the_name(says):
+    """On CANN 8.5 (None). Not with a later torch-npu on CANN 8.3, and where CANN does not say what it is three launches
+    are right everywhere."""
+    known = says is None
+    with ascend_ops.ascend("8.5" if known else "8.3.rc2", later_wheel=not known, cann_says=says) as calls:
         make_layer(5, BF16).run()
-    assert "npu_swiglu" in [name for name, _ in calls]
-    assert "npu_clipped_swiglu" not in [name for name, _ in calls]
+    names = [name for name, _ in calls]
+    assert ("npu_clipped_swiglu" in names, "npu_swiglu" in names) == (known, not known)
 
 
 def test_asking_for_the_name_alone_would_fail_at_the_first_call():
@@ -140,13 +134,6 @@ def test_shares_of_expert_parallel_ranks_equal_the_definition(calls, first, last
     check(lambda at: at.run("ascend", share), layer, share)
     (routing,) = (kwargs for name, kwargs in calls if name == "npu_moe_init_routing_v2")
     assert (routing["expert_num"], routing["active_expert_range"]) == (EXPERTS, [first, last])
-
-
-def test_a_rank_to_which_no_token_comes_gives_zero_and_not_nan(calls):
-    layer = make_layer(9, BF16, one_expert=True)
-    share = local_share(layer.weights, 4, 8)
-    out = layer.run("ascend", share)
-    assert bool((out == 0).all())
 
 
 def test_a_rank_without_experts_has_an_empty_range():
@@ -228,18 +215,6 @@ def test_biases_and_halves_are_made_once_at_load(calls):
     assert experts.gate_up_proj_bias.dtype == experts.down_proj_bias.dtype == torch.float32
     assert experts.gate_up_proj.is_contiguous()
     assert experts.gate_up_proj.shape == (EXPERTS, HIDDEN, 2 * INTERMEDIATE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_routing_is_a_softmax_over_the_chosen_logits(calls, dtype):
-    logits = torch.randn(50, EXPERTS).to(dtype)
-    weights, ids = route(logits, TOP_K)
-    values, want_ids = logits.float().sort(descending=True, stable=True)
-    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
-    assert torch.equal(logits.float().gather(1, ids.long()), values[:, :TOP_K])
-    if dtype == torch.float32:
-        assert torch.equal(ids.long(), want_ids[:, :TOP_K])
-    assert_close(weights, torch.softmax(values[:, :TOP_K], -1))
 
 
 def test_float32_is_refused_but_for_diagnosis(calls):
