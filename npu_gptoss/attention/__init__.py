@@ -19,11 +19,7 @@ __all__ = ["AttentionMetadata", "DecodeMetadata", "LayerKernels", "StepMetadata"
 
 
 def paged_call(
-    max_query_len: int,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    sinks: torch.Tensor,
-    sliding_window: int | None,
+    max_query_len: int, query: torch.Tensor, key_cache: torch.Tensor, sinks: torch.Tensor, sliding_window: int | None
 ) -> Described:
     """What kernels of attention.paged are asked for; of the tensors, their dtypes and shapes."""
     return signature(query=query.dtype, kv=key_cache.dtype, sinks=sinks.dtype), {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import define_operation
 
 # float16 is missing on purpose: the model was trained in bfloat16 and the Ascend sink kernel takes nothing else.
@@ -22,3 +25,12 @@ WRITE_KV = define_operation(
     traits=("head_dim", "block_size"),
     summary="stores new keys and values in the paged cache",
 )
+
+
+def contiguous(cache: torch.Tensor, name: str = "the cache") -> torch.Tensor:
+    """The cache itself, of which a kernel makes one row of slots; raises InputError for one that would be copied."""
+    if not cache.is_contiguous():
+        raise InputError(
+            f"{name} must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
+        )
+    return cache

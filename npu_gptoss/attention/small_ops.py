@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from npu_gptoss.attention.metadata import StepMetadata
-from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
+from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV, contiguous
 from npu_gptoss.attention.window import first_visible, keys_before
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
@@ -163,8 +163,4 @@ def write_kv_cache(
     if slot_mapping.device.type == "cpu" and slot_mapping.numel() and int(slot_mapping.min()) < 0:
         raise InputError("slot_mapping has a negative slot for a real row; padding belongs behind metadata.num_tokens")
     for new, cache in ((key, key_cache), (value, value_cache)):
-        if not cache.is_contiguous():
-            raise InputError(
-                f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
-            )
-        cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
+        contiguous(cache).view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)

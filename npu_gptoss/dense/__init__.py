@@ -131,10 +131,7 @@ def qkv(
     if positions.shape[0] != residual.shape[0]:
         raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}")
     run = chosen(
-        QKV,
-        kernel,
-        residual.shape[0],
-        lambda rows: qkv_call(rows, residual.dtype, weight, key_cache.dtype, head_dim),
+        QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, residual.dtype, weight, key_cache.dtype, head_dim)
     )
     return run(
         residual=residual,
@@ -210,12 +207,7 @@ def router(
 
 
 def add_norm(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    *,
-    kernel: Kernel = None,
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, kernel: Kernel = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual, delta [rows, hidden] -> the new residual and its RMSNorm, both [rows, hidden]."""
     _check_rows(residual, delta, norm_weight)

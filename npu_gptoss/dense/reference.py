@@ -74,10 +74,7 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT,
-    solution="reference",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    priority=Priority.REFERENCE,
+    OUTPUT, solution="reference", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.REFERENCE
 )
 def output(
     attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
@@ -88,10 +85,7 @@ def output(
 
 
 @register_kernel(
-    ROUTER,
-    solution="reference",
-    signatures=(accepts(hidden=FLOATS, weight=FLOATS),),
-    priority=Priority.REFERENCE,
+    ROUTER, solution="reference", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.REFERENCE
 )
 def router(
     residual: torch.Tensor,
@@ -114,12 +108,7 @@ def router(
     return hidden.to(residual.dtype), normed.to(residual.dtype), weights, ids
 
 
-@register_kernel(
-    ADD_NORM,
-    solution="reference",
-    signatures=(accepts(hidden=FLOATS),),
-    priority=Priority.REFERENCE,
-)
+@register_kernel(ADD_NORM, solution="reference", signatures=(accepts(hidden=FLOATS),), priority=Priority.REFERENCE)
 def add_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,22 +118,14 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS,
-    solution="reference",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    priority=Priority.REFERENCE,
+    LOGITS, solution="reference", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.REFERENCE
 )
 def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     """The definition."""
     out.copy_(_linear(normed, weight, None))
 
 
-@register_kernel(
-    GREEDY,
-    solution="reference",
-    signatures=(accepts(logits=FLOATS),),
-    priority=Priority.REFERENCE,
-)
+@register_kernel(GREEDY, solution="reference", signatures=(accepts(logits=FLOATS),), priority=Priority.REFERENCE)
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """The definition: the first of equals; -1 where a row holds NaN or infinity."""
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)

@@ -73,10 +73,7 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT,
-    solution="small_ops",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    priority=Priority.PORTABLE,
+    OUTPUT, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.PORTABLE
 )
 def output(
     attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
@@ -108,12 +105,7 @@ def router(
     return hidden, normed, *route_live(normed, weight, bias, top_k, live)
 
 
-@register_kernel(
-    ADD_NORM,
-    solution="small_ops",
-    signatures=(accepts(hidden=FLOATS),),
-    priority=Priority.PORTABLE,
-)
+@register_kernel(ADD_NORM, solution="small_ops", signatures=(accepts(hidden=FLOATS),), priority=Priority.PORTABLE)
 def add_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,22 +115,14 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS,
-    solution="small_ops",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),),
-    priority=Priority.PORTABLE,
+    LOGITS, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.PORTABLE
 )
 def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     """A matrix product."""
     torch.mm(normed, expanded(weight, normed.dtype).T, out=out)
 
 
-@register_kernel(
-    GREEDY,
-    solution="small_ops",
-    signatures=(accepts(logits=FLOATS),),
-    priority=Priority.PORTABLE,
-)
+@register_kernel(GREEDY, solution="small_ops", signatures=(accepts(logits=FLOATS),), priority=Priority.PORTABLE)
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
     """torch.argmax."""
     out.copy_(torch.where(torch.isfinite(logits).all(-1), logits.argmax(dim=-1), -1))

@@ -14,21 +14,10 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.graphs.state import DecodeState
-from npu_gptoss.kernels import (
-    TRITON,
-    Priority,
-    accepts,
-    define_operation,
-    register_kernel,
-    select_kernel,
-    signature,
-)
+from npu_gptoss.kernels import TRITON, Priority, accepts, define_operation, register_kernel, select_kernel, signature
 
 ADVANCE = define_operation(
-    "graphs",
-    "advance",
-    roles=("table",),
-    summary="the cursor becomes the inputs of a decode step, and moves on",
+    "graphs", "advance", roles=("table",), summary="the cursor becomes the inputs of a decode step, and moves on"
 )
 
 
@@ -38,12 +27,7 @@ def advance(state: DecodeState, *, kernel: str | None = None) -> None:
     run(state=state)
 
 
-@register_kernel(
-    ADVANCE,
-    solution="reference",
-    signatures=(accepts(table="int32"),),
-    priority=Priority.REFERENCE,
-)
+@register_kernel(ADVANCE, solution="reference", signatures=(accepts(table="int32"),), priority=Priority.REFERENCE)
 def advance_reference(state: DecodeState) -> None:
     """The definition, row by row on the host."""
     table = state.block_table.tolist()
@@ -57,12 +41,7 @@ def advance_reference(state: DecodeState) -> None:
         state.next_positions[row] = position + 1 if used else position
 
 
-@register_kernel(
-    ADVANCE,
-    solution="small_ops",
-    signatures=(accepts(table="int32"),),
-    priority=Priority.PORTABLE,
-)
+@register_kernel(ADVANCE, solution="small_ops", signatures=(accepts(table="int32"),), priority=Priority.PORTABLE)
 def advance_small_ops(state: DecodeState) -> None:
     """Plain torch ops."""
     used = state.next_positions >= 0

@@ -23,6 +23,12 @@ def supports_pdl(device: int | None) -> bool:
     return not INTERPRETED and device is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; what the interpreter has instead is enough programs to go round more than once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def launch_options(tensor: torch.Tensor, warps: int) -> dict[str, object]:
     """Keyword arguments of a launch on the tensor's device: the constexpr PDL, and what makes the driver do it."""
     pdl = supports_pdl(tensor.device.index)

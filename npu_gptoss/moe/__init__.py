@@ -118,10 +118,7 @@ def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
 
 
 def expert_mlp(
-    hidden_states: torch.Tensor,
-    prepared: PreparedExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+    hidden_states: torch.Tensor, prepared: PreparedExperts, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
     """The weighted sum of the routed experts' outputs: see `reference` for the formula.
 

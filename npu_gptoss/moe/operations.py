@@ -16,10 +16,7 @@ TOP_K = 4  # of gpt-oss
 FEW_ROWS = 256  # of a decode batch; more rows are a prefill, and have kernels of their own
 
 ROUTE = define_operation(
-    "moe",
-    "route",
-    roles=("logits",),
-    summary="top-k of the router logits, softmax over the k in fp32",
+    "moe", "route", roles=("logits",), summary="top-k of the router logits, softmax over the k in fp32"
 )
 EXPERTS = define_operation(
     "moe",

@@ -17,12 +17,7 @@ from npu_gptoss.moe.operations import EXPERTS, PACKED_FORMATS, ROUTE, WEIGHT_DTY
 from npu_gptoss.moe.weights import AnyExperts, ExpertWeights
 
 
-@register_kernel(
-    ROUTE,
-    solution="reference",
-    signatures=(accepts(logits=WEIGHT_DTYPES),),
-    priority=Priority.REFERENCE,
-)
+@register_kernel(ROUTE, solution="reference", signatures=(accepts(logits=WEIGHT_DTYPES),), priority=Priority.REFERENCE)
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: full sort, fp32 softmax over the k."""
     ids = torch.argsort(logits.float(), dim=-1, descending=True, stable=True)[:, :top_k]

@@ -53,12 +53,7 @@ def _aligned(matrices: torch.Tensor) -> bool:
     return all(stride == 1 or stride * matrices.element_size() % 16 == 0 for stride in matrices.stride())
 
 
-@register_kernel(
-    ROUTE,
-    solution="small_ops",
-    signatures=(accepts(logits=WEIGHT_DTYPES),),
-    priority=Priority.PORTABLE,
-)
+@register_kernel(ROUTE, solution="small_ops", signatures=(accepts(logits=WEIGHT_DTYPES),), priority=Priority.PORTABLE)
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """torch.topk, fp32 softmax over the k."""
     values, ids = torch.topk(logits, top_k, dim=-1)

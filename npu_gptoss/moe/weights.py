@@ -19,18 +19,19 @@ FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 
 
-def _check_shapes(weights: object, expected: dict[str, tuple[int, ...]]) -> None:
-    for name, shape in expected.items():
+def _check(weights: object, dtype: torch.dtype | None, **shapes: tuple[int, ...]) -> None:
+    for name, shape in shapes.items():
         got = getattr(weights, name)
         if got is None or tuple(got.shape) != shape:
             raise InputError(f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}")
+        if dtype is not None and got.dtype != dtype:
+            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got.dtype)}")
 
 
-def _check_dtypes(weights: object, expected: dict[str, torch.dtype]) -> None:
-    for name, dtype in expected.items():
-        got = getattr(weights, name).dtype
-        if got != dtype:
-            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got)}")
+def _check_pairs(name: str, gate_up: torch.Tensor, layout: str, pairs: int) -> None:
+    """A gate without its up would be dropped silently. pairs: the axis of both in `layout`."""
+    if gate_up.dim() != len(layout.split(", ")) or gate_up.shape[pairs] % 2:
+        raise InputError(f"{name} must be [{layout}], got {list(gate_up.shape)}")
 
 
 class _Experts:
@@ -86,18 +87,14 @@ class ExpertWeights(_Experts):
     expert_map: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.gate_up_proj.dim() != 3 or self.gate_up_proj.shape[2] % 2:
-            raise InputError(
-                f"gate_up_proj must be [experts, hidden, 2 * intermediate], got {list(self.gate_up_proj.shape)}"
-            )
+        _check_pairs("gate_up_proj", self.gate_up_proj, "experts, hidden, 2 * intermediate", 2)
         experts, hidden, double = self.gate_up_proj.shape
-        _check_shapes(
+        _check(
             self,
-            {
-                "gate_up_proj_bias": (experts, double),
-                "down_proj": (experts, double // 2, hidden),
-                "down_proj_bias": (experts, hidden),
-            },
+            None,
+            gate_up_proj_bias=(experts, double),
+            down_proj=(experts, double // 2, hidden),
+            down_proj_bias=(experts, hidden),
         )
 
     @property
@@ -131,26 +128,19 @@ class Mxfp4Experts(_Experts):
     expert_map: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.gate_up_proj_blocks.dim() != 4 or self.gate_up_proj_blocks.shape[1] % 2:
-            raise InputError(
-                "gate_up_proj_blocks must be [experts, 2 * intermediate, hidden / 32, 16], "
-                f"got {list(self.gate_up_proj_blocks.shape)}"
-            )
+        layout = "experts, 2 * intermediate, hidden / 32, 16"
+        _check_pairs("gate_up_proj_blocks", self.gate_up_proj_blocks, layout, 1)
         experts, double, groups, _ = self.gate_up_proj_blocks.shape
         hidden, inner_groups = groups * mxfp4.GROUP, double // 2 // mxfp4.GROUP
-        _check_shapes(
+        _check(
             self,
-            {
-                "gate_up_proj_blocks": (experts, double, groups, mxfp4.GROUP // 2),
-                "gate_up_proj_scales": (experts, double, groups),
-                "gate_up_proj_bias": (experts, double),
-                "down_proj_blocks": (experts, hidden, inner_groups, mxfp4.GROUP // 2),
-                "down_proj_scales": (experts, hidden, inner_groups),
-                "down_proj_bias": (experts, hidden),
-            },
+            torch.uint8,
+            gate_up_proj_blocks=(experts, double, groups, mxfp4.GROUP // 2),
+            gate_up_proj_scales=(experts, double, groups),
+            down_proj_blocks=(experts, hidden, inner_groups, mxfp4.GROUP // 2),
+            down_proj_scales=(experts, hidden, inner_groups),
         )
-        packed = ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
-        _check_dtypes(self, dict.fromkeys(packed, torch.uint8))
+        _check(self, None, gate_up_proj_bias=(experts, double), down_proj_bias=(experts, hidden))
 
     def expand(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights as floats, exactly: the same bits as when the checkpoint is expanded while it is read."""
@@ -184,30 +174,11 @@ class Fp8Experts(_Experts):
     expert_map: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.gate_up_proj.dim() != 3 or self.gate_up_proj.shape[1] % 2:
-            raise InputError(
-                f"gate_up_proj must be [experts, 2 * intermediate, hidden], got {list(self.gate_up_proj.shape)}"
-            )
+        _check_pairs("gate_up_proj", self.gate_up_proj, "experts, 2 * intermediate, hidden", 1)
         experts, double, hidden = self.gate_up_proj.shape
-        _check_shapes(
-            self,
-            {
-                "gate_up_proj_scales": (experts, double),
-                "gate_up_proj_bias": (experts, double),
-                "down_proj": (experts, hidden, double // 2),
-                "down_proj_scales": (experts, hidden),
-                "down_proj_bias": (experts, hidden),
-            },
-        )
-        _check_dtypes(
-            self,
-            {
-                "gate_up_proj": FP8,
-                "gate_up_proj_scales": torch.float32,
-                "down_proj": FP8,
-                "down_proj_scales": torch.float32,
-            },
-        )
+        _check(self, FP8, gate_up_proj=(experts, double, hidden), down_proj=(experts, hidden, double // 2))
+        _check(self, torch.float32, gate_up_proj_scales=(experts, double), down_proj_scales=(experts, hidden))
+        _check(self, None, gate_up_proj_bias=(experts, double), down_proj_bias=(experts, hidden))
 
     def expand(self, dtype: torch.dtype) -> ExpertWeights:
         """The same weights as floats; in bfloat16 each product of value and scale is rounded once."""

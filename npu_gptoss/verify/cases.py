@@ -213,7 +213,7 @@ def random_experts(
     """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * std).to(dtype)
+        return (torch.randn(*shape, generator=generator, device=generator.device) * std).to(dtype)
 
     floats = ExpertWeights(
         normal(experts, hidden, 2 * inner, std=4 * hidden**-0.5),

@@ -8,24 +8,26 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from tests.attention.cases import HEAD_DIM, KV_HEADS, SCALE, Shape, as_decode, check, make_step
+from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
     PROMPT_MUTATIONS,
     SETTLED_MUTATIONS,
-    check_windows,
+    check_notices,
+    check_written,
     run_triton,
-    write_triton,
 )
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
+
+launch_decode = pytest.importorskip("npu_gptoss.attention.triton.launch_decode", reason="needs triton")
 
 pytestmark = TRITON_HERE
 
 DECODE = [(1, keys) for keys in (1, 15, 16, 17, 127, 128, 129, 300)]
 STEPS = {
     "decode": DECODE,
-    "prompts": [(rows, rows) for rows in (2, 16, 17, 128, 129)],
+    "prompts": [(rows, rows) for rows in (2, 16, 17, 129)],
     "chunks": [(40, 100), (20, 148), (3, 131), (2, 33)],
     "mixed, one without rows": [(1, 40), (0, 33), (5, 5), (1, 213), (30, 150)],
 }
@@ -34,15 +36,15 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """A GPU is filled with hundreds of programs, which the interpreter runs one by one."""
-    from npu_gptoss.attention.triton import launch_decode
-
     for name in ("WIDE", "FULL"):
         config = dataclasses.replace(getattr(launch_decode, name), programs=64)
         monkeypatch.setattr(launch_decode, name, config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sliding_window", [None, 128, 17])
+@pytest.mark.parametrize(
+    ("sliding_window", "dtype"),
+    [(None, torch.float32), (128, torch.float32), (17, torch.float32), (None, torch.bfloat16), (128, torch.bfloat16)],
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_kernel_equals_definition(name, sliding_window, dtype):
     check(run_triton, make_step(STEPS[name], dtype, padding=3), sliding_window, rounded_weights=True)
@@ -64,12 +66,10 @@ def test_any_number_of_heads_to_a_key_head_and_any_block_size(shape):
     check(run_triton, make_step([(1, 70), (30, 90)], shape=shape), 40)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("splits", [1, 2, 4, 16])
 def test_the_sink_counts_once_however_many_programs_share_the_keys(splits, monkeypatch):
-    from npu_gptoss.attention.triton import launch_decode
-
     monkeypatch.setattr(launch_decode, "splits_for", lambda *_: splits)
-    check(run_triton, make_step(DECODE), None)
+    check(run_triton, make_step([(1, 17), (1, 128), (1, 300)]), None)
     assert not launch_decode.counters(torch.device("cpu"), 1).any(), "a launch leaves its counters at zero for the next"
 
 
@@ -79,40 +79,29 @@ def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_z
         for sliding_window in (None, 128):
             out = run_triton(step, sliding_window)
             assert (out[-2:] == 0).all()
-            check(run_triton, step, sliding_window)
+            check(lambda *_, out=out: out, step, sliding_window)
         step.metadata.lengths[3:8] -= 9  # in place, as a replay does
 
 
-def test_a_padded_graph_for_longer_keys_computes_the_same_bits_as_the_eager_step(monkeypatch):
-    from npu_gptoss.attention.triton import launch_decode
-
-    monkeypatch.setattr(launch_decode, "WIDE", dataclasses.replace(launch_decode.WIDE, programs=512))
-    step = make_step([(1, keys) for keys in (1, 40, 333)])
+def test_a_padded_graph_for_longer_keys_computes_the_same_bits_as_the_eager_step():
+    step = make_step([(1, keys) for keys in (1, 40, 150)], shape=Shape(heads=4, kv_heads=1))
     graph = as_decode(step, max_seq_len=4096, padding=1)
     for sliding_window in (None, 128):
         assert torch.equal(run_triton(graph, sliding_window)[:-1], run_triton(step, sliding_window))
 
 
 def test_first_keys_loaded_before_the_newest_is_there_change_nothing(monkeypatch):
-    from npu_gptoss.attention.triton import launch_decode
-
     step = as_decode(make_step(DECODE), max_seq_len=400, padding=2)
-    want = [run_triton(step, window) for window in (None, 128, 17)]
+    want = [run_triton(step, window) for window in (None, 17)]
     monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
-    assert all(torch.equal(run_triton(step, w), one) for w, one in zip((None, 128, 17), want, strict=True))
-    check_windows(step, (None, 128, 17))
+    assert all(torch.equal(run_triton(step, w), one) for w, one in zip((None, 17), want, strict=True))
 
 
 @pytest.mark.parametrize("mutation", SETTLED_MUTATIONS)
 def test_the_check_notices_a_mistake_about_the_newest_key(mutation, monkeypatch, tmp_path):
-    from npu_gptoss.attention.triton import launch_decode
-
     monkeypatch.setattr(launch_decode, "SETTLED_ROWS", 1000)
     step = as_decode(make_step(DECODE), max_seq_len=400)
-    check_windows(step, (None,))
-    SETTLED_MUTATIONS[mutation](monkeypatch, tmp_path)
-    with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check_windows(step, (None,))
+    check_notices(SETTLED_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None,))
 
 
 def test_a_length_beyond_the_table_is_cut_there():
@@ -124,8 +113,6 @@ def test_a_length_beyond_the_table_is_cut_there():
 
 
 def test_many_rows_of_a_window_layer_run_in_smaller_programs(monkeypatch):
-    from npu_gptoss.attention.triton import launch_decode
-
     monkeypatch.setattr(launch_decode, "MANY_ROWS", 4)
     assert launch_decode.decode_config(torch.bfloat16, True, 3) is launch_decode.WINDOW_MANY
     check(run_triton, make_step(DECODE, torch.bfloat16), 128, rounded_weights=True)
@@ -166,16 +153,7 @@ def test_tiles_with_most_keys_run_first():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_keys_land_in_their_slots_and_a_negative_slot_is_left_out(dtype):
-    step = make_step([(3, 20), (1, 33)], dtype)
-    key, value = (torch.randn(6, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
-    want = step.key_cache.clone(), step.value_cache.clone()
-    step.metadata.slot_mapping[1] = -1
-    kept = [0, 2, 3]
-    for cache, new in zip(want, (key, value), strict=True):
-        cache.view(-1, KV_HEADS, HEAD_DIM)[step.metadata.slot_mapping[kept]] = new[kept]
-    write_triton(step, key, value)
-    for cache, wanted in zip((step.key_cache, step.value_cache), want, strict=True):
-        assert torch.equal(cache.nan_to_num(), wanted.nan_to_num())
+    check_written(make_step([(3, 20), (1, 33)], dtype))
 
 
 def test_queries_and_results_with_strides_of_their_own():
@@ -200,19 +178,13 @@ def test_what_the_kernels_cannot_take_is_refused_in_words():
 @pytest.mark.parametrize("mutation", DECODE_MUTATIONS)
 def test_the_check_notices_a_mistake_in_decode(mutation, monkeypatch, tmp_path):
     step = make_step([(1, 17), (1, 128), (1, 300)])
-    check_windows(step, (None, 128))
-    DECODE_MUTATIONS[mutation](monkeypatch, tmp_path)
-    with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check_windows(step, (None, 128))
+    check_notices(DECODE_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None, 128))
 
 
 @pytest.mark.parametrize("mutation", PROMPT_MUTATIONS)
 def test_the_check_notices_a_mistake_in_prompts(mutation, monkeypatch, tmp_path):
     step = make_step([(30, 80), (17, 17)])
-    check_windows(step, (None, 20))
-    PROMPT_MUTATIONS[mutation](monkeypatch, tmp_path)
-    with pytest.raises(AssertionError, match=r"differ|not finite"):
-        check_windows(step, (None, 20))
+    check_notices(PROMPT_MUTATIONS[mutation], monkeypatch, tmp_path, step, (None, 20))
 
 
 def test_the_scale_is_the_callers():

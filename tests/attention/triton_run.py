@@ -16,6 +16,7 @@ from npu_gptoss.attention import write_kv_cache
 from npu_gptoss.kernels import Platform, platform_override
 from tests.attention.cases import Step, check
 
+Mutate = Callable[[pytest.MonkeyPatch, Path], None]
 PLATFORM = Platform("cuda", frozenset({"triton"}))  # whose architecture is not known: no Gluon
 
 
@@ -30,9 +31,31 @@ def check_windows(step: Step, windows: Iterable[int | None]) -> None:
         check(run_triton, step, sliding_window, rounded_weights=True)
 
 
-def write_triton(step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+def check_written(step: Step) -> None:
+    """New keys land in their slots and nowhere else, and none in a negative slot; four rows, the second without one."""
+    heads, dim = step.key_cache.shape[2:]
+    key, value = (torch.randn(6, heads, dim).to(step.key_cache) for _ in range(2))
+    want = step.key_cache.clone(), step.value_cache.clone()
+    step.metadata.slot_mapping[1] = -1
+    kept = [0, 2, 3]
+    for cache, new in zip(want, (key, value), strict=True):
+        cache.view(-1, heads, dim)[step.metadata.slot_mapping[kept]] = new[kept]
     with platform_override(PLATFORM):
         write_kv_cache(key, value, step.key_cache, step.value_cache, step.metadata, kernel="triton")
+    for cache, wanted in zip((step.key_cache, step.value_cache), want, strict=True):
+        assert torch.equal(cache.nan_to_num(), wanted.nan_to_num())
+
+
+def check_notices(
+    mutate: Mutate | None, monkeypatch: pytest.MonkeyPatch, folder: Path, step: Step, windows: Iterable[int | None]
+) -> None:
+    """What passes the check as it is (None) no longer does with a mistake in a kernel."""
+    if mutate is None:
+        check_windows(step, windows)
+        return
+    mutate(monkeypatch, folder)
+    with pytest.raises(AssertionError, match=r"differ|not finite"):
+        check_windows(step, windows)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> ModuleType:
@@ -51,16 +74,13 @@ def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Modu
     return copy
 
 
-Mutate = Callable[[pytest.MonkeyPatch, Path], None]
-
-
 def _kernel(part: str, *changes: tuple[str, str]) -> Mutate:
     def mutate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        from npu_gptoss.attention.triton import launch_decode, launch_prompts
+        from npu_gptoss.attention.triton import launch, launch_decode
 
-        module = importlib.import_module(f"npu_gptoss.attention.triton.{part}")
+        module = importlib.import_module(f"npu_gptoss.attention.triton.{'decode' if part == 'decode' else 'prefill'}")
         kernel = getattr(mutated(module, folder, *changes), f"{part}_kernel")
-        monkeypatch.setattr(launch_decode if part == "decode" else launch_prompts, f"{part}_kernel", kernel)
+        monkeypatch.setattr(launch_decode if part == "decode" else launch, f"{part}_kernel", kernel)
 
     return mutate
 
@@ -75,14 +95,14 @@ def _hopper(*changes: tuple[str, str]) -> Mutate:
 
 
 def _scale_without_log2_e(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    from npu_gptoss.attention.triton import launch_decode, launch_prompts
+    from npu_gptoss.attention.triton import launch
 
-    monkeypatch.setattr(launch_decode, "LOG2_E", 1.0)
-    monkeypatch.setattr(launch_prompts, "LOG2_E", 1.0)
+    monkeypatch.setattr(launch, "LOG2_E", 1.0)
 
 
 # What a kernel could get wrong, as a change of its text. The check has to notice each.
-DECODE_MUTATIONS: dict[str, Mutate] = {
+DECODE_MUTATIONS: dict[str, Mutate | None] = {
+    "none": None,
     "sink dropped where shares are added up": _kernel(
         "decode", ("weight = tl.full([GROUP], 1.0, tl.float32)", "weight = tl.zeros([GROUP], tl.float32)")
     ),
@@ -107,12 +127,14 @@ DECODE_MUTATIONS: dict[str, Mutate] = {
     ),
 }
 # The same where first keys are loaded before the newest is there; they show with `SETTLED_ROWS` raised.
-SETTLED_MUTATIONS: dict[str, Mutate] = {
+SETTLED_MUTATIONS: dict[str, Mutate | None] = {
+    "none": None,
     "newest key never read": _kernel("decode", ("newest[:, None], other=key", "older[:, None], other=key")),
     "newest value never read": _kernel("decode", ("newest[:, None], other=value", "older[:, None], other=value")),
     "newest key counted as the one before": _kernel("decode", ("(position == length - 1)", "(position == length - 2)")),
 }
-PROMPT_MUTATIONS: dict[str, Mutate] = {
+PROMPT_MUTATIONS: dict[str, Mutate | None] = {
+    "none": None,
     "sink dropped": _kernel(
         "prefill", ("weight = tl.full([ROWS], 1.0, tl.float32)", "weight = tl.zeros([ROWS], tl.float32)")
     ),
@@ -136,7 +158,8 @@ PROMPT_MUTATIONS: dict[str, Mutate] = {
     ),
     "last key not gathered": _kernel("gather", ("real = at < length", "real = at < length - 1")),
 }
-HOPPER_MUTATIONS: dict[str, Mutate] = {
+HOPPER_MUTATIONS: dict[str, Mutate | None] = {
+    "none": None,
     "sink dropped": _hopper(("weight = gl.full([ROWS], 1.0,", "weight = gl.full([ROWS], 0.0,")),
     "sink counted twice": _hopper(("weight = gl.full([ROWS], 1.0,", "weight = gl.full([ROWS], 2.0,")),
     "a row sees one key too many": _hopper(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.verify.cases import Sizes
 
-__all__ = ["Case", "Sizes", "make_case"]
+__all__ = ["Case", "Outputs", "Sizes", "make_case"]
 
-
+Outputs = Sequence[torch.Tensor]
 SIZES = Sizes()
 
 
@@ -40,6 +41,53 @@ class Case:
         """Holding a value that no test writes: a slot that nobody wrote still has it."""
         shape = (6, 4, self.sizes.kv_heads, self.sizes.head_dim)
         return tuple(torch.full(shape, 7.0, dtype=self.residual.dtype, device=self.residual.device) for _ in range(2))
+
+    def run(self, name: str, kernel: Callable, delta: bool = True, /, **changes: object) -> Outputs:
+        """The outputs of `dense.<name>` by a function with its arguments: what it returns and then what it wrote.
+
+        delta: with something to add (for `output` the residual). changes: of the arguments.
+        """
+        added = self.delta if delta else None
+        stream = {"residual": self.residual, "delta": added, "norm_weight": self.norm, "eps": self.eps}
+        keys, values = self.caches()
+        arguments: dict[str, object] = {
+            "qkv": {
+                **stream,
+                "weight": self.qkv_weight,
+                "bias": self.qkv_bias,
+                "cos_sin": self.cos_sin,
+                "positions": self.positions,
+                "key_cache": keys,
+                "value_cache": values,
+                "metadata": self.metadata,
+            },
+            "output": {
+                "attended": self.attended,
+                "weight": self.output_weight,
+                "bias": self.output_bias,
+                "residual": self.residual if delta else None,
+            },
+            "router": {
+                **stream,
+                "weight": self.router_weight,
+                "bias": self.router_bias,
+                "top_k": self.sizes.top_k,
+                "live": None,
+            },
+            "add_norm": stream,
+            "logits": {
+                "normed": self.residual,
+                "weight": self.lm_head,
+                "out": self.residual.new_full((len(self.residual), self.sizes.vocab), 7.0),
+            },
+        }[name]
+        arguments |= changes
+        result = kernel(**arguments)
+        if name == "qkv":
+            return (*result, arguments["key_cache"], arguments["value_cache"])
+        if name == "logits":
+            return (arguments["out"],)
+        return (result,) if name == "output" else result
 
 
 def make_case(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from npu_gptoss.dense import reference, small_ops
 from npu_gptoss.dense.weights import quantize_rows
+from npu_gptoss.verify.calls import Check
+from npu_gptoss.verify.mutations import Mutation
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Sizes, make_case
 from tests.tolerances import assert_close
@@ -35,34 +36,31 @@ def cases() -> Callable[[int, int], Case]:
     return case
 
 
+def definitions(name: str) -> tuple[Callable, Callable]:
+    return getattr(small_ops, name), getattr(reference, name)
+
+
 PARAMETERS = [
-    pytest.param(run, definition, portable, kernel, rows, real, id=f"{kernel.__name__}-{rows}")
-    for run, definition, portable, kernel in (
-        (cpu.run_qkv, reference.qkv, small_ops.qkv, cpu.QKV[1]),
-        (cpu.run_qkv, reference.qkv, small_ops.qkv, cpu.QKV[2]),
-        (cpu.run_output, reference.output, small_ops.output, cpu.OUTPUT[1]),
-        (cpu.run_add_norm, reference.add_norm, small_ops.add_norm, cpu.ADD_NORM[1]),
-        (cpu.run_logits, reference.logits, small_ops.logits, cpu.LOGITS[1]),
+    pytest.param(name, kernel, rows, real, id=f"{kernel.__name__}-{rows}")
+    for name, kernel in (
+        ("qkv", cpu.QKV[1]),
+        ("qkv", cpu.QKV[2]),
+        ("output", cpu.OUTPUT[1]),
+        ("add_norm", cpu.ADD_NORM[1]),
+        ("logits", cpu.LOGITS[1]),
     )
     for rows, real in (ROWS[:1] if kernel.__name__.endswith("gemv") else ROWS)
 ]
 
 
-@pytest.mark.parametrize(("run", "definition", "portable", "kernel", "rows", "real"), PARAMETERS)
+@pytest.mark.parametrize(("name", "kernel", "rows", "real"), PARAMETERS)
 @pytest.mark.parametrize("delta", [True, False])
 def test_bf16_is_as_near_to_the_definition_as_plain_torch_in_bf16(
-    run: Callable,
-    definition: Callable,
-    portable: Callable,
-    kernel: Callable,
-    rows: int,
-    real: int,
-    delta: bool,
-    cases: Callable[[int, int], Case],
+    name: str, kernel: Callable, rows: int, real: int, delta: bool, cases: Callable[[int, int], Case]
 ) -> None:
     case = cases(rows, real)
-    want = run(definition, case, delta)
-    for mine, theirs, exact in zip(run(kernel, case, delta), run(portable, case, delta), want, strict=True):
+    got, portable, want = (case.run(name, each, delta) for each in (kernel, *definitions(name)))
+    for mine, theirs, exact in zip(got, portable, want, strict=True):
         error, allowed = ((t.float() - exact.float()).norm() / exact.float().norm() for t in (mine, theirs))
         assert torch.isfinite(mine).all()
         # another order of sums moves a few results by a rounding, which is 1.7e-3 of one
@@ -75,8 +73,8 @@ def test_the_router_chooses_as_plain_torch_but_for_ties(
     kernel: Callable, rows: int, real: int, cases: Callable[[int, int], Case]
 ) -> None:
     case = cases(rows, real)
-    residual, normed, weights, ids = cpu.run_router(kernel, case)
-    want = cpu.run_router(small_ops.router, case)
+    residual, normed, weights, ids = case.run("router", kernel)
+    want = case.run("router", small_ops.router)
     assert torch.equal(residual, want[0])
     assert (normed != want[1]).float().mean() < 1e-3  # a square root that rounds the other way
     logits = torch.nn.functional.linear(normed, case.router_weight, case.router_bias).float()
@@ -89,68 +87,49 @@ def test_the_router_chooses_as_plain_torch_but_for_ties(
 
 def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(cases: Callable[[int, int], Case]) -> None:
     case = cases(64, 24)
-    assert torch.equal(cpu.run_add_norm(cpu.ADD_NORM[1], case)[0], case.residual + case.delta)
+    assert torch.equal(case.run("add_norm", cpu.ADD_NORM[1])[0], case.residual + case.delta)
 
 
 def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:
     """The counter by which the last program knows itself must be zero after each launch."""
     case = cases(8, 5)
-    first = cpu.run_router(cpu.ROUTER[1], case)
+    first = case.run("router", cpu.ROUTER[1])
     for _ in range(50):
-        again = cpu.run_router(cpu.ROUTER[1], case)
+        again = case.run("router", cpu.ROUTER[1])
         assert torch.equal(again[2], first[2])
         assert torch.equal(again[3], first[3])
 
 
-@pytest.mark.parametrize("mistake", cpu.MISTAKES)
-def test_the_comparison_notices_in_bf16(mistake: str) -> None:
-    """The kernels' own computation with one input mistaken lies outside what rounding explains."""
-    run, definition, change = cpu.MISTAKES[mistake]
-    kernel = {
-        cpu.run_qkv: cpu.QKV[2],
-        cpu.run_output: cpu.OUTPUT[1],
-        cpu.run_router: cpu.ROUTER[1],
-        cpu.run_add_norm: cpu.ADD_NORM[1],
-        cpu.run_logits: cpu.LOGITS[1],
-    }[run]
-    case = make_case(1, sizes=SIZES, device="cuda", seed=4)
-    if mistake == "no epsilon":
-        case = replace(case, residual=case.residual * 1e-3, delta=case.delta * 1e-3)
-    want = run(definition, case)
-    got = run(kernel, change(case))
-    errors = [
-        (mine.float() - exact.float()).norm() / exact.float().norm() for mine, exact in zip(got, want, strict=True)
-    ]
-    assert max(errors) > 0.02
-
-
-EIGHT_BITS = {
-    "qkv_weight": (cpu.run_qkv, reference.qkv, *cpu.QKV[2:]),
-    "output_weight": (cpu.run_output, reference.output, *cpu.OUTPUT[1:]),
-    "lm_head": (cpu.run_logits, reference.logits, *cpu.LOGITS[1:]),
-}
+@pytest.mark.parametrize(("check", "mutation"), cpu.MISTAKES)
+def test_the_comparison_notices_in_bf16(check: Check, mutation: Mutation) -> None:
+    """It lies outside what rounding explains."""
+    for answers in cpu.mistaken(check, mutation, "bfloat16"):
+        pairs = ((got.float(), want.float()) for got, want in zip(*answers, strict=True))
+        if max((got - want).norm() / want.norm() for got, want in pairs) > 0.02:
+            return
+    pytest.fail("no call shows it")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 40, 64, 200, 256])
-@pytest.mark.parametrize("weight", EIGHT_BITS)
+@pytest.mark.parametrize("name", cpu.EIGHT_BITS)
 def test_eight_bit_weights_are_multiplied_as_what_they_stand_for(
-    weight: str, rows: int, cases: Callable[[int, int], Case]
+    name: str, rows: int, cases: Callable[[int, int], Case]
 ) -> None:
     """Repeatedly: a product that reads registers already overwritten is right once and wrong the next time."""
-    run, definition, one, few = EIGHT_BITS[weight]
+    one, few = cpu.KERNELS[name][-2:]
     case = cases(rows, min(rows, 24))
-    scaled = quantize_rows(getattr(case, weight))
-    want = run(definition, case, weight=scaled)
+    scaled = quantize_rows(getattr(case, cpu.EIGHT_BITS[name]))
+    want = case.run(name, getattr(reference, name), weight=scaled)
     for _ in range(5):
-        got = run(one if rows == 1 else few, case, weight=scaled)
+        got = case.run(name, one if rows == 1 else few, weight=scaled)
         for mine, exact in zip(got, want, strict=True):
             assert (mine.float() - exact.float()).norm() / exact.float().norm() < 5e-3  # bf16 rounds by 1.7e-3
 
 
 def test_eight_bit_weights_cost_what_three_bits_of_mantissa_cost(cases: Callable[[int, int], Case]) -> None:
     case = cases(1, 1)
-    want = cpu.run_logits(reference.logits, case)[0].float()
-    got = cpu.run_logits(cpu.LOGITS[1], case, weight=quantize_rows(case.lm_head))[0].float()
+    want = case.run("logits", reference.logits)[0].float()
+    got = case.run("logits", cpu.LOGITS[1], weight=quantize_rows(case.lm_head))[0].float()
     assert 0.01 < (got - want).norm() / want.norm() < 0.04
 
 

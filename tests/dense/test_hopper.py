@@ -1,13 +1,10 @@
-"""The Gluon projections on a Hopper GPU: against the definition, at every size of ring, and their mistakes."""
+"""The Gluon projections and router on a Hopper GPU: against the definition, at every size of ring, at ties, and their
+mistakes; and where they are selected."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,8 +14,9 @@ from npu_gptoss.dense import reference, small_ops
 from npu_gptoss.dense.weights import quantize_rows
 from npu_gptoss.kernels import Bound, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
+from tests.attention.triton_run import mutated
 from tests.dense import test_kernels as cpu
-from tests.dense.cases import Case, Sizes, make_case
+from tests.dense.cases import Case, Outputs, Sizes, make_case
 from tests.triton import ON_HOPPER
 
 launch_hopper = pytest.importorskip("npu_gptoss.dense.triton.launch_hopper", reason="needs triton")
@@ -40,7 +38,7 @@ CASES = [
 ]
 
 
-def run_qkv(case: Case, **changes: object) -> cpu.Outputs:
+def run_qkv(case: Case, **changes: object) -> Outputs:
     """The kernel by itself: normed rows to queries and caches."""
     keys, values = case.caches()
     normed = reference.add_norm(case.residual, case.delta, case.norm, case.eps)[1]
@@ -50,25 +48,25 @@ def run_qkv(case: Case, **changes: object) -> cpu.Outputs:
     return query, keys, values
 
 
-def run_output(case: Case, **changes: object) -> cpu.Outputs:
+def run_output(case: Case, **changes: object) -> Outputs:
     return tuple(
         launch_hopper.linear(case.attended, case.output_weight, bias, residual, **changes)
         for bias, residual in ((case.output_bias, case.residual), (None, None))
     )
 
 
-def definition_of_qkv(case: Case) -> cpu.Outputs:
-    return cpu.run_qkv(reference.qkv, case)[1:]
+def definition_of_qkv(case: Case) -> Outputs:
+    return case.run("qkv", reference.qkv)[1:]
 
 
-def definition_of_output(case: Case) -> cpu.Outputs:
+def definition_of_output(case: Case) -> Outputs:
     return tuple(
         reference.output(case.attended, case.output_weight, bias, residual)
         for bias, residual in ((case.output_bias, case.residual), (None, None))
     )
 
 
-def compare(got: cpu.Outputs, want: cpu.Outputs) -> None:
+def compare(got: Outputs, want: Outputs) -> None:
     for mine, exact in zip(got, want, strict=True):
         error = (mine.float() - exact.float()).norm() / exact.float().norm()
         assert torch.isfinite(mine).all(), "not finite"
@@ -99,8 +97,8 @@ class TestSelected:
     def test_the_operations_as_registered_agree_with_plain_torch(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
         qkv, output = cpu.triton_kernel("qkv.gluon"), cpu.triton_kernel("output.gluon")
-        compare(cpu.run_qkv(qkv, case), cpu.run_qkv(small_ops.qkv, case))
-        compare(cpu.run_output(output, case), cpu.run_output(small_ops.output, case))
+        compare(case.run("qkv", qkv), case.run("qkv", small_ops.qkv))
+        compare(case.run("output", output), case.run("output", small_ops.output))
 
     def test_rows_that_begin_elsewhere_are_moved(self, rows):
         """The tensor memory accelerator would read them from the multiple of 16 bytes before."""
@@ -109,22 +107,7 @@ class TestSelected:
         shifted = torch.empty(rows * inputs + 1, dtype=torch.bfloat16, device="cuda")[1:].view(rows, inputs)
         shifted.copy_(case.attended)
         output = cpu.triton_kernel("output.gluon")
-        assert torch.equal(cpu.run_output(output, case)[0], cpu.run_output(output, replace(case, attended=shifted))[0])
-
-
-def mutated(folder: Path, old: str, new: str, of: ModuleType | None = None) -> ModuleType:
-    """The projections' module (or `of`) with one change."""
-    from npu_gptoss.dense.triton import hopper
-
-    text = Path((of or hopper).__file__).read_text()
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times; mend the mutation"
-    path = folder / "mutated_hopper.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"mutated_{abs(hash((old, new)))}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+        assert torch.equal(case.run("output", output)[0], case.run("output", output, attended=shifted)[0])
 
 
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -158,9 +141,128 @@ class TestMutations:
         run, definition = (run_qkv, definition_of_qkv) if kernel == "qkv_kernel" else (run_output, definition_of_output)
         case = make_case(8, sizes=FULL, device="cuda")
         compare(run(case), definition(case))
-        monkeypatch.setattr(hopper, kernel, getattr(mutated(tmp_path, old, new), kernel))
+        monkeypatch.setattr(hopper, kernel, getattr(mutated(hopper, tmp_path, (old, new)), kernel))
         with pytest.raises(AssertionError, match=r"differs by|not finite"):
             compare(run(case), definition(case))
+
+
+# the router
+
+
+def case_of(rows: int, experts: int = 32) -> Case:
+    return make_case(rows, min(rows, 24), sizes=replace(FULL, experts=experts), device="cuda")
+
+
+def run_router(case: Case, delta: bool = True, **changes: object) -> Outputs:
+    return case.run("router", cpu.triton_kernel("router.gluon"), delta, **changes)
+
+
+def compare_routed(got: Outputs, case: Case, delta: bool = True) -> None:
+    """Logits may be rounded the other way, and then others be chosen: within that, the largest in their order."""
+    residual, normed, weights, ids = got
+    assert torch.equal(residual, case.residual + case.delta if delta else case.residual), "differs: the residual"
+    exact = reference.add_norm(residual, None, case.norm, case.eps)[1]
+    error = (normed.float() - exact.float()).norm() / exact.float().norm()
+    assert error < 5e-3, f"the norm differs by {error:.1e}"  # bf16 rounds by 1.7e-3
+    assert ids.min() >= 0
+    assert ids.max() < case.sizes.experts, "no expert"
+    assert (ids.long().sort(1).values.diff(dim=1) > 0).all(), "an expert twice"
+    logits = normed.float() @ case.router_weight.float().T + case.router_bias.float()
+    chosen = logits.gather(1, ids.long())
+    rounding = logits.abs().amax(1, keepdim=True) * 2**-7
+    assert (chosen[:, :-1] >= chosen[:, 1:] - rounding).all(), "not in order"
+    left = logits.scatter(1, ids.long(), float("-inf")).amax(1, keepdim=True)
+    assert (chosen[:, -1:] >= left - rounding).all(), "a larger one left out"
+    error = (weights - torch.softmax(chosen.to(torch.bfloat16).float(), -1)).abs().max()
+    assert error < 0.03, f"weights differ by {error:.1e}"  # e to the power of a rounding of a logit of 4
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 32), (8, 64), (33, 128), (101, 32), (128, 32), (256, 128)])
+class TestRouterOnHopper:
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("delta", [True, False])
+    def test_the_largest_are_chosen_again_and_again(self, rows, experts, delta):
+        """The counters by which the last program knows itself must be zero after each launch."""
+        case = case_of(rows, experts)
+        first = run_router(case, delta)
+        compare_routed(first, case, delta)
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(run_router(case, delta), first, strict=True))
+
+    def test_padding_rows_choose_nobody(self, rows, experts):
+        case = case_of(rows, experts)
+        live = (torch.arange(rows, device="cuda") % 3 > 0).int() * 9
+        *_, weights, ids = run_router(case, live=live)
+        *_, want_weights, want_ids = run_router(case)
+        real = live > 0
+        assert (ids[~real] == -1).all()
+        assert (weights[~real] == 0).all()
+        assert torch.equal(ids[real], want_ids[real])
+        assert torch.equal(weights[real], want_weights[real])
+
+
+class TestRouterOrder:
+    pytestmark = ON_HOPPER
+
+    def order(self, logits: list[float], top_k: int = 4) -> list[int]:
+        """Of 32 experts with these logits, the others' far below."""
+        case = case_of(8)
+        bias = torch.full((32,), -300.0, dtype=torch.bfloat16, device="cuda")
+        bias[: len(logits)] = torch.tensor(logits)
+        case = replace(case, router_weight=torch.zeros_like(case.router_weight), router_bias=bias)
+        *_, weights, ids = run_router(case, top_k=top_k)
+        assert (ids == ids[0]).all()
+        assert torch.allclose(weights, torch.softmax(bias[ids.long()].float(), -1), atol=1e-6)
+        return ids[0].tolist()
+
+    def test_of_equals_the_first(self):
+        assert self.order([2.0] * 9) == [0, 1, 2, 3]
+        assert self.order([1.0, 2.0, 1.0, 2.0, 1.0, 1.0]) == [1, 3, 0, 2]
+
+    def test_negative_ones_in_their_order_and_one_zero(self):
+        assert self.order([-3.0, -1.0, -2.0, -0.5, -4.0]) == [3, 1, 2, 0]
+        assert self.order([-1.0, -0.0, 0.0, 1e-30, -1e-30]) == [3, 1, 2, 4]
+
+    def test_one_expert_and_many(self):
+        assert self.order([1.0, 5.0], top_k=1) == [1]
+        assert self.order([float(i) for i in range(8)], top_k=7) == [7, 6, 5, 4, 3, 2, 1]
+
+
+ROUTER_MUTATIONS = {
+    "bias dropped": ("shift.to(gl.float32)).to", "0 * shift.to(gl.float32)).to"),
+    "the last inputs lost": ("mma_v2(weight_b, x_b, each)", "mma_v2(weight_b, 0 * x_b, each)"),
+    "the first inputs again": (
+        "group * ROWS, BLOCK_A, BLOCK_B, HIDDEN, RIGHT",
+        "group * ROWS, 0, BLOCK_B, HIDDEN, RIGHT",
+    ),
+    "rows of the first group": ("normed + (group * ROWS)", "normed + (0 * group)"),
+    "a part's experts in the first one's place": ("expert = part * SHARE +", "expert = 0 * part +"),
+    "the first experts in every program": ("weights_of(weight, part * SHARE, 0,", "weights_of(weight, 0 * part, 0,"),
+    "negative ones turned around": ("bits = gl.where(bits < 0, bits ^ 0x7FFF, bits)\n        key", "key"),
+    "an expert taken again": ("gl.where(key == largest, NOTHING, key)", "key"),
+    "the last one without a weight": ("chosen = gl.where(slot < TOP_K,", "chosen = gl.where(slot < TOP_K - 1,"),
+}
+
+
+@pytest.mark.parametrize("mutation", ROUTER_MUTATIONS)
+class TestRouterMutations:
+    pytestmark = ON_HOPPER
+
+    def test_the_comparison_notices(self, mutation, monkeypatch, tmp_path):
+        from npu_gptoss.dense.triton import router_hopper
+
+        case = case_of(40, 128)
+        # biases that choose, and all logits negative
+        case = replace(case, router_bias=case.router_bias * 4 - 12)
+        compare_routed(run_router(case), case)
+        changed = mutated(router_hopper, tmp_path, ROUTER_MUTATIONS[mutation])
+        monkeypatch.setattr(router_hopper, "router_kernel", changed.router_kernel)
+        with pytest.raises(AssertionError, match=r"differ|order|left out|twice"):
+            compare_routed(run_router(case), case)
+
+
+# where they are selected
 
 
 @pytest.fixture

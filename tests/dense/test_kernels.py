@@ -5,7 +5,7 @@ On a CPU the Triton kernels run in Triton's interpreter, in fp32: it does not ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,11 +15,12 @@ from npu_gptoss.dense import reference, small_ops
 from npu_gptoss.dense.weights import quantize_rows
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
-from tests.dense.cases import Case, make_case
+from npu_gptoss.verify.calls import Check, specs_of
+from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.mutations import Mutation
+from tests.dense.cases import Outputs, make_case
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
-
-Outputs = Sequence[torch.Tensor]
 
 # Rows of a step and how many of them are real. The matrix-vector kernels take one row.
 STEPS = [(1, 1), (3, 3), (5, 2)]
@@ -62,68 +63,10 @@ def rows_of(kernel: Callable) -> list[tuple[int, int]]:
     return STEPS[:1] if kernel.__name__.endswith("gemv") else STEPS
 
 
-def run_qkv(kernel: Callable, case: Case, delta: bool = True, **changes: object) -> Outputs:
-    keys, values = case.caches()
-    arguments = {
-        "residual": case.residual,
-        "delta": case.delta if delta else None,
-        "norm_weight": case.norm,
-        "eps": case.eps,
-        "weight": case.qkv_weight,
-        "bias": case.qkv_bias,
-        "cos_sin": case.cos_sin,
-        "positions": case.positions,
-        "key_cache": keys,
-        "value_cache": values,
-        "metadata": case.metadata,
-        **changes,
-    }
-    residual, query = kernel(**arguments)
-    return residual, query, keys, values
-
-
-def run_output(kernel: Callable, case: Case, delta: bool = True, **changes: object) -> Outputs:
-    arguments = {"attended": case.attended, "weight": case.output_weight, "bias": case.output_bias}
-    return (kernel(**{**arguments, "residual": case.residual if delta else None, **changes}),)
-
-
-def run_router(kernel: Callable, case: Case, delta: bool = True, **changes: object) -> Outputs:
-    arguments = {
-        "residual": case.residual,
-        "delta": case.delta if delta else None,
-        "norm_weight": case.norm,
-        "eps": case.eps,
-        "weight": case.router_weight,
-        "bias": case.router_bias,
-        "top_k": case.sizes.top_k,
-        "live": None,
-        **changes,
-    }
-    return kernel(**arguments)
-
-
-def run_add_norm(kernel: Callable, case: Case, delta: bool = True, **changes: object) -> Outputs:
-    arguments = {"residual": case.residual, "delta": case.delta if delta else None, "norm_weight": case.norm}
-    return kernel(**{**arguments, "eps": case.eps, **changes})
-
-
-def run_logits(kernel: Callable, case: Case, delta: bool = True, **changes: object) -> Outputs:
-    out = case.residual.new_full((case.residual.shape[0], case.sizes.vocab), 7.0)
-    kernel(**{"normed": case.residual, "weight": case.lm_head, "out": out, **changes})
-    return (out,)
-
-
-FAMILY = [
-    *((run_qkv, reference.qkv, kernel) for kernel in QKV),
-    *((run_output, reference.output, kernel) for kernel in OUTPUT),
-    *((run_router, reference.router, kernel) for kernel in ROUTER),
-    *((run_add_norm, reference.add_norm, kernel) for kernel in ADD_NORM),
-    *((run_logits, reference.logits, kernel) for kernel in LOGITS),
-]
+KERNELS = {"qkv": QKV, "output": OUTPUT, "router": ROUTER, "add_norm": ADD_NORM, "logits": LOGITS}
 CASES = [
     pytest.param(
-        run,
-        definition,
+        name,
         kernel,
         rows,
         real,
@@ -131,7 +74,8 @@ CASES = [
         id=f"{label(kernel)}-{rows}-{real}-{'sum' if delta else 'plain'}",
         marks=marks_of(kernel),
     )
-    for run, definition, kernel in FAMILY
+    for name, kernels in KERNELS.items()
+    for kernel in kernels
     for rows, real in rows_of(kernel)
     for delta in (True, False)
 ]
@@ -142,71 +86,43 @@ def compare(got: Outputs, want: Outputs) -> None:
         assert_close(mine, theirs, torch.float32, scale=4)  # sums of 112 products, in another order
 
 
-@pytest.mark.parametrize(("run", "definition", "kernel", "rows", "real", "delta"), CASES)
-def test_each_kernel_computes_the_definition(
-    run: Callable, definition: Callable, kernel: Callable, rows: int, real: int, delta: bool
-) -> None:
+@pytest.mark.parametrize(("name", "kernel", "rows", "real", "delta"), CASES)
+def test_each_kernel_computes_the_definition(name: str, kernel: Callable, rows: int, real: int, delta: bool) -> None:
     case = make_case(rows, real, dtype=torch.float32)
-    compare(run(kernel, case, delta), run(definition, case, delta))
+    compare(case.run(name, kernel, delta), case.run(name, getattr(reference, name), delta))
 
 
 def test_every_registered_kernel_is_compared() -> None:
-    compared = {f"dense.{kernel.__name__}" for _, _, kernel in FAMILY if "triton" in kernel.__name__}
-    registered = {k.name for k in registry.kernels.values() if k.family == "dense" and "triton" in k.name}
-    assert registered == compared | {"dense.greedy.triton"}
+    compared = {f"dense.{k.__name__}" for kernels in (*KERNELS.values(), GREEDY) for k in kernels[1:]}
+    assert {k.name for k in registry.kernels.values() if k.family == "dense" and "triton" in k.name} == compared
     assert {k.name for k in registry.kernels.values() if k.family == "dense" and "gluon" in k.name} == IN_GLUON
 
 
-# Mistakes that a kernel could make: the comparison must notice each
+def mistaken(check: Check, mutation: Mutation, precision: str) -> Iterator[tuple[Outputs, Outputs]]:
+    """What a kernel that makes the mistake answers to the calls of `npu-gptoss verify`, each beside what is right."""
+    for spec in specs_of(registry.kernels[f"{check.name}.small_ops"], check, 0, 0):
+        for call in check.calls(spec) if spec.precision == precision else ():
+            wrong = mutation.answer(call.inputs, check.definition)
+            if wrong is not None:
+                yield tuple(wrong.values()), tuple(check.definition(call.inputs).values())
 
 
-def mistake_in_table(case: Case) -> Case:
-    """cos and sin of the two halves of a head's dimensions exchanged."""
-    cos, sin = case.cos_sin.chunk(2, -1)
-    return replace(case, cos_sin=torch.cat((sin, cos), -1))
+MISTAKES = [
+    pytest.param(check, mutation, id=f"{check.name} {mutation.name}")
+    for check in (CHECKS[f"dense.{name}"] for name in KERNELS)
+    for mutation in check.mutations
+]
 
 
-def halves_swapped(case: Case) -> Case:
-    """RoPE with dimension i paired with i - dim / 2: the sine's sign is the other."""
-    cos, sin = case.cos_sin.chunk(2, -1)
-    return replace(case, cos_sin=torch.cat((cos, -sin), -1))
-
-
-def slots_shifted(case: Case) -> Case:
-    metadata = replace(case.metadata, slot_mapping=(case.metadata.slot_mapping + 1) % 24)
-    return replace(case, metadata=metadata)
-
-
-MISTAKES: dict[str, tuple[Callable, Callable, Callable[[Case], Case]]] = {
-    "norm weight dropped": (run_qkv, reference.qkv, lambda c: replace(c, norm=torch.ones_like(c.norm))),
-    "norm weight dropped before the router": (
-        run_router,
-        reference.router,
-        lambda c: replace(c, norm=torch.ones_like(c.norm)),
-    ),
-    "residual dropped": (run_output, reference.output, lambda c: replace(c, residual=torch.zeros_like(c.residual))),
-    "delta dropped": (run_qkv, reference.qkv, lambda c: replace(c, delta=torch.zeros_like(c.delta))),
-    "delta twice": (run_add_norm, reference.add_norm, lambda c: replace(c, delta=2 * c.delta)),
-    "bias dropped": (run_qkv, reference.qkv, lambda c: replace(c, qkv_bias=torch.zeros_like(c.qkv_bias))),
-    "bias twice": (run_output, reference.output, lambda c: replace(c, output_bias=2 * c.output_bias)),
-    "router bias dropped": (run_router, reference.router, lambda c: replace(c, router_bias=0 * c.router_bias)),
-    "RoPE halves swapped": (run_qkv, reference.qkv, halves_swapped),
-    "cosine and sine swapped": (run_qkv, reference.qkv, mistake_in_table),
-    "position one too far": (run_qkv, reference.qkv, lambda c: replace(c, positions=c.positions - 1)),
-    "wrong slot": (run_qkv, reference.qkv, slots_shifted),
-    "no epsilon": (run_add_norm, reference.add_norm, lambda c: replace(c, eps=0.0)),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_notices(mistake: str) -> None:
-    run, definition, change = MISTAKES[mistake]
-    case = make_case(3, dtype=torch.float32)
-    if mistake == "no epsilon":
-        case = replace(case, residual=case.residual * 1e-3, delta=case.delta * 1e-3)
-    compare(run(definition, case), run(definition, case))
-    with pytest.raises(AssertionError, match="values differ"):
-        compare(run(definition, change(case)), run(definition, case))
+@pytest.mark.parametrize(("check", "mutation"), MISTAKES)
+def test_the_comparison_notices(check: Check, mutation: Mutation) -> None:
+    for wrong, right in mistaken(check, mutation, "float32"):
+        compare(right, right)
+        try:
+            compare(wrong, right)
+        except AssertionError:
+            return
+    pytest.fail("no call shows it")
 
 
 # Padding
@@ -216,8 +132,8 @@ def test_the_comparison_notices(mistake: str) -> None:
 def test_no_expert_is_read_for_a_padding_row(kernel: Callable) -> None:
     case = make_case(4, 2, dtype=torch.float32)
     live = torch.tensor([9, 1, 0, 0], dtype=torch.int32)
-    want = run_router(reference.router, case)
-    residual, normed, weights, ids = run_router(kernel, case, live=live)
+    want = case.run("router", reference.router)
+    residual, normed, weights, ids = case.run("router", kernel, live=live)
     compare((residual, normed, weights[:2], ids[:2]), (*want[:2], want[2][:2], want[3][:2]))
     assert ids[2:].tolist() == [[-1] * 4] * 2
     assert weights[2:].abs().max() == 0
@@ -228,7 +144,7 @@ def test_padding_rows_write_to_no_slot_of_the_cache(kernel: Callable) -> None:
     rows = rows_of(kernel)[-1][0]
     real = rows - 1
     case = make_case(rows, real, dtype=torch.float32)
-    _, _, keys, values = run_qkv(kernel, case)
+    _, _, keys, values = case.run("qkv", kernel)
     for cache in (keys, values):
         written = (cache.flatten(0, 1) != 7.0).any(-1).any(-1).nonzero().flatten()
         assert sorted(written.tolist()) == sorted(case.metadata.slot_mapping.tolist())
@@ -238,7 +154,7 @@ def test_padding_rows_write_to_no_slot_of_the_cache(kernel: Callable) -> None:
 def test_a_negative_slot_is_not_written(kernel: Callable) -> None:
     case = make_case(1, dtype=torch.float32)
     case = replace(case, metadata=replace(case.metadata, slot_mapping=torch.tensor([-1])))
-    _, _, keys, values = run_qkv(kernel, case)
+    _, _, keys, values = case.run("qkv", kernel)
     assert (keys == 7.0).all()
     assert (values == 7.0).all()
 
@@ -250,7 +166,7 @@ def test_a_negative_slot_is_not_written(kernel: Callable) -> None:
 def test_equal_router_logits_take_the_first_expert_and_each_once(kernel: Callable) -> None:
     case = make_case(2, dtype=torch.float32)
     case = replace(case, router_weight=torch.zeros_like(case.router_weight), router_bias=torch.ones(8))
-    _, _, weights, ids = run_router(kernel, case)
+    _, _, weights, ids = case.run("router", kernel)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
     assert weights.tolist() == [[0.25] * 4] * 2
 
@@ -286,29 +202,24 @@ def test_greedy_fills_a_row_of_a_larger_tensor(kernel: Callable) -> None:
 # FP8
 
 
+EIGHT_BITS = {"qkv": "qkv_weight", "output": "output_weight", "logits": "lm_head"}
+
+
 @pytest.mark.parametrize(
-    ("run", "definition", "kernel", "weight", "rows"),
+    ("name", "kernel", "rows"),
     [
-        pytest.param(run, definition, kernel, weight, rows, id=f"{kernel.__name__}-{rows}", marks=TRITON_HERE)
-        for run, definition, kernel, weight, rows in (
-            (run_qkv, reference.qkv, QKV[2], "qkv_weight", 1),
-            (run_qkv, reference.qkv, QKV[3], "qkv_weight", 5),
-            (run_qkv, reference.qkv, QKV[1], "qkv_weight", 5),
-            (run_output, reference.output, OUTPUT[1], "output_weight", 1),
-            (run_output, reference.output, OUTPUT[2], "output_weight", 5),
-            (run_logits, reference.logits, LOGITS[1], "lm_head", 1),
-            (run_logits, reference.logits, LOGITS[2], "lm_head", 5),
-        )
+        pytest.param(name, kernel, rows, id=f"{kernel.__name__}-{rows}", marks=TRITON_HERE)
+        for name in EIGHT_BITS
+        for kernel in KERNELS[name][1:]
+        for rows in (1 if kernel.__name__.endswith("gemv") else 5,)
     ],
 )
-def test_eight_bit_weights_are_scaled_row_by_row(
-    run: Callable, definition: Callable, kernel: Callable, weight: str, rows: int
-) -> None:
+def test_eight_bit_weights_are_scaled_row_by_row(name: str, kernel: Callable, rows: int) -> None:
     case = make_case(rows, dtype=torch.float32)
-    matrix = getattr(case, weight) * torch.logspace(-2, 2, getattr(case, weight).shape[0])[:, None]
-    scaled = quantize_rows(matrix)
-    want = run(definition, case, weight=scaled)
-    for mine, theirs in zip(run(kernel, case, weight=scaled), want, strict=True):
+    matrix = getattr(case, EIGHT_BITS[name])
+    scaled = quantize_rows(matrix * torch.logspace(-2, 2, len(matrix))[:, None])
+    want = case.run(name, getattr(reference, name), weight=scaled)
+    for mine, theirs in zip(case.run(name, kernel, weight=scaled), want, strict=True):
         assert_close(mine, theirs, torch.float32, scale=4, atol=1e-4)  # values up to 100
 
 

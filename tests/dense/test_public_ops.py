@@ -22,24 +22,6 @@ def case() -> Case:
     return make_case(3)
 
 
-def qkv(case: Case, **changes: object) -> object:
-    keys, values = case.caches()
-    arguments = {
-        "residual": case.residual,
-        "delta": case.delta,
-        "norm_weight": case.norm,
-        "eps": case.eps,
-        "weight": case.qkv_weight,
-        "bias": case.qkv_bias,
-        "cos_sin": case.cos_sin,
-        "positions": case.positions,
-        "key_cache": keys,
-        "value_cache": values,
-        "metadata": case.metadata,
-    }
-    return dense.qkv(**{**arguments, **changes})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -60,7 +42,7 @@ def qkv(case: Case, **changes: object) -> object:
 )
 def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        qkv(case, **changes)
+        case.run("qkv", dense.qkv, **changes)
 
 
 def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
@@ -98,7 +80,7 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
     def ask(operation: Operation, kernel: None, size: int, describe: Callable[[int], Described]) -> Callable:
         call, traits = describe(size)
         asked.append((operation.name, str(call), dict(traits)))
-        return lambda **arguments: None
+        return lambda **arguments: ()
 
     monkeypatch.setattr(dense, "chosen", ask)
     experts = {"experts": 8, "hidden_size": 112, "aligned": True}
@@ -106,7 +88,7 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
         asked.clear()
         eight = {"rows": rows, "aligned": False}
         wide = torch.zeros(6, 4, 2, 16)
-        qkv(case, weight=dense.quantize_rows(case.qkv_weight), key_cache=wide, value_cache=wide)
+        case.run("qkv", dense.qkv, weight=dense.quantize_rows(case.qkv_weight), key_cache=wide, value_cache=wide)
         dense.output(case.attended, dense.quantize_rows(case.output_weight), case.output_bias)
         dense.router(case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias, 4)
         dense.add_norm(case.residual, None, case.norm, 1e-5)
@@ -128,7 +110,7 @@ def test_a_row_without_a_slot_is_stored_nowhere_by_the_definition(case: Case) ->
     slots = case.metadata.slot_mapping.clone()
     slots[1] = -1
     metadata = dataclasses.replace(case.metadata, slot_mapping=slots)
-    qkv(case, key_cache=keys, value_cache=values, metadata=metadata, kernel="reference")
+    case.run("qkv", dense.qkv, key_cache=keys, value_cache=values, metadata=metadata, kernel="reference")
     written = (keys.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
     assert sorted(written) == sorted(slots[[0, 2]].tolist())
 
@@ -141,7 +123,7 @@ def test_slots_behind_the_real_rows_are_nobodys(kernel: str) -> None:
     real = case.metadata.slot_mapping
     free = [slot for slot in range(24) if slot not in real.tolist()][:2]
     metadata = dataclasses.replace(case.metadata, slot_mapping=torch.cat((real, torch.tensor(free))))
-    qkv(case, key_cache=keys, value_cache=values, metadata=metadata, kernel=kernel)
+    case.run("qkv", dense.qkv, key_cache=keys, value_cache=values, metadata=metadata, kernel=kernel)
     for cache in (keys, values):
         written = (cache.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
         assert sorted(written) == sorted(real.tolist())

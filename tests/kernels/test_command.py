@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from npu_gptoss.cli import main
-from npu_gptoss.kernels import Platform, accepts, register_kernel
+from npu_gptoss.kernels import Platform
 from npu_gptoss.kernels.registry import registry
+from tests.kernels.toy import kernel
 
 
 def test_list_shows_every_operation_and_its_kernels(capsys):
@@ -64,13 +65,7 @@ def test_a_platform_stands_for_its_supported_stack_whatever_is_installed_here(
 )
 def test_values_mean_what_they_mean_in_python_and_in_json(operation, capsys, text, value):
     for handled, code in ((value, 0), ("something else", 1)):
-        register_kernel(
-            operation,
-            solution=str(handled),
-            signatures=(accepts(x="bfloat16"),),
-            traits={"size": frozenset({handled})},
-            priority=4,
-        )(len)
+        kernel(str(handled), size=frozenset({handled}))
         assert main(["kernels", "explain", "toy.add", "--set", f"size={text}"]) == code
         capsys.readouterr()
         registry.kernels.pop(f"toy.add.{handled}")

@@ -6,18 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from npu_gptoss.kernels import (
-    ANY,
-    Platform,
-    accepts,
-    explain,
-    loading,
-    register_kernel,
-    select_kernel,
-    selected_kernels,
-    signature,
-)
+from npu_gptoss.kernels import Platform, explain, loading, select_kernel, selected_kernels
 from npu_gptoss.kernels.registry import registry
+from tests.kernels.toy import CALL, kernel, select
 
 
 def entry_point(load, name="fast"):
@@ -26,27 +17,14 @@ def entry_point(load, name="fast"):
     )
 
 
-def register(name="theirs", priority=16):
-    register_kernel(
-        registry.operations["toy.add"],
-        name=name,
-        solution="theirs",
-        signatures=(accepts(x="float32"),),
-        traits={"size": ANY},
-        priority=priority,
-    )(lambda x: name)
+def register(name="theirs"):
+    kernel("theirs", name=name, priority=16)
 
 
 def test_a_plugin_function_is_called_and_its_kernel_wins_by_its_band(operation):
-    register_kernel(
-        registry.operations["toy.add"],
-        solution="ours",
-        signatures=(accepts(x="float32"),),
-        traits={"size": ANY},
-        priority=15,
-    )(len)
+    kernel("ours", priority=15, function=len)
     loading.load_plugin(entry_point(lambda: register))
-    found = select_kernel(operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu"))
+    found = select(operation)
     assert (found.name, found.kernel.origin) == ("theirs", "their-package:fast")
 
 
@@ -70,13 +48,7 @@ def test_a_failing_plugin_is_a_warning_that_names_it_and_leaves_nothing_behind(o
 
 
 def test_a_plugin_cannot_take_the_name_of_a_kernel_of_ours(operation, caplog):
-    register_kernel(
-        registry.operations["toy.add"],
-        solution="ours",
-        signatures=(accepts(x="float32"),),
-        traits={"size": ANY},
-        priority=4,
-    )(len)
+    kernel("ours", priority=4, function=len)
     with caplog.at_level(logging.WARNING, logger="npu_gptoss"):
         loading.load_plugin(entry_point(lambda: lambda: register(name="toy.add.ours")))
     assert registry.kernels["toy.add.ours"].function is len
@@ -96,7 +68,7 @@ def test_the_switch_keeps_third_party_kernels_out(operation, monkeypatch, switch
 def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
     monkeypatch.setattr(loading, "_plugins_loaded", False)
     monkeypatch.setattr(loading, "entry_points", lambda group: [entry_point(lambda: register)])
-    found = ask(operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu"))
+    found = ask(operation, CALL, {"size": 1, "rows": 1}, platform=Platform("cpu"))
     assert (found.selected if ask is explain else found.kernel).name == "theirs"
     if ask is select_kernel:
         assert selected_kernels() == (("toy.add", "theirs", "theirs"),)
@@ -105,7 +77,7 @@ def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
 def test_loading_all_kernels_loads_those_of_plugins_in_the_order_of_their_names(operation, monkeypatch):
     """Whichever comes second may find its name taken: that must not depend on the order of installation."""
     monkeypatch.setattr(loading, "_plugins_loaded", False)
-    points = [entry_point(lambda n=name: lambda: register(n, 16), name) for name in ("second", "first")]
+    points = [entry_point(lambda n=name: lambda: register(n), name) for name in ("second", "first")]
     monkeypatch.setattr(loading, "entry_points", lambda group: points)
     loading.load_kernels()
     assert [name for name in registry.kernels if name in ("first", "second")] == ["first", "second"]

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from npu_gptoss.kernels import Platform, define_operation, select_kernel, signature
+from npu_gptoss.kernels import define_operation, load_kernels, signature
 from npu_gptoss.kernels.registry import ANY, Priority, RegistrationError, register_kernel, registering_as, registry
 from npu_gptoss.kernels.signature import accepts
+from tests.kernels.toy import select
 
+FLOAT = signature(x="float32")
 GOOD = {
     "solution": "small_ops",
     "signatures": (accepts(x="float32"),),
@@ -74,14 +76,9 @@ def test_a_kernel_that_was_taken_back_is_not_served_from_memory(operation):
     with registering_as("package:entry"):
         register_kernel(operation, **{**GOOD, "solution": "theirs", "priority": 16})(add_one)
 
-    def chosen():
-        return select_kernel(
-            operation, signature(x="float32"), {"size": 1, "rows": 1}, platform=Platform("cpu")
-        ).kernel.solution
-
-    assert chosen() == "theirs"
+    assert select(operation, call=FLOAT).kernel.solution == "theirs"
     registry.remove_origin("package:entry")
-    assert chosen() == "small_ops"
+    assert select(operation, call=FLOAT).kernel.solution == "small_ops"
 
 
 def test_unknown_operation_lists_the_known_ones(operation):
@@ -96,7 +93,7 @@ def test_a_function_given_by_its_name_is_imported_at_its_first_call(operation):
     (spec,) = registry.kernels_of(operation)
     assert (spec.summary, spec.module, "this" in sys.modules) == ("Prints the Zen of Python.", "this", False)
     register_kernel(operation, **{**GOOD, "solution": "json"}, function="json:dumps", summary="x")
-    run = select_kernel(operation, signature(x="float32"), {"size": 1, "rows": 1}, override="json")
+    run = select(operation, call=FLOAT, override="json")
     assert run(obj=[1]) == "[1]"
 
 
@@ -113,8 +110,6 @@ def test_equal_priorities_do_not_depend_on_registration_order(operation):
 
 
 def test_every_built_in_kernel_stays_below_the_plugin_band():
-    from npu_gptoss.kernels import load_kernels
-
     load_kernels()
     assert registry.kernels
     for kernel in registry.kernels.values():
@@ -125,8 +120,6 @@ def test_every_built_in_kernel_stays_below_the_plugin_band():
 
 
 def test_every_operation_has_a_reference():
-    from npu_gptoss.kernels import load_kernels
-
     load_kernels()
     for operation in registry.operations.values():
         assert registry.kernels_of(operation)[-1].solution == "reference", operation.name

@@ -18,25 +18,8 @@ from npu_gptoss.kernels import (
     selected_kernels,
     signature,
 )
-from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import KernelError
-
-CALL = signature(x="bfloat16")
-
-
-def kernel(solution, *, priority=4, x=("float32", "bfloat16"), size=ANY, rows=ANY, capability=Capability()):  # noqa: B008
-    register_kernel(
-        registry.operations["toy.add"],
-        solution=solution,
-        signatures=(accepts(x=x),),
-        traits={"size": size, "rows": rows},
-        priority=priority,
-        capability=capability,
-    )(lambda x: solution)
-
-
-def select(operation, size=64, call=CALL, kind="cpu", rows=1, **more):
-    return select_kernel(operation, call, {"size": size, "rows": rows}, platform=Platform(kind), **more)
+from tests.kernels.toy import CALL, kernel, select
 
 
 def test_highest_priority_that_can_run_is_selected(operation):

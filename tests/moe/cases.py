@@ -12,7 +12,7 @@ from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.verify.cases import local_share, random_experts
 from tests.tolerances import assert_close
 
-__all__ = ["EXPERTS", "HIDDEN", "INTERMEDIATE", "TOP_K", "Layer", "check", "local_share", "make_layer"]
+__all__ = ["EXPERTS", "HIDDEN", "INTERMEDIATE", "TOP_K", "Layer", "check", "close", "local_share", "make_layer"]
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 64, 96, 4
 
@@ -43,9 +43,13 @@ def make_layer(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0, o
     return Layer(normal(tokens, HIDDEN), logits, weights)
 
 
+def close(got: torch.Tensor, want: torch.Tensor, share: int = 256) -> None:
+    """In bf16 up to a `share` of the largest result: bf16 rounds the activation and both products (and on some paths
+    the slots' results) before four experts cancel in the sum."""
+    largest = want.float().abs().max().item() if want.numel() else 0.0
+    assert_close(got, want, atol=largest / share if want.dtype == torch.bfloat16 else 0.0)
+
+
 def check(run: Callable[[Layer], torch.Tensor], layer: Layer, weights: ExpertWeights | None = None) -> None:
     """Raises AssertionError when `run(layer)` is not what the reference computes from the same inputs."""
-    want = layer.run("reference", weights)
-    # bf16 rounds the activation and both products before four experts cancel in the sum: an ulp of the largest result.
-    largest = want.float().abs().max().item() if want.numel() else 0.0
-    assert_close(run(layer), want, atol=largest / 256 if want.dtype == torch.bfloat16 else 0.0)
+    close(run(layer), layer.run("reference", weights))

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route, small_ops
 from npu_gptoss.moe.activation import activation_name, swigluoai
-from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from npu_gptoss.verify.cases import expert_inputs
+from npu_gptoss.verify.moe_checks import define_experts, run_experts
+from npu_gptoss.verify.mutations import mutations_of
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, close, local_share, make_layer
 from tests.tolerances import assert_close
 
 load_kernels()
@@ -84,24 +88,20 @@ def test_rows_of_foreign_experts_that_hold_nan_do_not_reach_the_sum(monkeypatch)
     check(lambda at: at.run("small_ops", share), layer, share)
 
 
-def test_loop_over_experts_equals_the_grouped_product(monkeypatch):
-    layer = make_layer(40)
-    grouped = layer.run("small_ops")
-    monkeypatch.setattr(small_ops, "_grouped_mm", None)
-    assert_close(layer.run("small_ops"), grouped)
-    check(lambda at: at.run("small_ops"), layer)
-
-
+@pytest.mark.parametrize("torch_groups", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(6, 8), (8, 6), (20, 12), (64, 64)])
-def test_sizes_that_torch_refuses_to_group_run_by_the_loop(rows, columns, dtype):
-    """torch's product wants rows that start at multiples of 16 bytes, and says "strides should be multiple of 16"."""
+def test_groups_of_any_size_meet_their_own_weight(monkeypatch, rows, columns, dtype, torch_groups):
+    """torch's product wants rows that start at multiples of 16 bytes, and says "strides should be multiple of 16";
+    older releases have none for a CPU, and on accelerators it takes some shapes only."""
+    if not torch_groups:
+        monkeypatch.setattr(small_ops, "_grouped_mm", None)
     generator = torch.Generator().manual_seed(0)
-    left = torch.randn(5, rows, generator=generator).to(dtype)
-    weight = torch.randn(3, rows, columns, generator=generator).to(dtype)
-    counts = torch.tensor([2, 0, 3])
-    want = torch.cat([left[:2].float() @ weight[0].float(), left[2:].float() @ weight[2].float()])
-    assert_close(small_ops.grouped_matmul(left, weight, counts), want.to(dtype))
+    left = torch.randn(8, rows, generator=generator).to(dtype)
+    weight = torch.randn(5, rows, columns, generator=generator).to(dtype)
+    got = small_ops.grouped_matmul(left, weight, torch.tensor([2, 0, 1, 0, 4]))
+    for row, group in enumerate([0, 0, 2, 4, 4, 4, 4]):  # the last row is in no group
+        assert_close(got[row], (left[row].float() @ weight[group].float()).to(dtype))
 
 
 def test_definition_equals_transformers():
@@ -123,55 +123,21 @@ def test_definition_equals_transformers():
     assert_close(layer.run("reference"), want, scale=4)  # sums of 96 products of magnitude ten
 
 
-def changed(**changes):
-    return lambda layer: layer.run(
-        weights=dataclasses.replace(layer.weights, **{k: f(layer.weights) for k, f in changes.items()})
-    )
-
-
-def swap_gate_and_up(columns: torch.Tensor) -> torch.Tensor:
-    return columns.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-
-
-def halves(columns: torch.Tensor) -> torch.Tensor:
-    """Interleaved columns read as if gate and up were the two halves."""
-    return columns.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
-def all_experts_softmax(layer):
-    weights, ids = torch.softmax(layer.logits.float(), -1).topk(TOP_K)
-    return layer.run(routing=(weights, ids))
-
-
-MUTATIONS = {
-    "gate_up bias dropped": changed(gate_up_proj_bias=lambda w: w.gate_up_proj_bias * 0),
-    "gate_up bias twice": changed(gate_up_proj_bias=lambda w: w.gate_up_proj_bias * 2),
-    "down bias dropped": changed(down_proj_bias=lambda w: w.down_proj_bias * 0),
-    "down bias twice": changed(down_proj_bias=lambda w: w.down_proj_bias * 2),
-    "bias of the next expert": changed(down_proj_bias=lambda w: w.down_proj_bias.roll(1, 0)),
-    "gate and up swapped": changed(
-        gate_up_proj=lambda w: swap_gate_and_up(w.gate_up_proj),
-        gate_up_proj_bias=lambda w: swap_gate_and_up(w.gate_up_proj_bias),
-    ),
-    "interleaved read as halves": changed(
-        gate_up_proj=lambda w: halves(w.gate_up_proj), gate_up_proj_bias=lambda w: halves(w.gate_up_proj_bias)
-    ),
-    "clamp forgotten": lambda layer: layer.run(swiglu_limit=1e9),
-    "routing weights not renormalised": all_experts_softmax,
-    "all weights equal": lambda layer: layer.run(
-        routing=(torch.full((len(layer.logits), TOP_K), 0.25), route(layer.logits, TOP_K)[1])
-    ),
-    "only the first expert": lambda layer: layer.run(routing=tuple(t[:, :1] for t in route(layer.logits, TOP_K))),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", mutations_of("moe.experts"), ids=lambda mutation: mutation.name)
 def test_the_check_bites(mutation, dtype):
-    layer = make_layer(40, dtype)
-    check(lambda at: at.run(), layer)
-    with pytest.raises(AssertionError):
-        check(MUTATIONS[mutation], layer)
+    """Also in the Triton kernels' wider form; in floats, with experts of other ranks, with padding, or in MXFP4."""
+    name = dtype_name(dtype)
+    for form, sizes in ((name, {}), (name, {"share": (2, 5)}), (name, {"padding": True}), ("mxfp4", {})):
+        inputs = expert_inputs(form, dtype, torch.Generator().manual_seed(0), 40, **sizes)
+        wrong = mutation.answer(inputs, define_experts)
+        if wrong is not None:
+            want = define_experts(inputs)["out"].to(dtype)
+            close(run_experts(inputs, None)["out"], want)
+            with pytest.raises(AssertionError):
+                close(wrong["out"].to(dtype), want, share=128)
+            return
+    pytest.fail("no call shows it")
 
 
 @pytest.mark.parametrize("kernel", [*kernels_here("route"), "reference"])
@@ -224,18 +190,6 @@ def test_what_all_experts_agree_on_comes_out_unchanged(kernel):
         down_proj_bias=torch.ones_like(layer.weights.down_proj_bias),
     )
     assert bool((layer.run(kernel, same) == 1).all())
-
-
-@pytest.mark.parametrize("device_has_it", [True, False])
-def test_groups_of_any_size_meet_their_own_weight(monkeypatch, device_has_it):
-    """Older releases of torch have no grouped product for a CPU, and on accelerators it takes some shapes only."""
-    if not device_has_it:
-        monkeypatch.setattr(small_ops, "_grouped_mm", None)
-    rows, weight, counts = torch.randn(8, 16), torch.randn(5, 16, 24), [2, 0, 1, 0, 4]
-    got = small_ops.grouped_matmul(rows, weight, torch.tensor(counts))
-    group_of_row = [0, 0, 2, 4, 4, 4, 4]  # the last row is in no group
-    for row, group in enumerate(group_of_row):
-        assert_close(got[row], rows[row] @ weight[group])
 
 
 def test_misshapen_weights_and_calls_are_refused_in_words():

@@ -26,19 +26,19 @@ from triton.compiler import ASTSource
 from npu_gptoss.moe.triton import few, many
 from npu_gptoss.moe.triton.tuned import TABLE
 
-common = {"words": "*u16", "scales": "*i32", "bias": "*bf16", "inner": "*bf16"}
-first = {"limit": "fp32", "x": "*bf16"}
-second = {"shares": "*fp32", "topk_weights": "*fp32"}
-routed = {"topk_ids": "*i64", "expert_map": "*i32", "lists": "*i32", "counts": "*i32", "slots": "i32"}
-sorted_ = {"order": "*i32", "ends": "*i32"}
+types = {
+    "words": "*u16", "scales": "*i32", "bias": "*bf16", "inner": "*bf16", "limit": "fp32", "x": "*bf16", "out": "*bf16",
+    "shares": "*fp32", "topk_weights": "*fp32", "topk_ids": "*i64", "expert_map": "*i32", "lists": "*i32",
+    "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32",
+}
 for path, most, *both in TABLE["mxfp4"]:
-    for tiles, name, rows, own in zip(both, ("gate_up", "down"), (5760, 2880), (first, second)):
-        kernel = getattr({"few": few, "many": many}[path], name)
-        arguments = common | own | (routed if path == "few" else sorted_)
+    for tiles, name, rows in zip(both, ("gate_up", "down"), (5760, 2880)):
+        kernel = many.grouped if path == "many" else getattr(few, name)
+        arguments = {each: types[each] for each in kernel.arg_names if each in types}
         constants = {
             "FORMAT": "mxfp4", "TOP_K": 4, "R": rows, "K": 2880, "BM": tiles.rows, "BN": tiles.columns, "EXPERTS": 32,
             "BE": 32, "UNROLL": tiles.unroll, "HALVES": tiles.halves, "STAGES": tiles.stages, "SPLITS": tiles.splits,
-            "HAS_MAP": False, "ONE": most == 1, "PDL": True, "NATIVE": True,
+            "GATE_UP": name == "gate_up", "HAS_MAP": False, "ONE": most == 1, "PDL": True, "NATIVE": True,
         }
         constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
         aligned = {
@@ -82,13 +82,7 @@ def test_words_put_together_by_hand_are_seen():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_every_tile_of_the_table_opens_pairs_of_neighbours(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = done.stdout.split("== ")[1:]
     assert {name for ptx in kernels for name in ptx.split()[2:3]} == {"gate_up", "down"}

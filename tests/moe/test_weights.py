@@ -15,14 +15,13 @@ from npu_gptoss.moe import (
     ExpertWeights,
     Fp8Experts,
     Mxfp4Experts,
-    expert_mlp,
     keeps_format,
     mxfp4,
     prepare_experts,
     quantize_fp8,
 )
 from npu_gptoss.moe.weights import FP8, FP8_LARGEST, on_device
-from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, check, local_share, make_layer
+from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, local_share, make_layer
 from tests.tolerances import assert_close
 
 BF16 = torch.bfloat16
@@ -72,21 +71,6 @@ def test_what_is_fp8_already_is_not_quantized_again():
     assert quantize_fp8(made) is made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
-def test_portable_kernels_compute_with_the_expansion(name, dtype):
-    layer = make_layer(20, dtype)
-    weights = in_format(name, layer.weights)
-    check(lambda at: at.run("small_ops", weights), layer, weights)
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
-def test_the_check_sees_that_a_format_is_not_the_floats(name):
-    layer = make_layer(20)
-    with pytest.raises(AssertionError):
-        check(lambda at: at.run("small_ops", in_format(name, layer.weights)), layer)
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "fp8"])
 def test_the_expert_map_survives_expansion(name):
     layer = make_layer(20)
@@ -94,24 +78,6 @@ def test_the_expert_map_survives_expansion(name):
     floats = local_share(in_format(name, layer.weights).expand(torch.float32), 2, 5)  # the map is put on afterwards
     assert_close(layer.run("small_ops", share), layer.run("reference", floats))
     assert_close(layer.run("small_ops", quantize_fp8(share)), layer.run("reference", quantize_fp8(floats)), scale=2)
-
-
-@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
-@pytest.mark.parametrize("share", [False, True])
-def test_padding_rows_with_nan_add_nothing(kernel, share):
-    layer = make_layer(6)
-    weights = local_share(layer.weights, 0, 4) if share else layer.weights
-    prepared = prepare_experts(weights, kernel=kernel)
-    ids = torch.arange(4).repeat(6, 1)
-    ids[2] = -1
-    each = torch.full((6, 4), 0.25)
-    each[2] = 0
-    hidden = layer.hidden_states.clone()
-    hidden[2] = float("nan")
-    got = expert_mlp(hidden, prepared, each, ids)
-    assert bool((got[2] == 0).all())
-    others = [0, 1, 3, 4, 5]
-    assert_close(got[others], expert_mlp(layer.hidden_states[others], prepared, each[others], ids[others]), scale=4)
 
 
 def test_misshapen_packed_weights_are_refused_in_words():

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is missing: make setup")
 
-from npu_gptoss.attention.triton import launch_decode, launch_prompts
+from npu_gptoss.attention.triton import launch, launch_decode
 from npu_gptoss.dense.triton import launch_hopper
 from npu_gptoss.kernels import load_kernels, signature
 from npu_gptoss.kernels.platform import SUPPORTED
@@ -139,12 +139,12 @@ def test_prompts_and_decode_rows_of_attention_reach_each_configuration() -> None
             rows = [end - first for first, end in pairwise(metadata.query_start_loc)]
             single = [keys for keys, own in zip(metadata.seq_lens, rows, strict=True) if own == 1]
             if max(rows) > 1:
-                tilings.add(launch_prompts.tiling_for(query.dtype, window))
+                tilings.add(launch.tiling_for(query.dtype, window))
             if single:
                 config = launch_decode.decode_config(query.dtype, window is not None, len(single))
                 configs.add(config)
                 if window is None:
                     splits.add(launch_decode.splits_for(len(single), kv_heads, max(single), config))
-    assert tilings == {launch_prompts.FULL, launch_prompts.WINDOW, launch_prompts.WIDE}
+    assert tilings == {launch.FULL, launch.WINDOW, launch.WIDE}
     assert configs >= {launch_decode.FULL, launch_decode.WINDOW, launch_decode.WINDOW_MANY}
     assert {1, launch_decode.MOST_SPLITS} <= splits

@@ -1,7 +1,7 @@
 """Attention as Triton and Gluon kernels for CUDA: one launch for decode rows, two for prompts, one for the cache write.
 
 Decode splits the keys over programs and combines in the one that arrives last (`decode.py`); prompts and chunks gather
-their keys into contiguous memory and run a causal loop over it (`gather.py`, `prefill.py`, `hopper.py`). Neither waits
+their keys into contiguous memory and run a causal loop over it (`prefill.py`, `hopper.py`). Neither waits
 for the device: the host's lengths go over once a step (`plan.py`), those of a `DecodeMetadata` never leave the device.
 Triton is imported at the first call, so that a machine without it can list these kernels.
 """

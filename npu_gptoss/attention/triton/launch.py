@@ -1,18 +1,58 @@
-"""A call of `paged_attention` as launches: its decode rows in one, each round of prompts in two."""
+"""A call of `paged_attention` as launches: its decode rows in one, each round of prompts in two.
+
+Prompts' keys are gathered into contiguous memory; the causal loop over them is in Triton or, for Hopper, in Gluon.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_gptoss.attention.metadata import DecodeMetadata, StepMetadata
-from npu_gptoss.attention.triton import launch_prompts
-from npu_gptoss.attention.triton.launch_decode import decode
-from npu_gptoss.attention.triton.launch_prompts import Tiling, prefill
-from npu_gptoss.attention.triton.plan import Plan, Rows, make_plan
+from npu_gptoss.attention.operations import contiguous
+from npu_gptoss.attention.triton.launch_decode import Call, decode
+from npu_gptoss.attention.triton.plan import Plan, Prompts, Rows, make_plan
+from npu_gptoss.attention.triton.prefill import gather_kernel, prefill_kernel
+from npu_gptoss.attention.window import keys_before
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
+
+LOG2_E = 1 / math.log(2)
+GATHER_KEYS = 64
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """rows: of a tile, positions times query heads of a key head; keys: of a step. hopper: for the Gluon kernel."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    hopper: bool = False
+
+    def positions(self, group: int) -> int:
+        """Of a tile, with `group` query heads (a power of two) to a key head."""
+        return max(self.rows // group, 1)
+
+
+# Best of a grid on an H200 with gpt-oss's heads.
+FULL = Tiling(rows=64, keys=128, warps=4, stages=2)
+WINDOW = Tiling(rows=64, keys=32, warps=4, stages=3)
+WIDE = Tiling(rows=32, keys=32, warps=4, stages=1)
+HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
+
+
+def tiling_for(dtype: torch.dtype, sliding_window: int | None) -> Tiling:
+    """Of the Triton kernel."""
+    if dtype == torch.float32:
+        return WIDE
+    return FULL if sliding_window is None else WINDOW
 
 
 def run(
@@ -28,24 +68,31 @@ def run(
     hopper: bool = False,
 ) -> None:
     """As `paged_attention` of the family."""
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if not cache.is_contiguous():
-            raise InputError(
-                f"{name} must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
-            )
+    contiguous(key_cache, "key_cache")
+    contiguous(value_cache, "value_cache")
     if out.stride(-1) != 1:
         raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}")
     if scale <= 0:
         raise InputError(f"scale must be positive, got {scale}")
     query = query if query.stride(-1) == 1 else query.contiguous()
     group = triton.next_power_of_2(query.shape[1] // key_cache.shape[2])
-    tiling = launch_prompts.HOPPER if hopper else launch_prompts.tiling_for(query.dtype, sliding_window)
+    tiling = HOPPER if hopper else tiling_for(query.dtype, sliding_window)
     plan = _plan(metadata, sliding_window, tiling, group, query.device)
-    call = (query, key_cache, value_cache, metadata.block_table, sinks.contiguous(), scale, sliding_window, out)
+    before = keys_before(sliding_window)
+    call = Call(
+        query,
+        key_cache,
+        value_cache,
+        metadata.block_table,
+        sinks.contiguous(),
+        scale * LOG2_E,
+        -1 if before is None else before,
+        out,
+    )
     if plan.decode is not None:
-        decode(*call, plan.decode)
+        decode(call, plan.decode)
     for prompts in plan.rounds:
-        prefill(*call, prompts, tiling)
+        _prefill(call, prompts, tiling)
 
 
 run_gluon = functools.partial(run, hopper=True)
@@ -61,3 +108,69 @@ def _plan(metadata: StepMetadata, sliding_window: int | None, tiling: Tiling, gr
     if key not in plans:
         plans[key] = make_plan(metadata, sliding_window, positions, tiling.keys, device)
     return plans[key]
+
+
+def _prefill(call: Call, prompts: Prompts, tiling: Tiling) -> None:
+    """One round of prompts."""
+    query, constants, strides = call.query, call.constants, call.strides
+    page, kv_heads, dim = call.key_cache.shape[1:]
+    gathered = torch.empty(2, kv_heads * prompts.keys, dim, dtype=call.key_cache.dtype, device=query.device)
+    block = min(GATHER_KEYS, tiling.keys)
+    gather_kernel[(kv_heads, triton.cdiv(prompts.longest, block), prompts.requests.shape[0])](
+        call.key_cache,
+        call.value_cache,
+        call.block_table,
+        prompts.requests,
+        gathered[0],
+        gathered[1],
+        prompts.keys,
+        call.block_table.stride(0),
+        PAGE=page,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        TILE_KEYS=tiling.keys,
+        BLOCK=block,
+        **launch_options(query, 4),
+    )
+    units = prompts.tiles.shape[0] * kv_heads
+    if tiling.hopper:
+        from npu_gptoss.attention.triton import hopper
+
+        keys, values = (hopper.descriptor(part, tiling.keys) for part in gathered)
+        hopper.prefill_kernel[(min(units, processors(query.device)),)](
+            query,
+            keys,
+            values,
+            call.sinks,
+            call.out,
+            prompts.requests,
+            prompts.tiles,
+            units,
+            prompts.keys,
+            call.scale,
+            *strides,
+            BLOCK_N=tiling.keys,
+            STAGES=tiling.stages,
+            num_warps=tiling.warps,
+            **constants,
+        )
+        return
+    keys, values = (TensorDescriptor.from_tensor(part, [tiling.keys, dim]) for part in gathered)
+    prefill_kernel[(units,)](
+        query,
+        keys,
+        values,
+        call.sinks,
+        call.out,
+        prompts.requests,
+        prompts.tiles,
+        call.scale,
+        prompts.keys,
+        *strides,
+        BLOCK_Q=tiling.positions(constants["GROUP"]),
+        BLOCK_N=tiling.keys,
+        WIDE=INTERPRETED or query.dtype == torch.float32,
+        num_stages=tiling.stages,
+        **constants,
+        **launch_options(query, tiling.warps),
+    )

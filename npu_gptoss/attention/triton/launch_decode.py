@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,8 @@ import triton
 
 from npu_gptoss.attention.triton.decode import decode_kernel
 from npu_gptoss.attention.triton.plan import Rows
-from npu_gptoss.attention.window import keys_before
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 
-LOG2_E = 1 / math.log(2)
 MOST_SPLITS = 32
 COUNTERS = 1 << 16
 # Up to how many rows the first keys are loaded while the kernel before runs. One row leaves the memory idle then; eight
@@ -59,69 +56,76 @@ def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> 
     return min(wanted, triton.next_power_of_2(triton.cdiv(longest, config.keys)))
 
 
-def decode(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    sinks: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    out: torch.Tensor,
-    rows: Rows,
-    config: DecodeConfig | None = None,
-    splits: int | None = None,
-) -> None:
-    """The decode rows of a step. config and splits: to measure others than the chosen ones."""
-    page, kv_heads, dim = key_cache.shape[1:]
-    heads = query.shape[1] // kv_heads
-    before = keys_before(sliding_window)
-    config = config or decode_config(query.dtype, before is not None, rows.count)
-    longest = rows.longest if before is None else min(rows.longest, before + 1)
-    if splits is None:
-        splits = splits_for(rows.count, kv_heads, longest, config)
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `paged_attention` as the kernels take them.
+
+    scale: times log2 e. before: keys that a row sees before its own; negative: all.
+    """
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    sinks: torch.Tensor
+    scale: float
+    before: int
+    out: torch.Tensor
+
+    @property
+    def constants(self) -> dict[str, int]:
+        kv_heads, dim = self.key_cache.shape[2:]
+        heads = self.query.shape[1] // kv_heads
+        group = triton.next_power_of_2(heads)
+        return {"HEADS": heads, "GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "BEFORE": self.before}
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of rows and heads, of the query and of the result."""
+        return (*self.query.stride()[:2], *self.out.stride()[:2])
+
+
+def decode(call: Call, rows: Rows) -> None:
+    """The decode rows of a step."""
+    query, before, constants = call.query, call.before, call.constants
+    page, kv_heads, dim = call.key_cache.shape[1:]
+    config = decode_config(query.dtype, before >= 0, rows.count)
+    longest = rows.longest if before < 0 else min(rows.longest, before + 1)
+    splits = splits_for(rows.count, kv_heads, longest, config)
     if splits > 1:
         series = rows.count * kv_heads * splits
-        sums = torch.empty(series * heads * dim, dtype=torch.float32, device=query.device)
-        extremes = torch.empty(series * 2 * heads, dtype=torch.float32, device=query.device)
+        sums = torch.empty(series * constants["HEADS"] * dim, dtype=torch.float32, device=query.device)
+        extremes = torch.empty(series * 2 * constants["HEADS"], dtype=torch.float32, device=query.device)
         arrived = counters(query.device, rows.count * kv_heads)
     else:
         sums = extremes = arrived = query  # not touched
     nobody = rows.lengths
-    group = triton.next_power_of_2(heads)
     decode_kernel[(kv_heads, splits, rows.count)](
         query,
-        key_cache,
-        value_cache,
-        sinks,
-        out,
+        call.key_cache,
+        call.value_cache,
+        call.sinks,
+        call.out,
         rows.lengths,
-        block_table,
+        call.block_table,
         nobody if rows.rows is None else rows.rows,
         nobody if rows.requests is None else rows.requests,
         sums,
         extremes,
         arrived,
-        scale * LOG2_E,
-        min(rows.longest, block_table.shape[1] * page),
-        block_table.stride(0),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        HEADS=heads,
-        GROUP=group,
-        ROWS=max(group, 16),
-        KV_HEADS=kv_heads,
-        DIM=dim,
+        call.scale,
+        min(rows.longest, call.block_table.shape[1] * page),
+        call.block_table.stride(0),
+        *call.strides,
+        ROWS=max(constants["GROUP"], 16),
         PAGE=page,
-        BEFORE=-1 if before is None else before,
         BLOCK_N=config.keys,
         SPLITS=splits,
         MAPPED=rows.rows is not None,
         SETTLED=rows.settled and rows.count <= SETTLED_ROWS,
         WIDE=INTERPRETED or query.dtype == torch.float32,
         num_stages=config.stages,
+        **constants,
         **launch_options(query, config.warps),
     )
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.attention.operations import contiguous
 from npu_gptoss.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 
 
@@ -44,19 +44,14 @@ def write(
     slot_mapping: torch.Tensor,
 ) -> None:
     """As `write_kv_cache` of the family."""
-    for cache in (key_cache, value_cache):
-        if not cache.is_contiguous():
-            raise InputError(
-                f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
-            )
     tokens, kv_heads, head_dim = key.shape
     width = kv_heads * head_dim
     key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))
     write_kernel[(tokens,)](
         key,
         value,
-        key_cache,
-        value_cache,
+        contiguous(key_cache),
+        contiguous(value_cache),
         slot_mapping,
         key.stride(0),
         value.stride(0),

@@ -37,17 +37,19 @@ def _halves_fill_all_warps(hidden: int) -> bool:
 def _register(
     operation: Operation,
     name: str,
-    function: str,
     summary: str,
     traits: Mapping[str, Any],
     *,
     weight: tuple[str, ...] = (BF16,),
     priority: int = Priority.PERFORMANT,
 ) -> None:
-    gluon = name.startswith("gluon")
+    """Of the function with the operation's mode and what follows in `name` as its name."""
+    solution, _, kind = name.partition("_")
+    gluon = solution == "gluon"
+    function = f"{operation.mode}_{kind}" if kind else operation.mode
     register_kernel(
         operation,
-        solution="gluon" if gluon else "triton",
+        solution=solution,
         name=f"{operation.name}.{name}",
         capability=HOPPER if gluon else TRITON,
         signatures=(accepts(**{role: weight if role == "weight" else BF16 for role in operation.roles}),),
@@ -58,97 +60,63 @@ def _register(
     )
 
 
-ANY_WEIGHT = (BF16, FP8)
+EIGHT_BITS, ANY_WEIGHT = (FP8,), (BF16, FP8)
+ALIGNED = {"aligned": frozenset({True})}
+ABOVE = Priority.PERFORMANT + 1
 _register(
     QKV,
     "gluon",
-    "qkv",
     "Two launches: add and norm, then all the rest.",
-    {"rows": GLUON_ROWS, "head_dim": frozenset({64}), "aligned": frozenset({True})},
+    {"rows": GLUON_ROWS, "head_dim": frozenset({64}), **ALIGNED},
 )
 _register(
     QKV,
     "triton_gemv",
-    "qkv_gemv",
     "One launch: add, norm, matrix-vector product, RoPE, cache write.",
     {"rows": ONE, "head_dim": HEAD_DIMS},
     weight=ANY_WEIGHT,
-    priority=Priority.PERFORMANT + 1,
+    priority=ABOVE,
 )
 _register(
     QKV,
     "triton_skinny",
-    "qkv_skinny",
     "Three launches, the projection through the matrix units, for weights in eight bits.",
     {"rows": SEVERAL, "head_dim": HEAD_DIMS},
-    weight=(FP8,),
-    priority=Priority.PERFORMANT + 1,
+    weight=EIGHT_BITS,
+    priority=ABOVE,
 )
 _register(
     QKV,
     "triton",
-    "qkv",
     "Add and norm, cuBLAS's projection, RoPE and cache write.",
     {"head_dim": HEAD_DIMS},
     weight=ANY_WEIGHT,
 )
-_register(OUTPUT, "gluon", "output", "One launch.", {"rows": GLUON_ROWS, "aligned": frozenset({True})})
-_register(
-    OUTPUT,
-    "triton_gemv",
-    "output_gemv",
-    "One launch: matrix-vector product, bias, residual.",
-    {"rows": ONE},
-    weight=ANY_WEIGHT,
-)
-_register(
-    OUTPUT,
-    "triton_skinny",
-    "output_skinny",
-    "One launch through the matrix units, for weights in eight bits.",
-    {"rows": SEVERAL},
-    weight=(FP8,),
-)
+_register(OUTPUT, "gluon", "One launch.", {"rows": GLUON_ROWS, **ALIGNED})
+_register(OUTPUT, "triton_gemv", "One launch: matrix-vector product, bias, residual.", {"rows": ONE}, weight=ANY_WEIGHT)
+FEW_AT_ONCE = "One launch through the matrix units, for weights in eight bits."
+_register(OUTPUT, "triton_skinny", FEW_AT_ONCE, {"rows": SEVERAL}, weight=EIGHT_BITS)
 _register(
     ROUTER,
     "gluon",
-    "router",
     "Two launches: add and norm, then router, top-k and softmax.",
     {
         "rows": GLUON_ROUTED,
         "logits": GLUON_LOGITS,
         "experts": Where("a power of two from 32 on", _power_of_2_from_32),
         "hidden_size": Where("whose two halves fill 16 warps", _halves_fill_all_warps),
-        "aligned": frozenset({True}),
+        **ALIGNED,
     },
 )
-_register(ROUTER, "triton", "router", "One launch: add, norm, router, top-k, softmax.", {"rows": FEW})
+_register(ROUTER, "triton", "One launch: add, norm, router, top-k, softmax.", {"rows": FEW})
 _register(
-    ROUTER,
-    "triton_norm",
-    "router_after_norm",
-    "Add and norm fused, then cuBLAS and the MoE family's routing.",
-    {},
-    priority=Priority.PERFORMANT - 1,
+    ROUTER, "triton_norm", "Add and norm fused, then cuBLAS and the MoE family's routing.", {}, priority=ABOVE - 2
 )
-_register(ADD_NORM, "triton", "add_norm", "One launch, a program a row.", {})
+_register(ADD_NORM, "triton", "One launch, a program a row.", {})
 _register(
-    LOGITS,
-    "triton_gemv",
-    "logits_gemv",
-    "A matrix-vector product.",
-    {"rows": ONE},
-    weight=ANY_WEIGHT,
-    priority=Priority.SPECIALISED,
+    LOGITS, "triton_gemv", "A matrix-vector product.", {"rows": ONE}, weight=ANY_WEIGHT, priority=Priority.SPECIALISED
 )
-_register(
-    LOGITS,
-    "triton_skinny",
-    "logits_skinny",
-    "One launch through the matrix units, for weights in eight bits.",
-    {"rows": FEW},
-    weight=(FP8,),
-)
+_register(LOGITS, "triton_skinny", FEW_AT_ONCE, {"rows": FEW}, weight=EIGHT_BITS)
 register_kernel(
     GREEDY,
     solution="triton",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from npu_gptoss.attention.operations import contiguous
 from npu_gptoss.dense.triton.device import halves
-from npu_gptoss.dense.triton.launches import add_norm, arrivals, flat
+from npu_gptoss.dense.triton.launches import add_norm, arrivals
 from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def project(
         positions,
         metadata.slot_mapping,
         query,
-        flat(key_cache),
-        flat(value_cache),
+        contiguous(key_cache),
+        contiguous(value_cache),
         tokens,
         metadata.num_tokens,
         HEADS=heads,

@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from npu_gptoss.attention.operations import contiguous
 from npu_gptoss.dense.small_ops import route_live
-from npu_gptoss.dense.triton.argmax import final_kernel, partial_kernel
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
-from npu_gptoss.dense.triton.norm import add_norm_kernel
-from npu_gptoss.dense.triton.rope_cache import rope_cache_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
+from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
 from npu_gptoss.dense.triton.skinny import skinny_kernel
 from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import launch_options
+from npu_gptoss.kernels.triton_launch import launch_options, processors
 from npu_gptoss.moe.operations import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -47,18 +46,12 @@ def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
     return matrix, weight.scales if scaled else matrix, scaled
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; what the interpreter has instead is enough programs to go round more than once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def flat(cache: torch.Tensor) -> torch.Tensor:
-    if not cache.is_contiguous():
-        raise InputError(
-            f"the cache must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
-        )
-    return cache
+def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The residual, what is added to it (anything where nothing is) and memory for the sum (itself where none is)."""
+    residual = residual.contiguous()
+    if delta is None:
+        return residual, residual, residual
+    return residual, delta.contiguous(), torch.empty_like(residual)
 
 
 def qkv_gemv(
@@ -73,27 +66,19 @@ def qkv_gemv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: StepMetadata,
-    *,
-    pairs: int = QKV_PAIRS,
-    warps: int = QKV_WARPS,
-    programs: int = QKV_PROGRAMS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`."""
     tokens, hidden = residual.shape
     kv_heads, head_dim = key_cache.shape[2:]
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     matrix, scales, scaled = _parts(weight)
-    residual = residual.contiguous()
-    delta = None if delta is None else delta.contiguous()
-    new_residual = residual if delta is None else torch.empty_like(residual)
+    stream = _stream(residual, delta)
     query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
     block_a, block_b = halves(hidden)
-    pairs = min(pairs, head_dim // 2)
+    pairs = min(QKV_PAIRS, head_dim // 2)
     groups = weight.shape[0] // (2 * pairs)
-    qkv_kernel[(min(groups, programs * processors(residual.device)), tokens)](
-        residual,
-        residual if delta is None else delta,
-        new_residual,
+    qkv_kernel[(min(groups, QKV_PROGRAMS * processors(residual.device)), tokens)](
+        *stream,
         norm_weight,
         matrix,
         scales,
@@ -102,8 +87,8 @@ def qkv_gemv(
         positions,
         metadata.slot_mapping,
         query,
-        flat(key_cache),
-        flat(value_cache),
+        contiguous(key_cache),
+        contiguous(value_cache),
         metadata.num_tokens,
         eps,
         HIDDEN=hidden,
@@ -116,93 +101,78 @@ def qkv_gemv(
         HAS_DELTA=delta is not None,
         SCALED=scaled,
         enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
-        **launch_options(residual, warps),
+        **launch_options(residual, QKV_WARPS),
     )
-    return new_residual, query
+    return stream[-1], query
 
 
-def linear_gemv(
-    x: torch.Tensor,
+def output_gemv(
+    attended: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None = None,
-    *,
-    rows: int = LINEAR_ROWS,
-    warps: int = LINEAR_WARPS,
-    programs: int | None = None,
 ) -> torch.Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual."""
-    tokens, inputs = x.shape
-    outputs = weight.shape[0]
-    matrix, scales, scaled = _parts(weight)
-    x = x.contiguous()
-    if out is None:
-        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    block_a, block_b = halves(inputs)
-    groups = triton.cdiv(outputs, rows)
-    at_once = groups if programs is None and outputs >= WIDE else (programs or LINEAR_PROGRAMS) * processors(x.device)
+    """As `dense.output`."""
+    tokens, outputs = len(attended), weight.shape[0]
+    tensors, common = _linear(attended, weight, bias, residual, out)
+    block_a, block_b = halves(weight.shape[1])
+    groups = triton.cdiv(outputs, LINEAR_ROWS)
+    at_once = groups if outputs >= WIDE else LINEAR_PROGRAMS * processors(attended.device)
     linear_kernel[(min(groups, at_once), tokens)](
-        x,
-        matrix,
-        scales,
-        x if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out,
+        *tensors,
         outputs,
-        IN=inputs,
-        ROWS=rows,
+        ROWS=LINEAR_ROWS,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         AGAIN=at_once < groups,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        SCALED=scaled,
-        **launch_options(x, warps),
+        **common,
+        **launch_options(attended, LINEAR_WARPS),
     )
-    return out
+    return tensors[-1]
 
 
-def linear_few(
-    x: torch.Tensor,
+def output_skinny(
+    attended: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None = None,
-    *,
-    rows: int = FEW_WEIGHT_ROWS,
-    block_k: int = FEW_BLOCK_K,
-    warps: int = 4,
-    stages: int = FEW_STAGES,
 ) -> torch.Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual; for few tokens."""
-    tokens, inputs = x.shape
-    outputs = weight.shape[0]
+    """As `dense.output`, for few tokens."""
+    tokens, outputs = len(attended), weight.shape[0]
+    tensors, common = _linear(attended, weight, bias, residual, out)
+    block_t = min(max(triton.next_power_of_2(tokens), 16), 64)
+    skinny_kernel[(triton.cdiv(outputs, FEW_WEIGHT_ROWS), triton.cdiv(tokens, block_t))](
+        *tensors,
+        tokens,
+        outputs,
+        ROWS=FEW_WEIGHT_ROWS,
+        BLOCK_T=block_t,
+        BLOCK_K=FEW_BLOCK_K,
+        STAGES=FEW_STAGES,
+        **common,
+        **launch_options(attended, 4),
+    )
+    return tensors[-1]
+
+
+def _linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The tensors (anything for those that are not there; the result last) and constants of both linear kernels."""
     matrix, scales, scaled = _parts(weight)
     x = x.contiguous()
     if out is None:
-        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    block_t = min(max(triton.next_power_of_2(tokens), 16), 64)
-    skinny_kernel[(triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
-        x,
-        matrix,
-        scales,
-        x if bias is None else bias,
-        x if residual is None else residual.contiguous(),
-        out,
-        tokens,
-        outputs,
-        IN=inputs,
-        ROWS=rows,
-        BLOCK_T=block_t,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        SCALED=scaled,
-        **launch_options(x, warps),
-    )
-    return out
+        out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    shift, before = x if bias is None else bias, x if residual is None else residual.contiguous()
+    constants = {
+        "IN": weight.shape[1],
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "SCALED": scaled,
+    }
+    return (x, matrix, scales, shift, before, out), constants
 
 
 def add_norm(
@@ -210,17 +180,13 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.add_norm`."""
     tokens, hidden = residual.shape
-    residual = residual.contiguous()
-    delta = None if delta is None else delta.contiguous()
-    new_residual = residual if delta is None else torch.empty_like(residual)
-    out = torch.empty_like(residual)
+    stream = _stream(residual, delta)
+    out = torch.empty_like(stream[0])
     if tokens == 0:
-        return new_residual, out
+        return stream[-1], out
     block_a, block_b = halves(hidden)
     add_norm_kernel[(tokens,)](
-        residual,
-        residual if delta is None else delta,
-        new_residual,
+        *stream,
         norm_weight,
         out,
         eps,
@@ -230,7 +196,7 @@ def add_norm(
         HAS_DELTA=delta is not None,
         **launch_options(residual, 4),
     )
-    return new_residual, out
+    return stream[-1], out
 
 
 def rope_cache(
@@ -240,9 +206,6 @@ def rope_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: StepMetadata,
-    *,
-    groups: int | None = None,
-    warps: int = 2,
 ) -> torch.Tensor:
     """packed [tokens, (heads + 2 * kv_heads) * head_dim] -> turned queries [tokens, heads, head_dim]; k, v stored."""
     tokens = packed.shape[0]
@@ -253,16 +216,15 @@ def rope_cache(
         return query
     group = next(g for g in (8, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
     parts = (heads + 2 * kv_heads) // group
-    if groups is None:  # a decode batch is spread over the chip, a prompt fills it anyway
-        groups = parts if tokens > FEW_ROWS else 1
+    groups = parts if tokens > FEW_ROWS else 1  # a decode batch is spread over the chip, a prompt fills it anyway
     rope_cache_kernel[(tokens, parts // groups)](
         packed.contiguous(),
         cos_sin,
         positions,
         metadata.slot_mapping,
         query,
-        flat(key_cache),
-        flat(value_cache),
+        contiguous(key_cache),
+        contiguous(value_cache),
         metadata.num_tokens,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -270,23 +232,9 @@ def rope_cache(
         GROUP=group,
         GROUPS=groups,
         enable_fp_fusion=False,
-        **launch_options(packed, warps),
+        **launch_options(packed, 2),
     )
     return query
-
-
-def qkv_skinny(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: Weight,
-    bias: torch.Tensor,
-    **rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`, for few tokens and weights in eight bits. rest: of `rope_cache`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    return hidden, rope_cache(linear_few(normed, weight, bias, None), **rest)
 
 
 def qkv(
@@ -296,31 +244,30 @@ def qkv(
     eps: float,
     weight: Weight,
     bias: torch.Tensor,
+    *,
+    skinny: bool = False,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
+    """As `dense.qkv`, by cuBLAS; skinny: for few tokens and weights in eight bits. rest: of `rope_cache`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    return hidden, rope_cache(F.linear(normed, expanded(weight, normed.dtype), bias), **rest)
+    if skinny:
+        packed = output_skinny(normed, weight, bias, None)
+    else:
+        packed = F.linear(normed, expanded(weight, normed.dtype), bias)
+    return hidden, rope_cache(packed, **rest)
 
 
-def output_gemv(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """As `dense.output`."""
-    return linear_gemv(attended, **rest)
-
-
-def output_skinny(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """As `dense.output`, for few tokens."""
-    return linear_few(attended, **rest)
+qkv_skinny = functools.partial(qkv, skinny=True)
 
 
 def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     """As `dense.logits`."""
-    linear_gemv(normed, weight, None, None, out)
+    output_gemv(normed, weight, None, None, out)
 
 
 def logits_skinny(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
     """As `dense.logits`, for few tokens."""
-    linear_few(normed, weight, None, None, out)
+    output_skinny(normed, weight, None, None, out)
 
 
 @functools.cache
@@ -342,30 +289,23 @@ def router(
     bias: torch.Tensor,
     top_k: int,
     live: torch.Tensor | None,
-    *,
-    share: int | None = None,
-    warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dense.router`; ids int32."""
     tokens, hidden = residual.shape
     experts = weight.shape[0]
-    residual = residual.contiguous()
-    delta = None if delta is None else delta.contiguous()
-    new_residual = residual if delta is None else torch.empty_like(residual)
-    normed = torch.empty_like(residual)
+    stream = _stream(residual, delta)
+    normed = torch.empty_like(stream[0])
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=residual.device)
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=residual.device)
     if tokens == 0:
-        return new_residual, normed, topk_weights, topk_ids
-    share = share or (ROUTER_SHARE if tokens == 1 else ROUTER_SHARE_FEW)
+        return stream[-1], normed, topk_weights, topk_ids
+    share = ROUTER_SHARE if tokens == 1 else ROUTER_SHARE_FEW
     share = next(s for s in (share, 4, 2, 1) if experts % s == 0)
     if share == experts and triton.next_power_of_2(experts) != experts:
         share = 1
     block_a, block_b = halves(hidden)
     router_kernel[(experts // share, tokens)](
-        residual,
-        residual if delta is None else delta,
-        new_residual,
+        *stream,
         norm_weight,
         weight,
         bias,
@@ -386,12 +326,12 @@ def router(
         BLOCK_K=triton.next_power_of_2(top_k),
         HAS_DELTA=delta is not None,
         HAS_LIVE=live is not None,
-        **launch_options(residual, warps),
+        **launch_options(residual, 4),
     )
-    return new_residual, normed, topk_weights, topk_ids
+    return stream[-1], normed, topk_weights, topk_ids
 
 
-def router_after_norm(
+def router_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""

@@ -17,17 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.moe.activation import ALPHA as _ALPHA
-from npu_gptoss.moe.triton import layout
-from npu_gptoss.moe.triton.layout import TiledExperts
+from npu_gptoss.moe.triton.launches import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
-from npu_gptoss.moe.triton.one_hopper import SMALL, sums_layout
+from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
 from npu_gptoss.moe.triton.tuned import FewTiles
 
-INPUTS = gl.constexpr(layout.INPUTS)
-ROWS = gl.constexpr(layout.ROWS)
-MOST_ROWS = gl.constexpr(layout.MOST_ROWS)
-ALPHA = gl.constexpr(_ALPHA)
 COLUMNS = gl.constexpr(8)  # of a product
 WORDS = gl.constexpr(8)  # of a row in a tile, 32 bits each
 CHUNK = gl.constexpr(32)  # groups of inputs that are staged together
@@ -311,25 +305,17 @@ def down(inner, lists, counts, topk_weights, words, scales, bias, shares, slots,
 # fmt: on
 
 
-def shares_of(
-    hidden: torch.Tensor,
-    experts: TiledExperts,
-    lists: torch.Tensor,
-    counts: torch.Tensor,
-    topk_weights: torch.Tensor,
-    swiglu_limit: float,
-    shape: FewTiles,
-) -> torch.Tensor:
-    """hidden [tokens, hidden size] bfloat16; lists, counts as `few.assign` leaves them; topk_weights [tokens, k]
-    float32 -> the slots' weighted results [slots, hidden size] float32; those of slots without an expert here are
-    whatever memory held."""
-    first, second, slots = experts.gate_up, experts.down, topk_weights.numel()
-    inner = hidden.new_empty(slots, second.inputs)
-    shares = torch.empty(slots, second.rows, dtype=torch.float32, device=hidden.device)
-    programs = min(slots, experts.num_experts)
+def shares_of(call: Call, lists: torch.Tensor, counts: torch.Tensor, shape: FewTiles) -> torch.Tensor:
+    """lists, counts as `few.assign` leaves them -> the slots' weighted results [slots, hidden size] float32; those of
+    slots without an expert here are whatever memory held."""
+    experts, slots = call.experts.num_experts, call.slots
+    first, second = call.experts.gate_up, call.experts.down
+    inner = call.hidden.new_empty(slots, second.inputs)
+    shares = torch.empty(slots, second.rows, dtype=torch.float32, device=call.hidden.device)
+    programs = min(slots, experts)
     common = {
-        "EXPERTS": experts.num_experts,
-        "BE": max(1 << (experts.num_experts - 1).bit_length(), 32),
+        "EXPERTS": experts,
+        "BE": max(1 << (experts - 1).bit_length(), 32),
         "SLOTS": shape.slots,
         "BM": shape.rows,
         "DEEP": shape.deep,
@@ -338,7 +324,7 @@ def shares_of(
         "launch_pdl": True,
     }
     gate_up[(-(-first.rows // shape.rows), programs)](
-        hidden,
+        call.hidden,
         lists,
         counts,
         first.words.view(torch.int32),
@@ -346,8 +332,8 @@ def shares_of(
         first.bias,
         inner,
         slots,
-        swiglu_limit,
-        TOP_K=topk_weights.shape[1],
+        call.swiglu_limit,
+        TOP_K=call.top_k,
         R=first.rows,
         K=first.inputs,
         **common,
@@ -356,7 +342,7 @@ def shares_of(
         inner,
         lists,
         counts,
-        topk_weights,
+        call.topk_weights,
         second.words.view(torch.int32),
         second.scales,
         second.bias,

@@ -9,9 +9,8 @@ import torch
 import triton
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
+from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
 from npu_gptoss.moe.triton import few, many, routing
-from npu_gptoss.moe.triton.combine import combine
 from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
 from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
 
@@ -66,7 +65,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """Contiguous inputs, and the map (some tensor where there is none: its pointer is not followed)."""
 
     hidden: torch.Tensor
@@ -84,6 +83,10 @@ class _Call:
     def top_k(self) -> int:
         return self.topk_ids.shape[1]
 
+    @property
+    def has_map(self) -> bool:
+        return self.experts.expert_map is not None
+
 
 def _call(
     hidden_states: torch.Tensor,
@@ -91,33 +94,31 @@ def _call(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     swiglu_limit: float,
-) -> _Call:
+) -> Call:
     if hidden_states.dtype != torch.bfloat16:
         raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}")
     topk_ids = topk_ids.contiguous()
     expert_map = topk_ids if weights.expert_map is None else weights.expert_map
     topk_weights = topk_weights.float().contiguous()
-    return _Call(hidden_states.contiguous(), weights, topk_weights, topk_ids, expert_map, swiglu_limit)
+    return Call(hidden_states.contiguous(), weights, topk_weights, topk_ids, expert_map, swiglu_limit)
 
 
 def _scales(matrix: TiledMatrix) -> torch.Tensor:
     return matrix.bias if matrix.scales is None else matrix.scales
 
 
-def _assigned(
-    topk_ids: torch.Tensor, expert_map: torch.Tensor, experts: TiledExperts
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _assigned(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Each local expert's slots [experts, slots] int32, and how many they are [experts] int32."""
-    slots = topk_ids.numel()
-    lists = torch.empty(experts.num_experts, slots, dtype=torch.int32, device=topk_ids.device)
-    counts = torch.empty(experts.num_experts, dtype=torch.int32, device=topk_ids.device)
+    experts, device = call.experts.num_experts, call.topk_ids.device
+    lists = torch.empty(experts, call.slots, dtype=torch.int32, device=device)
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
     _launch(
         few.assign,
-        (experts.num_experts,),
-        (topk_ids, expert_map, lists, counts, slots),
+        (experts,),
+        (call.topk_ids, call.expert_map, lists, counts, call.slots),
         warps=4,
-        HAS_MAP=experts.expert_map is not None,
-        BS=max(triton.next_power_of_2(slots), 128),  # no fewer elements than threads
+        HAS_MAP=call.has_map,
+        BS=max(triton.next_power_of_2(call.slots), 128),  # no fewer elements than threads
     )
     return lists, counts
 
@@ -127,10 +128,7 @@ def gluon_one(**arguments: Any) -> torch.Tensor:
     from npu_gptoss.moe.triton import one_hopper
 
     call = _call(**arguments)
-    shares = one_hopper.shares_of(
-        call.hidden, call.experts, call.expert_map, call.topk_weights, call.topk_ids, call.swiglu_limit, ONE
-    )
-    return _combined(shares, call)
+    return _combined(one_hopper.shares_of(call, ONE), call)
 
 
 def gluon_few(**arguments: Any) -> torch.Tensor:
@@ -138,9 +136,7 @@ def gluon_few(**arguments: Any) -> torch.Tensor:
     from npu_gptoss.moe.triton import few_hopper
 
     call = _call(**arguments)
-    lists, counts = _assigned(call.topk_ids, call.expert_map, call.experts)
-    shape = few_gluon_tiles(len(call.hidden))
-    shares = few_hopper.shares_of(call.hidden, call.experts, lists, counts, call.topk_weights, call.swiglu_limit, shape)
+    shares = few_hopper.shares_of(call, *_assigned(call), few_gluon_tiles(len(call.hidden)))
     return _combined(shares, call)
 
 
@@ -153,10 +149,10 @@ def triton_one(**arguments: Any) -> torch.Tensor:
 def triton_few(**arguments: Any) -> torch.Tensor:
     """Four launches."""
     call = _call(**arguments)
-    return _few(call, *_assigned(call.topk_ids, call.expert_map, call.experts), one=False)
+    return _few(call, *_assigned(call), one=False)
 
 
-def _few(call: _Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -> torch.Tensor:
+def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -> torch.Tensor:
     hidden, experts, slots = call.hidden, call.experts, call.slots
     gate_up, down = experts.gate_up, experts.down
     up_shape, down_shape = tiles(experts.format, "few", len(hidden))
@@ -165,7 +161,7 @@ def _few(call: _Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -
     shares = torch.empty(slots, splits, down.rows, dtype=torch.float32, device=hidden.device)
     common = {
         "FORMAT": experts.format,
-        "HAS_MAP": experts.expert_map is not None,
+        "HAS_MAP": call.has_map,
         "ONE": one,
         "EXPERTS": experts.num_experts,
         "BE": triton.next_power_of_2(experts.num_experts),
@@ -196,33 +192,24 @@ def _few(call: _Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) -
 def triton_many(**arguments: Any) -> torch.Tensor:
     """Five launches: two for the sort, the two products, the sum."""
     call = _call(**arguments)
-    hidden, experts, slots = call.hidden, call.experts, call.slots
-    gate_up, down = experts.gate_up, experts.down
+    experts, slots = call.experts, call.slots
     order, ends, inner, shares = _sorted(call)
-    up_shape, down_shape = tiles(experts.format, "many", len(hidden))
-    common = {"FORMAT": experts.format, "EXPERTS": experts.num_experts, "BE": ends.shape[0]}
-
-    def programs(matrix: TiledMatrix, shape: Tiles) -> tuple[int]:
+    shapes = tiles(experts.format, "many", len(call.hidden))
+    products = ((call.hidden, experts.gate_up, inner), (inner, experts.down, shares))
+    for (x, matrix, out), shape in zip(products, shapes, strict=True):
         full_and_last = slots // shape.columns + min(experts.num_experts, slots)
-        return (triton.cdiv(matrix.rows, shape.rows) * full_and_last,)
-
-    _launch(
-        many.gate_up,
-        programs(gate_up, up_shape),
-        (hidden, order, ends, gate_up.words, _scales(gate_up), gate_up.bias, inner, call.swiglu_limit),
-        warps=up_shape.warps,
-        TOP_K=call.top_k,
-        **common,
-        **_constants(gate_up, up_shape),
-    )
-    _launch(
-        many.down,
-        programs(down, down_shape),
-        (inner, order, ends, call.topk_weights, down.words, _scales(down), down.bias, shares),
-        warps=down_shape.warps,
-        **common,
-        **_constants(down, down_shape),
-    )
+        _launch(
+            many.grouped,
+            (triton.cdiv(matrix.rows, shape.rows) * full_and_last,),
+            (x, order, ends, call.topk_weights, matrix.words, _scales(matrix), matrix.bias, out, call.swiglu_limit),
+            warps=shape.warps,
+            GATE_UP=matrix is experts.gate_up,
+            FORMAT=experts.format,
+            TOP_K=call.top_k,
+            EXPERTS=experts.num_experts,
+            BE=ends.shape[0],
+            **_constants(matrix, shape),
+        )
     return _combined(shares, call)
 
 
@@ -236,7 +223,7 @@ def gluon_many(**arguments: Any) -> torch.Tensor:
     return _combined(shares, call)
 
 
-def _sorted(call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sorted(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The slots in the order of their experts, where each expert's end, and memory for both products' results."""
     padded_experts = triton.next_power_of_2(call.experts.num_experts)
     order, ends = sorted_slots(call.topk_ids, call.expert_map, call.experts, padded_experts)
@@ -246,18 +233,13 @@ def _sorted(call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
 
 
 def _products_in_gluon(
-    call: _Call,
-    order: torch.Tensor,
-    ends: torch.Tensor,
-    inner: torch.Tensor,
-    shares: torch.Tensor,
-    shape: GluonTiles,
+    call: Call, order: torch.Tensor, ends: torch.Tensor, inner: torch.Tensor, shares: torch.Tensor, shape: GluonTiles
 ) -> None:
     """Fills inner and shares."""
     from npu_gptoss.moe.triton import many_hopper
 
     hidden, experts = call.hidden, call.experts
-    grid = (torch.cuda.get_device_properties(hidden.device).multi_processor_count,)
+    grid = (processors(hidden.device),)
     for x, matrix, out in ((hidden, experts.gate_up, inner), (inner, experts.down, shares)):
         many_hopper.product[grid](
             x,
@@ -307,17 +289,17 @@ def sorted_slots(
     return order, ends
 
 
-def _combined(shares: torch.Tensor, call: _Call) -> torch.Tensor:
+def _combined(shares: torch.Tensor, call: Call) -> torch.Tensor:
     rows, splits = shares.shape[-1], shares.shape[1] if shares.dim() == 3 else 1
     block = min(triton.next_power_of_2(rows), _COMBINE_ROWS)
     out = call.hidden.new_empty(call.hidden.shape[0], rows)
     _launch(
-        combine,
+        routing.combine,
         (triton.cdiv(rows, block), call.hidden.shape[0]),
         (shares, call.topk_ids, call.expert_map, out),
         warps=4,
         TOP_K=call.top_k,
-        HAS_MAP=call.experts.expert_map is not None,
+        HAS_MAP=call.has_map,
         SPLITS=splits,
         R=rows,
         BR=block,

@@ -92,15 +92,17 @@ def _tile(ends, number, BE: tl.constexpr, EXPERTS: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def gate_up(
-    x,  # [tokens, K]
+def grouped(
+    x,  # [tokens, K]; without GATE_UP [slots, K] in the order of `order`
     order,
     ends,
+    topk_weights,
     words,
     scales,
     bias,
-    inner,  # [slots, R // 2] in the order of `order`, out
+    out,  # bfloat16: [slots, R // 2] in the order of `order` (GATE_UP), else [slots, R]
     limit,
+    GATE_UP: tl.constexpr,
     FORMAT: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -115,7 +117,8 @@ def gate_up(
     PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The first projection and the activation."""
+    """The first projection and the activation (GATE_UP); the second with bias and routing weight, back in the order of
+    the slots."""
     wait_for_inputs(PDL)
     let_next_start(PDL)
     ROW_TILES: tl.constexpr = (R + BM - 1) // BM
@@ -125,60 +128,27 @@ def gate_up(
     if expert < EXPERTS:
         at = first + tl.arange(0, BN)
         valid = at < end
-        slot = tl.load(order + at, mask=valid, other=0)
-        first_row = row_tile * BM
-        sums = product(
-            x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
-            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-        )  # fmt: skip
-        sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
-        out = swigluoai_bands(sums, limit, BM, BN).to(inner.dtype.element_ty)
-        row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
-        mask = valid[None, :] & (row < R // 2)[:, None]
-        tl.store(inner + at.to(tl.int64)[None, :] * (R // 2) + row[:, None], out, mask=mask)
-
-
-@triton.jit
-def down(
-    inner,  # [slots, K] in the order of `order`
-    order,
-    ends,
-    topk_weights,
-    words,
-    scales,
-    bias,
-    shares,  # [slots, R] bfloat16, out
-    FORMAT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BE: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HALVES: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """The second projection with bias and routing weight, back in the order of the slots."""
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    ROW_TILES: tl.constexpr = (R + BM - 1) // BM
-    number = tl.program_id(0) // ROW_TILES
-    row_tile = tl.program_id(0) % ROW_TILES
-    expert, first, end = _tile(ends, number, BE, EXPERTS, BN)
-    if expert < EXPERTS:
-        at = first + tl.arange(0, BN)
-        valid = at < end
-        first_row = row_tile * BM
-        sums = product(
-            inner, at, valid, words, scales, expert, first_row, 0,
-            FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
-        )  # fmt: skip
-        slot = tl.load(order + at, mask=valid, other=0)
-        weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
-        out = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM) * weight[None, :]
-        row = first_row + tl.arange(0, BM)
-        mask = valid[None, :] & (row < R)[:, None]
-        tl.store(shares + slot.to(tl.int64)[None, :] * R + row[:, None], out.to(shares.dtype.element_ty), mask=mask)
+        if GATE_UP:
+            slot = tl.load(order + at, mask=valid, other=0)
+            first_row = row_tile * BM
+            sums = product(
+                x, slot // TOP_K, valid, words, scales, expert, first_row, 0,
+                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
+            )  # fmt: skip
+            sums = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM)
+            result = swigluoai_bands(sums, limit, BM, BN).to(out.dtype.element_ty)
+            row = row_tile * (BM // 2) + tl.arange(0, BM // 2)
+            mask = valid[None, :] & (row < R // 2)[:, None]
+            tl.store(out + at.to(tl.int64)[None, :] * (R // 2) + row[:, None], result, mask=mask)
+        else:
+            first_row = row_tile * BM
+            sums = product(
+                x, at, valid, words, scales, expert, first_row, 0,
+                FORMAT, R, K, BM, BN, UNROLL, HALVES, 1, STAGES, NATIVE,
+            )  # fmt: skip
+            slot = tl.load(order + at, mask=valid, other=0)
+            weight = tl.load(topk_weights + slot, mask=valid, other=0.0)
+            result = finish(sums, scales, bias, expert, first_row, 0, FORMAT, R, BM) * weight[None, :]
+            row = first_row + tl.arange(0, BM)
+            mask = valid[None, :] & (row < R)[:, None]
+            tl.store(out + slot.to(tl.int64)[None, :] * R + row[:, None], result.to(out.dtype.element_ty), mask=mask)

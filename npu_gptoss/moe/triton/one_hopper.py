@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from npu_gptoss.moe.activation import ALPHA as _ALPHA
 from npu_gptoss.moe.triton import layout
-from npu_gptoss.moe.triton.layout import TiledExperts
+from npu_gptoss.moe.triton.launches import Call
 from npu_gptoss.moe.triton.tuned import OneTiles
 
 INPUTS = gl.constexpr(layout.INPUTS)
@@ -274,36 +274,23 @@ def down(inner, topk_ids, expert_map, topk_weights, words, scales, bias, shares,
 # fmt: on
 
 
-def shares_of(
-    hidden: torch.Tensor,
-    experts: TiledExperts,
-    expert_map: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-    shape: OneTiles,
-) -> torch.Tensor:
-    """hidden [1, hidden size] bfloat16, topk [1, k] -> the slots' weighted results [k, splits, hidden size] float32,
-    whose splits are still to be added; those of slots without an expert here are whatever memory held."""
-    first, second, slots = experts.gate_up, experts.down, topk_ids.numel()
+def shares_of(call: Call, shape: OneTiles) -> torch.Tensor:
+    """A single token's call -> the slots' weighted results [k, splits, hidden size] float32, whose splits are still to
+    be added; those of slots without an expert here are whatever memory held."""
+    first, second, slots = call.experts.gate_up, call.experts.down, call.slots
     rows = 16 * shape.warps
-    inner = hidden.new_empty(slots, second.inputs)
-    shares = torch.empty(slots, shape.splits, second.rows, dtype=torch.float32, device=hidden.device)
-    common = {
-        "HAS_MAP": experts.expert_map is not None,
-        "num_warps": shape.warps,
-        "maxnreg": shape.registers,
-        "launch_pdl": True,
-    }
+    inner = call.hidden.new_empty(slots, second.inputs)
+    shares = torch.empty(slots, shape.splits, second.rows, dtype=torch.float32, device=call.hidden.device)
+    common = {"HAS_MAP": call.has_map, "num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": True}
     gate_up[(-(-first.rows // rows), slots)](
-        hidden,
-        topk_ids,
-        expert_map,
+        call.hidden,
+        call.topk_ids,
+        call.expert_map,
         first.words,
         first.scales.view(torch.uint8),
         first.bias,
         inner,
-        swiglu_limit,
+        call.swiglu_limit,
         R=first.rows,
         K=first.inputs,
         DEEP=shape.deep,
@@ -311,9 +298,9 @@ def shares_of(
     )
     down[(-(-second.rows // rows), slots, shape.splits)](
         inner,
-        topk_ids,
-        expert_map,
-        topk_weights,
+        call.topk_ids,
+        call.expert_map,
+        call.topk_weights,
         second.words,
         second.scales.view(torch.uint8),
         second.bias,

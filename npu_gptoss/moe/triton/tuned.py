@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MEASURED_ON = "NVIDIA H200"
 UNBOUNDED = 1 << 30
 
 
