@@ -18,7 +18,6 @@ from npu_gptoss.tables import markdown
 
 Record = Mapping[str, Any]
 
-SUMMARY = "tables of speed and cost by layout from the records of decode, prefill and sweep"
 NOT_MEASURED = "–"  # the layout was measured, this point of it was not
 
 
