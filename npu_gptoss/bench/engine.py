@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     records.check_folder(args.out, *FILES)
     args.profile = False
     with session.running_engine(args) as running:
-        session.say_what({}, running.device, running.ceilings, args.gpu_price)
+        session.print_head({}, running.device, running.ceilings, args.gpu_price)
         print("  what each number means stands in the files' `definitions`")
         found = 0
         for kind, file in zip(KINDS, FILES, strict=True):

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"there are no cases of an operation {unknown[0]!r}, but of {', '.join(sorted(CASES))}")
     _check_kernels(args.kernel or (), operations)
     ceilings = session.ceilings_of(device)
-    session.say_what(DEFINITIONS, device, ceilings, args.gpu_price)
+    session.print_head(DEFINITIONS, device, ceilings, args.gpu_price)
     print(HEAD)
     kept = session.Records(args, "kernel", DEFINITIONS, device, ceilings)
     told: set[tuple[str, str]] = set()

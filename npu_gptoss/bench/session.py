@@ -167,7 +167,7 @@ class Kind:
     def run(self, args: argparse.Namespace) -> int:
         peer = read_peer(args, self.what)
         with running_engine(args) as running:
-            say_what(self.definitions, running.device, running.ceilings, args.gpu_price)
+            print_head(self.definitions, running.device, running.ceilings, args.gpu_price)
             if not measure_kind(self, running, peer):
                 raise InputError(NOTHING_FITS)
         return 0
@@ -303,7 +303,10 @@ def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
     return [each.of(count) for each in (NOMINAL.get(name), own) if each is not None]
 
 
-def say_what(definitions: Mapping[str, str], device: torch.device, ceilings: Sequence[Ceilings], price: float) -> None:
+def print_head(
+    definitions: Mapping[str, str], device: torch.device, ceilings: Sequence[Ceilings], price: float
+) -> None:
+    """What stands above a table of numbers: where they come from, and what each means."""
     found = provenance.machine(device)
     print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in provenance.versions().items())}")
     for each in ceilings:

@@ -85,7 +85,7 @@ def prefill_row(layout: str, tokens: int, seconds: float, dollars: float) -> dic
 def test_the_prefill_table_has_layouts_by_lengths():
     rows = [prefill_row("tp2", 32768, 0.4, 0.02), prefill_row("tp2", 8192, 0.06, 0.0122)]
     rows += [prefill_row("tp1", 8192, 0.1141, 0.0116), prefill_row("ep2", 8192, 0.07, 0.0142)]
-    assert tables.prefill_tables(rows)[2:] == [
+    assert tables.tables_of("prefill", rows)[2:] == [
         "| layout | 8192 tokens | 32768 tokens |",
         "|---|---|---|",
         "| tp1 | 0.114 s, $0.012 | – |",
@@ -97,7 +97,7 @@ def test_the_prefill_table_has_layouts_by_lengths():
 
 def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
     rows = [decode_row("tp4", 8, 2.0, 0.83), decode_row(None, 8, 4.0, 0.417), decode_row("tp4", 1, 1.25, 4.1667)]
-    assert tables.decode_tables(rows)[2:] == [
+    assert tables.tables_of("decode", rows)[2:] == [
         "| batch | tp1 | tp4 |",
         "|---|---|---|",
         "| 1 | – | 800 tok/s, $4.167 |",
@@ -109,10 +109,10 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
 def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own():
     other = [{"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}, {"context": 1024}]
     rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
-    titles = [line for line in tables.decode_tables(rows) if line.startswith("Decode")]
+    titles = [line for line in tables.tables_of("decode", rows) if line.startswith("Decode")]
     assert len(titles) == len(set(titles)) == 5
     eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "projections": "fp8"}
-    lines = tables.prefill_tables([prefill_row("tp1", 8192, 2.0, 2.0), eight])
+    lines = tables.tables_of("prefill", [prefill_row("tp1", 8192, 2.0, 2.0), eight])
     assert len({line for line in lines if line.startswith("Prefill")}) == 2
     assert [line[8:15] for line in lines if line.startswith("| tp1")] == ["2.000 s", "1.000 s"]
 
