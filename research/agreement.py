@@ -233,8 +233,9 @@ def compare_command(args: argparse.Namespace) -> int:
         print(", ".join(f"{name} {value}" for name, value in record.items() if name != "controls"))
         for control in record["controls"]:
             print("with a mistake: " + ", ".join(f"{name} {value}" for name, value in control.items()))
-        ceilings = (running.nominal, running.own)
-        session.write(args, "agreement", DEFINITIONS, running.device, [record], ceilings)
+        kept = session.Records(args, "agreement", DEFINITIONS, running.device, running.ceilings)
+        kept.add(record)
+        kept.finish()
     return 0
 
 

@@ -10,26 +10,27 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from npu_gptoss.bench import checkpoint, compare, decode, engine, graphs, kernel_command, prefill, sweep, tables
+from npu_gptoss.bench import compare, decode, engine, graphs, kernel, prefill, random_checkpoint, sweep, tables
+from npu_gptoss.bench.session import Kind
 
-ACTIONS: dict[str, ModuleType] = {
-    "decode": decode,
-    "prefill": prefill,
-    "kernel": kernel_command,
-    "engine": engine,
-    "sweep": sweep,
-    "graphs": graphs,
-    "compare": compare,
-    "table": tables,
-    "checkpoint": checkpoint,
+ACTIONS: dict[str, tuple[str, Kind | ModuleType]] = {
+    "decode": ("time per output token, batch by context", decode.KIND),
+    "prefill": ("time to the first token of one prompt", prefill.KIND),
+    "kernel": ("each registered kernel of an operation alone", kernel),
+    "engine": ("decode and prefill on one engine, as sweep runs it for each layout", engine),
+    "sweep": ("decode and prefill, batch by parallel layout: tables of speed and cost", sweep),
+    "graphs": ("decode with graphs against without: times and tokens", graphs.KIND),
+    "compare": ("two files of records: faster, slower or within noise, row by row", compare),
+    "table": ("tables of speed and cost by layout from the records of decode, prefill and sweep", tables),
+    "checkpoint": ("write a random checkpoint of full size, without a tokenizer", random_checkpoint),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True)
-    for name, action in ACTIONS.items():
-        action.add_arguments(commands.add_parser(name, help=action.SUMMARY))
+    for name, (summary, action) in ACTIONS.items():
+        action.add_arguments(commands.add_parser(name, help=summary))
 
 
 def run(args: argparse.Namespace) -> int:
-    return ACTIONS[args.action].run(args)
+    return ACTIONS[args.action][1].run(args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from npu_gptoss.errors import InputError
 
 Record = Mapping[str, Any]
 
-SUMMARY = "two files of records: faster, slower or within noise, row by row"
 SMALLEST, DEFAULT = 0.01, 0.05
 SLOWER, FASTER, WITHIN_NOISE = "slower", "faster", "within noise"
 
@@ -37,45 +36,30 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.fail_on_slower and found.slower else 0
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Times of a kind's records. spread: half-width as a share of the number, None where the record does not tell."""
-
-    names: tuple[str, ...]
-    meaning: str
-    spread: Callable[[Record], float | None]
-
-
-def _half(low: str, high: str, middle: str, count: str) -> Callable[[Record], float | None]:
-    """Half of high - low, of a record with more than one sample."""
-
-    def spread(record: Record) -> float | None:
-        if record.get(low) is None or record.get(high) is None or record.get(count, 2) < 2:
-            return None
-        return (record[high] - record[low]) / 2 / record[middle]
-
-    return spread
-
-
-def _of_samples(record: Record) -> float | None:
-    """A kernel's record holds (slowest - fastest) / median."""
-    return record["spread"] / 2 if record.get("spread") is not None and record.get("samples", 2) > 1 else None
-
-
+# times of a kind's records, and what their spread is
 MEASURES = {
-    "decode": Measure(
-        ("tpot_ms",),
-        "half of what lies between a tenth and nine tenths of the steps",
-        _half("tpot_p10_ms", "tpot_p90_ms", "tpot_ms", "steps"),
-    ),
-    "prefill": Measure(
-        ("prefill_s",),
-        "half of what lies between the fastest and the slowest repeat",
-        _half("prefill_min_s", "prefill_max_s", "prefill_s", "repeats"),
-    ),
-    "kernel": Measure(("us",), "half of what lies between the fastest and the slowest sample", _of_samples),
-    "graphs": Measure(("tpot_ms", "eager_tpot_ms"), "not in these records", lambda record: None),
+    "decode": (("tpot_ms",), "half of what lies between a tenth and nine tenths of the steps"),
+    "prefill": (("prefill_s",), "half of what lies between the fastest and the slowest repeat"),
+    "kernel": (("us",), "half of what lies between the fastest and the slowest sample"),
+    "graphs": (("tpot_ms", "eager_tpot_ms"), "not in these records"),
 }
+
+
+RANGES = {
+    "decode": ("tpot_p10_ms", "tpot_p90_ms", "steps"),
+    "prefill": ("prefill_min_s", "prefill_max_s", "repeats"),
+}
+
+
+def half_width(what: str, record: Record) -> float | None:
+    """Of a record's spread, as a share of its number; None where the record does not tell, or of one sample."""
+    width, count = record.get("spread"), record.get("samples", 2)  # a kernel's: (slowest - fastest) / median
+    if what in RANGES:
+        low, high, samples = RANGES[what]
+        width, count = None, record.get(samples, 2)
+        if record.get(low) is not None and record.get(high) is not None:
+            width = (record[high] - record[low]) / record[MEASURES[what][0][0]]
+    return width / 2 if width is not None and count > 1 else None
 
 
 @dataclass(frozen=True)
@@ -131,12 +115,12 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Comparison:
 
 
 def _rows(what: str, key: tuple[Any, ...], old: Record, new: Record) -> Iterator[Row]:
-    measure = MEASURES[what]
-    spreads = measure.spread(old), measure.spread(new)
-    assumed = None in spreads
-    band = DEFAULT if assumed else max(SMALLEST, math.hypot(*spreads))
-    for name in (name for name in measure.names if old.get(name) and new.get(name)):
-        yield Row(key, name, old[name], new[name], new[name] / old[name], band, assumed)
+    widths = half_width(what, old), half_width(what, new)
+    assumed = None in widths
+    band = DEFAULT if assumed else max(SMALLEST, math.hypot(*widths))
+    for name in MEASURES[what][0]:
+        if old.get(name) and new.get(name):
+            yield Row(key, name, old[name], new[name], new[name] / old[name], band, assumed)
 
 
 def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -177,7 +161,7 @@ def table(found: Comparison) -> list[str]:
     for which, keys in (("old", found.only_old), ("new", found.only_new)):
         lines += [f"only in the {which} file: {_words(key)}" for key in keys]
     lines.append(
-        f"times: new / old, so that above 1 is slower. band: {MEASURES[found.what].meaning}, of both files added in "
+        f"times: new / old, so that above 1 is slower. band: {MEASURES[found.what][1]}, of both files added in "
         f"squares, at least {SMALLEST:.0%}"
     )
     if any(row.assumed for row in found.rows):

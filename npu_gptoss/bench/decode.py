@@ -7,7 +7,6 @@ of them after a warm-up. Keys that a step sees are counted as they were, experts
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -27,9 +26,7 @@ from npu_gptoss.bench.routing import distinct_experts
 from npu_gptoss.bench.session import DoesNotFit, Running
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine.request import Request
-from npu_gptoss.errors import InputError
 
-SUMMARY = "time per output token, batch by context"
 WARM_UP_STEPS = 4  # steady steps before the first that counts: graphs captured, kernels compiled and tuned
 DEFINITIONS = {
     "tpot_ms": "mean milliseconds between the ends of consecutive steps in which every request of the batch generates "
@@ -157,8 +154,6 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int = 8, see
 
 
 def _decode(engine: Engine, batch: int, context: int, steps: int, seed: int, watch: SteadySteps) -> None:
-    if min(batch, context, steps) < 1:
-        raise InputError(f"batch, context and steps must be at least 1, got {batch}, {context}, {steps}")
     # requests whose prompts are done early generate while others' are still computed
     ahead = math.ceil(batch * context / engine.scheduler.max_batch_tokens) + batch
     tokens = WARM_UP_STEPS + steps + 3 + ahead
@@ -173,7 +168,6 @@ def _decode(engine: Engine, batch: int, context: int, steps: int, seed: int, wat
 
 
 def measure(running: Running, batch: int, context: int) -> dict[str, Any]:
-    """The record of one point."""
     return record(running, run_decode(running.engine, batch, context, running.args.steps), batch, context)
 
 
@@ -197,22 +191,18 @@ def record(running: Running, run: DecodeRun, batch: int, context: int) -> dict[s
         "mean_keys": sum(run.contexts) / batch,
         "distinct_experts": None if run.distinct is None else sum(run.distinct) / config.num_hidden_layers,
         "distinct_source": "uniform" if run.distinct is None else "counted",
-        "floor_uniform_ms": uniform.floor_s(running.nominal) * 1e3,
+        "floor_uniform_ms": uniform.floor_s(running.ceilings[0]) * 1e3,
     }
 
 
 def line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
-    peer, distinct = record.get("peer"), record["distinct_experts"]
-    text = (
-        f"{record['model']:>6} {record['weights']:>6} {record['layout']:>6} {record['batch']:>6} "
-        f"{record['context']:>8} "
-        f"{record['tpot_ms']:>9.3f} {record['floor_ms']:>9.3f} {record['percent_of_floor']:>6.1f}% "
-        f"{record['bytes'] / 1e9:>8.2f} {record['TBps']:>6.3f} {record['TFLOPs']:>7.2f} "
-        f"{'-' if distinct is None else f'{distinct:.2f}':>8} "
-        f"{record['tokens_per_s']:>9.1f} {record['dollars_per_million_tokens']:>8.3f}"
-    )
-    return text + (f"  {peer['engine']}: {peer['tpot_ms']:.3f} ms" if peer else "")
+    distinct = record["distinct_experts"]
+    return (
+        "{model:>6} {weights:>6} {layout:>6} {batch:>6} {context:>8} {tpot_ms:>9.3f} {floor_ms:>9.3f} "
+        "{percent_of_floor:>6.1f}% {GB:>8.2f} {TBps:>6.3f} {TFLOPs:>7.2f} {distinct:>8} {tokens_per_s:>9.1f} "
+        "{dollars_per_million_tokens:>8.3f}"
+    ).format(**record, GB=record["bytes"] / 1e9, distinct="-" if distinct is None else f"{distinct:.2f}")
 
 
 KIND = session.Kind(
@@ -224,14 +214,5 @@ KIND = session.Kind(
     points=session.batches_by_contexts,
     measure=measure,
     profile=profile_decode,
+    options=("--batch", "--context", "--steps", "--profile", "--share-experts", "--peer", "--json"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(
-        parser, "--batch", "--context", "--steps", "--profile", "--share-experts", "--peer", "--json"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    return session.run(args, KIND, args.batch)

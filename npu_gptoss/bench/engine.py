@@ -7,8 +7,8 @@ import argparse
 from npu_gptoss.bench import decode, prefill, records, session
 from npu_gptoss.errors import InputError
 
-SUMMARY = "decode and prefill on one engine, as sweep runs it for each layout"
 KINDS = (decode.KIND, prefill.KIND)
+FILES = tuple(f"{kind.what}.json" for kind in KINDS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +23,14 @@ def add_points(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    records.check_folder(args.out, *(f"{kind.what}.json" for kind in KINDS))
-    args.json, args.profile = None, False
-    with session.running_engine(args, args.batch) as running:
-        session.say_what({}, running.nominal, running.own, running.device, args.gpu_price)
+    records.check_folder(args.out, *FILES)
+    args.profile = False
+    with session.running_engine(args) as running:
+        session.print_head({}, running.device, running.ceilings, args.gpu_price)
         print("  what each number means stands in the files' `definitions`")
         found = 0
-        for kind in KINDS:
-            args.json = args.out / f"{kind.what}.json"
+        for kind, file in zip(KINDS, FILES, strict=True):
+            args.json = args.out / file
             found += len(session.measure_kind(kind, running))
         if not found:
             raise InputError(session.NOTHING_FITS)

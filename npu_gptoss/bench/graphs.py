@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from npu_gptoss.bench.random_checkpoint import model_name
 from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import SamplingParams
 from npu_gptoss.errors import InputError
-
-SUMMARY = "decode with graphs against without: times and tokens"
 
 DEFINITIONS = {
     "graphs": "full: one graph a step; piecewise: one for what lies between two attentions, and attention launched "
@@ -70,14 +67,6 @@ KIND = session.Kind(
     line=lambda record: ", ".join(f"{name} {value}" for name, value in record.items()),
     points=session.batches_by_contexts,
     measure=measure,
+    options=("--batch", "--context", "--steps", "--share-experts", "--json"),
+    defaults={"batch": [1], "steps": 64},
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(
-        parser, "--batch", "--context", "--steps", "--share-experts", "--json", batch=[1], steps=64
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    return session.run(args, KIND, args.batch)

@@ -1,4 +1,4 @@
-"""Times calls honestly: warmed up, many times, on cold caches where the data would not be warm in a model either.
+"""Times calls: warmed up, many times, on cold caches where the data would not be warm in a model either.
 
 On CUDA the calls of a rotation are captured into one graph and the graph is replayed, so that what is timed is the
 device's work and not Python; a call that cannot be captured (it waits for the device) is timed with events around
@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from npu_gptoss.errors import InputError
 
 WARM_UP = 3
 COLD_FACTOR = 3  # a rotation touches this many times the L2 cache
@@ -42,8 +40,6 @@ class Timing:
 
 
 def timing_of(samples: Sequence[float], method: str) -> Timing:
-    if not samples:
-        raise InputError("a timing needs at least one sample")
     return Timing(statistics.median(samples), min(samples), max(samples), len(samples), method)
 
 
@@ -53,12 +49,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """What a rotation must exceed: the L2 cache of a CUDA device; on a CPU nothing is promised (0)."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    """What a rotation must exceed on a CUDA device."""
+    return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def rotation(bytes_per_call: float, device: torch.device, most: int = 64) -> int:
-    """How many sets of tensors a rotation needs so that none is found in the cache; 1 on a CPU."""
+    """How many sets of tensors a rotation needs so that none is found in the cache; 1 on a CPU, which promises none."""
     if device.type != "cuda":
         return 1
     return max(1, min(most, int(COLD_FACTOR * l2_bytes(device) // max(bytes_per_call, 1)) + 1))
@@ -68,24 +64,25 @@ def measure(
     calls: Sequence[Callable[[], object]], device: torch.device, *, samples: int = 20, graph: bool = True
 ) -> Timing:
     """The time of one call, from `samples` runs of the whole rotation `calls`."""
-    if not calls or samples < 1:
-        raise InputError(f"measuring needs at least one call and one sample, got {len(calls)} and {samples}")
-    _all(calls)()  # compiles, tunes, plans
-    synchronize(device)
-    start = time.perf_counter()
-    _all(calls)()
-    synchronize(device)
-    samples = max(min(samples, FEWEST), min(samples, int(BUDGET_S / max(time.perf_counter() - start, 1e-9))))
-    for _ in range(WARM_UP - 2):
-        _all(calls)()
-    synchronize(device)
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    def timed() -> float:
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    warm = [timed() for _ in range(WARM_UP)]  # the first one compiles, tunes, plans
+    samples = max(min(samples, FEWEST), min(samples, int(BUDGET_S / max(warm[1], 1e-9))))
     cold = f", {len(calls)} sets of tensors" if len(calls) > 1 else ""
     if device.type != "cuda":
-        return timing_of(_host_samples(calls, device, samples), f"host clock{cold}")
-    replay = _captured(calls, device) if graph else None
-    if replay is None:
-        return timing_of(_event_samples(_all(calls), len(calls), samples), f"events around a loop{cold}")
-    return timing_of(_event_samples(replay, len(calls), samples), f"CUDA graph, events{cold}")
+        return timing_of([timed() / len(calls) for _ in range(samples)], f"host clock{cold}")
+    replay = _captured(run, device) if graph else None
+    method = "events around a loop" if replay is None else "CUDA graph, events"
+    return timing_of(_event_samples(replay or run, len(calls), samples), f"{method}{cold}")
 
 
 def measure_ceilings(device: torch.device) -> tuple[float, float]:
@@ -99,31 +96,12 @@ def measure_ceilings(device: torch.device) -> tuple[float, float]:
     return 2 * source.numel() * source.element_size() / copy.median_s, 2 * size**3 / product.median_s
 
 
-def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
-
-
-def _host_samples(calls: Sequence[Callable[[], object]], device: torch.device, samples: int) -> list[float]:
-    run, times = _all(calls), []
-    for _ in range(samples):
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / len(calls))
-    return times
-
-
-def _captured(calls: Sequence[Callable[[], object]], device: torch.device) -> Callable[[], None] | None:
+def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
     """A graph of all calls; None when one of them waits for the device, which a capture refuses."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+            run()
     except RuntimeError:
         torch.cuda.synchronize(device)
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -13,9 +12,7 @@ from npu_gptoss.bench.profile import DeviceKernel, device_kernels
 from npu_gptoss.bench.roofline import prefill_work
 from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import Engine, SamplingParams
-from npu_gptoss.errors import InputError
 
-SUMMARY = "time to the first token of one prompt"
 DEFINITIONS = {
     "prefill_s": "median seconds from handing one random prompt to the idle engine to its first token, over `repeats` "
     "different prompts after one that does not count; host work and sampling included",
@@ -32,34 +29,32 @@ DEFINITIONS = {
 }
 
 
+FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
 def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> list[float]:
-    """Seconds to the first token of `repeats` prompts. Raises InputError where the cache is too small."""
-    if tokens < 1 or repeats < 1:
-        raise InputError(f"a prompt and the repeats must be at least 1, got {tokens} and {repeats}")
+    """Seconds to the first token of `repeats` prompts. Raises DoesNotFit where the cache is too small."""
     check_fits(engine, 1, tokens + 1)
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
     times = []
     for prompt in random_prompts(repeats + 1, tokens, engine.config.vocab_size, seed):
         start = time.perf_counter()
-        engine.generate([prompt], params)
+        engine.generate([prompt], FIRST_TOKEN)
         times.append(time.perf_counter() - start)
     return times[1:]
 
 
 def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[DeviceKernel]:
     """The device's kernels of one prompt from an empty cache to its first token, longest first."""
-    check_fits(engine, 1, tokens + 1)
     prompt = random_prompts(1, tokens, engine.config.vocab_size, seed)
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    return device_kernels(lambda: engine.generate(prompt, params), engine.device, repeats=1)
+    return device_kernels(lambda: engine.generate(prompt, FIRST_TOKEN), engine.device, repeats=1)
 
 
 def measure(running: Running, tokens: int) -> dict[str, Any]:
     """The record of one length."""
-    times = run_prefill(running.engine, tokens, running.args.repeats)
+    engine, args = running.engine, running.args
+    times = run_prefill(engine, tokens, args.repeats)
     seconds = statistics.median(times)
-    fp8 = running.args.fp8_projections
-    work = prefill_work(running.engine.config, tokens, running.form, fp8_projections=fp8)
+    work = prefill_work(engine.config, tokens, running.form, fp8_projections=args.fp8_projections)
     return {
         **running.priced(work, seconds, tokens),
         "prompt_tokens": tokens,
@@ -67,20 +62,16 @@ def measure(running: Running, tokens: int) -> dict[str, Any]:
         "prefill_min_s": min(times),
         "prefill_max_s": max(times),
         "repeats": len(times),
-        "max_batch_tokens": running.engine.scheduler.max_batch_tokens,
+        "max_batch_tokens": engine.scheduler.max_batch_tokens,
     }
 
 
 def line(record: dict[str, Any]) -> str:
     """One row of the printed table."""
-    peer = record.get("peer")
-    text = (
-        f"{record['model']:>6} {record['weights']:>6} {record['layout']:>6} {record['prompt_tokens']:>8} "
-        f"{record['prefill_s']:>10.4f} "
-        f"{record['floor_ms'] / 1e3:>9.4f} {record['percent_of_floor']:>6.1f}% {record['TFLOPs']:>8.2f} "
-        f"{record['TBps']:>6.3f} {record['tokens_per_s']:>10.1f} {record['dollars_per_million_tokens']:>8.4f}"
-    )
-    return text + (f"  {peer['engine']}: {peer['prefill_s']:.4f} s" if peer else "")
+    return (
+        "{model:>6} {weights:>6} {layout:>6} {prompt_tokens:>8} {prefill_s:>10.4f} {floor_s:>9.4f} "
+        "{percent_of_floor:>6.1f}% {TFLOPs:>8.2f} {TBps:>6.3f} {tokens_per_s:>10.1f} {dollars_per_million_tokens:>8.4f}"
+    ).format(**record, floor_s=record["floor_ms"] / 1e3)
 
 
 KIND = session.Kind(
@@ -92,12 +83,5 @@ KIND = session.Kind(
     points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
     measure=measure,
     profile=profile_prefill,
+    options=("--tokens", "--repeats", "--profile", "--share-experts", "--peer", "--json"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    session.engine_arguments(parser, "--tokens", "--repeats", "--profile", "--share-experts", "--peer", "--json")
-
-
-def run(args: argparse.Namespace) -> int:
-    return session.run(args, KIND, [1])

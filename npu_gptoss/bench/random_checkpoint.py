@@ -8,6 +8,7 @@ The checkpoint has no tokenizer: it is for token ids.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from npu_gptoss.engine.device import resolve_device
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import write_checkpoint
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import expected_tensors
 from npu_gptoss.moe.mxfp4 import E2M1, GROUP
 from npu_gptoss.tiny.checkpoint import tiny_config
 
@@ -56,19 +59,26 @@ def scales_of(std: float) -> tuple[int, ...]:
 
 
 def random_mxfp4(
-    shape: tuple[int, ...], std: float, generator: torch.Generator, device: torch.device
+    shape: tuple[int, int, int], std: float, generator: torch.Generator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal values rounded to E2M1 under a drawn scale a group: blocks [..., groups, 16], scales [..., groups]."""
-    *rows, columns = shape
-    groups = columns // GROUP
-    scales = torch.randint(0, len(SCALES), (*rows, groups), generator=generator, device=device)
-    scales = torch.tensor(scales_of(std), device=device, dtype=torch.uint8)[scales]
-    values = torch.randn((*rows, groups, GROUP), generator=generator, device=device)
-    values *= std * torch.exp2(127.0 - scales[..., None].float())
+    """Normal values rounded to E2M1 under a drawn scale a group: blocks [..., groups, 16], scales [..., groups].
+
+    shape: [experts, rows, columns], of which a few experts are drawn at once.
+    """
+    experts, rows, columns = shape
+    choice = torch.tensor(scales_of(std), device=device, dtype=torch.uint8)
     steps = torch.tensor(E2M1, device=device)
-    codes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
-    codes |= torch.signbit(values).to(torch.uint8) << 3
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    parts = []
+    for first in range(0, experts, EXPERTS_AT_ONCE):
+        groups = (min(EXPERTS_AT_ONCE, experts - first), rows, columns // GROUP)
+        scales = choice[torch.randint(0, len(choice), groups, generator=generator, device=device)]
+        values = torch.randn((*groups, GROUP), generator=generator, device=device)
+        values *= std * torch.exp2(127.0 - scales[..., None].float())
+        codes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
+        codes |= torch.signbit(values).to(torch.uint8) << 3
+        parts.append((codes[..., 0::2] | (codes[..., 1::2] << 4), scales))
+    blocks, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    return blocks, scales
 
 
 def random_tensors(
@@ -79,48 +89,41 @@ def random_tensors(
     deviations: by the end of a name, where they are not the published initializer's.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-
-    def std_of(name: str, usual: float = STD) -> float:
-        return next((std for end, std in (deviations or {}).items() if name.endswith(end)), usual)
-
-    def normal(name: str, *shape: int, std: float = STD) -> tuple[str, torch.Tensor]:
-        drawn = torch.empty(shape, device=device, dtype=torch.bfloat16)
-        return name, drawn.normal_(0.0, std_of(name, std), generator=generator)
-
-    def ones(name: str) -> tuple[str, torch.Tensor]:
-        return name, torch.ones(hidden, device=device, dtype=torch.bfloat16)
-
-    def of_experts(name: str, rows: int, columns: int) -> Iterator[tuple[str, torch.Tensor]]:
-        if config.quantization is None:
-            yield normal(name, experts, columns, rows)
-            return
-        parts = [
-            random_mxfp4((min(EXPERTS_AT_ONCE, experts - first), rows, columns), std_of(name), generator, device)
-            for first in range(0, experts, EXPERTS_AT_ONCE)
-        ]
-        for end, halves in zip(("blocks", "scales"), zip(*parts, strict=True), strict=True):
-            yield f"{name}_{end}", torch.cat(halves)
-
-    yield normal("model.embed_tokens.weight", config.vocab_size, hidden, std=1.0)
-    for layer in range(config.num_hidden_layers):
-        base = f"model.layers.{layer}."
-        yield ones(base + "input_layernorm.weight")
-        yield ones(base + "post_attention_layernorm.weight")
-        for name, rows, columns in (("q", query, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, query)):
-            yield normal(f"{base}self_attn.{name}_proj.weight", rows, columns)
-            yield normal(f"{base}self_attn.{name}_proj.bias", rows)
-        yield normal(base + "self_attn.sinks", config.num_attention_heads, std=1.0)
-        yield normal(base + "mlp.router.weight", experts, hidden)
-        yield normal(base + "mlp.router.bias", experts)
-        for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-            yield from of_experts(f"{base}mlp.experts.{name}", rows, columns)
-            yield normal(f"{base}mlp.experts.{name}_bias", experts, rows)
-    yield ones("model.norm.weight")
-    yield normal("lm_head.weight", config.vocab_size, hidden)
+    known = {**(deviations or {}), "embed_tokens.weight": 1.0, "sinks": 1.0, "": STD}
+    for name, spec in expected_tensors(config).items():
+        stem = name.removesuffix("_blocks")
+        std = next(value for end, value in known.items() if stem.endswith(end))
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(spec.shape, device=device, dtype=torch.bfloat16)
+        elif stem != name:
+            experts, rows, groups, _ = spec.shape
+            blocks, scales = random_mxfp4((experts, rows, groups * GROUP), std, generator, device)
+            yield name, blocks
+            yield f"{stem}_scales", scales
+        elif not name.endswith("_scales"):
+            drawn = torch.empty(spec.shape, device=device, dtype=torch.bfloat16)
+            yield name, drawn.normal_(0.0, std, generator=generator)
 
 
 def write_random_checkpoint(directory: Path, config: GptOssConfig, *, seed: int, device: torch.device) -> None:
     """Writes weights and config.json, whole or not at all; refuses a directory that holds weights already."""
     write_checkpoint(directory, config, random_tensors(config, seed, device))
+
+
+# -- `bench checkpoint`
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must hold no weights")
+    parser.add_argument("--size", choices=SHAPES, default="20b")
+    parser.add_argument("--weights", choices=LAYOUTS, default="mxfp4", help="layout of the experts (default: mxfp4)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = full_config(args.size, mxfp4=args.weights == "mxfp4")
+    write_random_checkpoint(args.directory, config, seed=args.seed, device=resolve_device(args.device))
+    size = sum(path.stat().st_size for path in args.directory.iterdir()) / 1e9
+    print(f"{args.directory}: {args.size} {args.weights}, random, {size:.1f} GB")
+    return 0

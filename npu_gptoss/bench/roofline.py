@@ -68,27 +68,22 @@ class Work:
         return max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
 
 
-def beside_floor(
-    work: Work, seconds: float, nominal: Ceilings, measured: Ceilings | None, unit: str
-) -> dict[str, float | int]:
-    """The fields of a record that say what a time is worth: work, rates, floors in `unit` ("ms" or "us")."""
+def beside_floor(work: Work, seconds: float, ceilings: Sequence[Ceilings], unit: str) -> dict[str, float | int]:
+    """The fields of a record that say what a time is worth: work, rates, floors in `unit` ("ms" or "us").
+
+    ceilings: those that the floor is at; behind them, where these are nominal, those measured in the same run.
+    """
     scale = {"ms": 1e3, "us": 1e6}[unit]
-    found = {
+    floors = [work.floor_s(each) for each in ceilings]
+    return {
         "bytes": round(work.bytes),
         "flops": round(work.flops),
-        f"floor_{unit}": work.floor_s(nominal) * scale,
+        f"floor_{unit}": floors[0] * scale,
         "TBps": work.bytes / seconds / 1e12,
         "TFLOPs": work.flops / seconds / 1e12,
-        "percent_of_floor": 100 * work.floor_s(nominal) / seconds,
+        "percent_of_floor": 100 * floors[0] / seconds,
+        **{f"floor_measured_{unit}": floor * scale for floor in floors[1:]},
     }
-    return found if measured is None else {**found, f"floor_measured_{unit}": work.floor_s(measured) * scale}
-
-
-def weight_bytes(weights: str) -> float:
-    """Bytes a weight in a format of WEIGHT_BYTES."""
-    if weights not in WEIGHT_BYTES:
-        raise InputError(f"weights must be one of {', '.join(WEIGHT_BYTES)}, got {weights!r}")
-    return WEIGHT_BYTES[weights]
 
 
 def expected_distinct(experts: int, top_k: int, tokens: int) -> float:
@@ -115,7 +110,7 @@ def expert_parameters(config: GptOssConfig) -> tuple[int, int]:
 def expert_bytes(config: GptOssConfig, weights: str) -> float:
     """One expert with its biases."""
     matrix, bias = expert_parameters(config)
-    return matrix * weight_bytes(weights) + bias * BF16_BYTES
+    return matrix * WEIGHT_BYTES[weights] + bias * BF16_BYTES
 
 
 def head_parameters(config: GptOssConfig) -> int:
@@ -127,11 +122,24 @@ def kv_bytes_per_token(config: GptOssConfig) -> int:
     return 2 * config.num_key_value_heads * config.head_dim * BF16_BYTES
 
 
-def visible_keys(config: GptOssConfig, contexts: Sequence[int]) -> int:
-    """(request, layer, key) triples that one decode step reads; `contexts` are the keys of each request."""
-    full = sum(contexts)
-    windowed = sum(min(context, config.sliding_window) for context in contexts)
-    return sum(full if config.window(layer) is None else windowed for layer in range(config.num_hidden_layers))
+def attention_decode_work(config: GptOssConfig, contexts: Sequence[int], window: int | None) -> Work:
+    """One layer's attention alone for one token of each request: its visible keys and values."""
+    keys = sum(context if window is None else min(context, window) for context in contexts)
+    return _attention_work(config, keys, keys)
+
+
+def attention_prefill_work(config: GptOssConfig, tokens: int, window: int | None) -> Work:
+    """One layer's causal attention alone over a prompt of `tokens`: n * n / 2 (query, key) pairs of a full layer.
+
+    Of a window layer n * window, as if the window were full from the first row on.
+    """
+    pairs = tokens * tokens / 2 if window is None else tokens * min(window, tokens)
+    return _attention_work(config, tokens, pairs)
+
+
+def _attention_work(config: GptOssConfig, keys: float, pairs: float) -> Work:
+    flops = 4 * config.num_attention_heads * config.head_dim * pairs
+    return Work(kv_bytes=keys * kv_bytes_per_token(config), flops=flops)
 
 
 def dense_bytes(config: GptOssConfig, fp8_projections: bool = False) -> int:
@@ -167,69 +175,39 @@ def decode_work(
         distinct = [expected_distinct(config.num_local_experts, config.num_experts_per_tok, batch)] * layers
     if len(distinct) != layers:
         raise InputError(f"the distinct experts must be given for each of {layers} layers, got {len(distinct)}")
-    keys = visible_keys(config, contexts)
-    return Work(
-        expert_bytes=sum(distinct) * expert_bytes(config, weights),
-        dense_bytes=dense_bytes(config, fp8_projections),
-        kv_bytes=keys * kv_bytes_per_token(config),
-        activation_bytes=batch * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
-        flops=batch * _linear_flops(config)
-        + 2 * batch * head_parameters(config)
-        + 4 * config.num_attention_heads * config.head_dim * keys,
-    )
+    attention = [attention_decode_work(config, contexts, config.window(layer)) for layer in range(layers)]
+    return sum(attention, _step(config, batch, batch, weights, distinct, fp8_projections))
 
 
 def prefill_work(config: GptOssConfig, tokens: int, weights: str, *, fp8_projections: bool = False) -> Work:
-    """One prompt from an empty cache to the logits of its last token, as one step: all experts are read once.
-
-    A causal full layer sees n * n / 2 (query, key) pairs; a window layer n * window, as if the window were full from
-    the first row on.
-    """
+    """One prompt from an empty cache to the logits of its last token, as one step: all experts are read once."""
     layers = config.num_hidden_layers
-    pairs = 0.0
-    for layer in range(layers):
-        window = config.window(layer)
-        pairs += tokens * tokens / 2 if window is None else tokens * min(window, tokens)
-    distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
+    distinct = [expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)] * layers
+    attention = [attention_prefill_work(config, tokens, config.window(layer)) for layer in range(layers)]
+    return sum(attention, _step(config, tokens, 1, weights, distinct, fp8_projections))
+
+
+def _step(
+    config: GptOssConfig, tokens: int, logits: int, weights: str, distinct: Sequence[float], fp8_projections: bool
+) -> Work:
+    """All but attention's keys and scores; `logits` of the tokens go through the head."""
+    layers = config.num_hidden_layers
+    matrix, _ = expert_parameters(config)
+    router = config.hidden_size * config.num_local_experts
+    layer = attention_parameters(config) + router + config.num_experts_per_tok * matrix
     return Work(
-        expert_bytes=layers * distinct * expert_bytes(config, weights),
+        expert_bytes=sum(distinct) * expert_bytes(config, weights),
         dense_bytes=dense_bytes(config, fp8_projections),
-        kv_bytes=layers * tokens * kv_bytes_per_token(config),
         activation_bytes=tokens * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
-        flops=tokens * _linear_flops(config)
-        + 2 * head_parameters(config)
-        + 4 * config.num_attention_heads * config.head_dim * pairs,
+        flops=2 * tokens * layers * layer + 2 * logits * head_parameters(config),
     )
 
 
-def experts_work(config: GptOssConfig, tokens: int, weights: str, distinct: float | None = None) -> Work:
+def experts_work(config: GptOssConfig, tokens: int, weights: str, distinct: float) -> Work:
     """The routed experts of one layer alone, without activations: what a fused kernel must read and compute."""
-    if distinct is None:
-        distinct = expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)
     matrix, _ = expert_parameters(config)
     return Work(
-        expert_bytes=distinct * expert_bytes(config, weights),
-        flops=2 * tokens * config.num_experts_per_tok * matrix,
-    )
-
-
-def attention_decode_work(config: GptOssConfig, contexts: Sequence[int], window: int | None) -> Work:
-    """One layer's attention alone for one token of each request: its visible keys and values."""
-    keys = sum(context if window is None else min(context, window) for context in contexts)
-    return Work(
-        kv_bytes=keys * kv_bytes_per_token(config),
-        flops=4 * config.num_attention_heads * config.head_dim * keys,
-    )
-
-
-def attention_prefill_work(config: GptOssConfig, tokens: int, window: int | None) -> Work:
-    """One layer's causal attention alone over a prompt of `tokens`; queries and results count as bytes."""
-    pairs = tokens * tokens / 2 if window is None else tokens * min(window, tokens)
-    rows = 2 * tokens * config.num_attention_heads * config.head_dim * BF16_BYTES
-    return Work(
-        kv_bytes=tokens * kv_bytes_per_token(config),
-        activation_bytes=rows,
-        flops=4 * config.num_attention_heads * config.head_dim * pairs,
+        expert_bytes=distinct * expert_bytes(config, weights), flops=2 * tokens * config.num_experts_per_tok * matrix
     )
 
 
@@ -240,14 +218,6 @@ def linear_work(rows: int, inputs: int, outputs: int) -> Work:
         activation_bytes=rows * (inputs + outputs) * BF16_BYTES,
         flops=2 * rows * inputs * outputs,
     )
-
-
-def _linear_flops(config: GptOssConfig) -> int:
-    """Of one token through all layers, without attention's scores and the head."""
-    matrix, _ = expert_parameters(config)
-    router = config.hidden_size * config.num_local_experts
-    attention = attention_parameters(config)
-    return 2 * config.num_hidden_layers * (attention + router + config.num_experts_per_tok * matrix)
 
 
 def dollars_per_million(tokens: float, seconds: float, price_per_hour: float) -> float:

@@ -31,31 +31,22 @@ class RoutingSeen:
 
     def distinct(self, num_experts: int) -> tuple[int, ...]:
         """Of each call, in order; ids outside the experts (of unwritten slots) do not count."""
-        valid = [ids[(ids >= 0) & (ids < num_experts)] for ids in self._ids]
-        return tuple(int(ids.unique().numel()) for ids in valid)
-
-
-def next_tokens(engine: Engine) -> list[Chunk]:
-    """The newest token of every running request whose prompt is done: the engine's next step, or one on its way.
-
-    With a step launched ahead the scheduler already counts that token as computed, so it is not asked.
-    """
-    running = [request for request in engine.scheduler.running if request.num_generated]
-    return [
-        Chunk(request, len(request.token_ids) - 1, len(request.token_ids))
-        for request in running
-        if engine.scheduler.allocator.grow(request.block_ids, len(request.token_ids))
-    ]
+        return tuple(int(ids[(ids >= 0) & (ids < num_experts)].unique().numel()) for ids in self._ids)
 
 
 @torch.inference_mode()
 def distinct_experts(engine: Engine) -> tuple[int, ...] | None:
-    """Of each layer, in the step of `next_tokens`, computed once more without a graph.
+    """Of each layer, in the engine's next step or the one on its way, computed once more without a graph.
 
-    The step's own keys are written where the engine writes the same ones, nothing else changes. None when the
-    engine has nothing to run or its kernels do not show their routing.
+    Its rows are the newest token of every running request whose prompt is done. The scheduler is not asked: with a step
+    launched ahead it counts that token as computed. The step's own keys are written where the engine writes the same
+    ones, nothing else changes. None when the engine has nothing to run or its kernels do not show their routing.
     """
-    chunks = next_tokens(engine)
+    chunks = [
+        Chunk(request, len(request.token_ids) - 1, len(request.token_ids))
+        for request in engine.scheduler.running
+        if request.num_generated and engine.scheduler.allocator.grow(request.block_ids, len(request.token_ids))
+    ]
     if not chunks:
         return None
     seen = RoutingSeen()
@@ -68,26 +59,22 @@ def distinct_experts(engine: Engine) -> tuple[int, ...] | None:
 
 def expert_format(engine: Engine) -> str:
     """The format in which the first layer's experts lie in memory, told by their bytes: what `roofline` counts in."""
-    config = engine.config
-    held = engine.model.layers[0].moe.experts.weights
+    config, ranks = engine.config, engine.model.ranks
     matrix, _ = expert_parameters(config)
-    ranks = engine.model.ranks  # each holds its share of them
-    each = sum(_storages(held).values()) * (1 if ranks is None else ranks.shard.size)
-    each /= config.num_local_experts * matrix
+    held = [tensor.untyped_storage() for tensor in _tensors(engine.model.layers[0].moe.experts.weights)]
+    total = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())  # views of one count once
+    each = total * (1 if ranks is None else ranks.shard.size) / (config.num_local_experts * matrix)
     return min(WEIGHT_BYTES, key=lambda name: abs(WEIGHT_BYTES[name] - each))
 
 
-def _storages(value: Any) -> dict[int, int]:
-    """The bytes of all tensors within, by their memory, so that views of one count once."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors within."""
     if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()}
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = list(value)
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    else:
-        return {}
-    return {place: size for part in parts for place, size in _storages(part).items()}
+        return [value]
+    if is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import re
@@ -11,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import assembly
 from npu_gptoss.model.config import CONFIG_NAME
-from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 from npu_gptoss.progress import counted, say
+
+Record = dict[str, Any]
 
 PRICE = 3.0  # dollars a GPU hour, the price that published comparisons of gpt-oss on this GPU were made at
 NOTHING_FITS = "none of these points fits this engine; standard error says why for each"
@@ -119,31 +119,25 @@ def engine_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: A
 
 @dataclass(frozen=True)
 class Running:
-    """An engine to measure. form: of its experts; nominal, own: ceilings of all the ranks' devices together."""
+    """An engine to measure. form: of its experts; ceilings: of all the ranks' devices together, as `ceilings_of`."""
 
     args: argparse.Namespace
     engine: Engine
     device: torch.device
     form: str
-    nominal: Ceilings
-    own: Ceilings | None
-
-    @property
-    def layout(self) -> tuple[str, int]:
-        """How the ranks share the model, as `Shard.layout`, and how many there are."""
-        ranks = self.engine.model.ranks
-        return ("tp1", 1) if ranks is None else (ranks.shard.layout, ranks.shard.size)
+    ceilings: Sequence[Ceilings]
 
     def priced(self, work: Work, seconds: float, tokens: int) -> dict[str, Any]:
         """Fields of a record of `tokens` in `seconds`: what ran, beside its floors, and what it cost."""
-        layout, gpus = self.layout
+        ranks = self.engine.model.ranks
+        layout, gpus = ("tp1", 1) if ranks is None else (ranks.shard.layout, ranks.shard.size)
         return {
             "model": model_name(self.engine.config),
             "weights": self.form,
             "layout": layout,
             "gpus": gpus,
             "projections": "fp8" if self.args.fp8_projections else "bf16",
-            **beside_floor(work, seconds, self.nominal, self.own, "ms"),
+            **beside_floor(work, seconds, self.ceilings, "ms"),
             "tokens_per_s": tokens / seconds,
             "dollars_per_million_tokens": dollars_per_million(tokens, seconds, self.args.gpu_price * gpus),
         }
@@ -151,49 +145,76 @@ class Running:
 
 @dataclass(frozen=True)
 class Kind:
-    """What an action measures.
+    """An action that measures an engine.
 
-    points: name of each point -> its arguments. measure, profile: called with what runs and a point's arguments, for a
-    record and for the device's kernels inside.
+    head, line: of the printed table. points: name of each point -> its arguments. measure, profile: called with what
+    runs and a point's arguments, for a record and for the device's kernels inside. options, defaults: as `add_options`.
     """
 
     what: str
     definitions: dict[str, str]
     head: str
-    line: Callable[[dict[str, Any]], str]
+    line: Callable[[Record], str]
     points: Callable[[argparse.Namespace], Mapping[str, tuple[int, ...]]]
-    measure: Callable[..., dict[str, Any]]
+    measure: Callable[..., Record]
     profile: Callable[..., list[profile.DeviceKernel]] | None = None
+    options: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        engine_arguments(parser, *self.options, **self.defaults)
+
+    def run(self, args: argparse.Namespace) -> int:
+        peer = read_peer(args, self.what)
+        with running_engine(args) as running:
+            print_head(self.definitions, running.device, running.ceilings, args.gpu_price)
+            if not measure_kind(self, running, peer):
+                raise InputError(NOTHING_FITS)
+        return 0
 
 
 @contextmanager
-def running_engine(args: argparse.Namespace, batches: Sequence[int]) -> Iterator[Running]:
-    """An engine with graphs of exactly these batch sizes; under torchrun this rank's of one that all of them share.
+def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Iterator[Running]:
+    """An engine with graphs of exactly these batch sizes, by default --batch; under torchrun this rank's.
 
     Every rank must do the same inside; what they print is rank 0's only.
     """
-    check_price(args.gpu_price)
-    if args.json is not None:
-        records.check_place(args.json)
-    with device_and_ranks(args.device, args.share_experts) as (name, ranks), only_rank_0_speaks():
+    check_output(args)
+    batches = batches or getattr(args, "batch", [1])
+    options = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights", "fp8_projections")
+    with (
+        device_and_ranks(args.device, args.share_experts) as (name, ranks),
+        only_rank_0_speaks(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         device = resolve_device(name)
-        nominal, own = ceilings_of(device, 1 if ranks is None else ranks.shard.size)
-        engine = make_engine(args, device, batches, ranks)
-        yield Running(args, engine, device, expert_format(engine), nominal, own)
+        ceilings = ceilings_of(device, 1 if ranks is None else ranks.shard.size)
+        model, tensors = args.model, None
+        if args.size is not None:
+            config, model = full_config(args.size, mxfp4=args.weights != assembly.FLOATS), folder
+            # an engine takes its numbers from a file
+            Path(folder, CONFIG_NAME).write_text(json.dumps(config.to_dict()))
+            tensors = random_tensors(config, 0, device)
+        engine = Engine(
+            model,
+            device=device,
+            max_batch_size=max(batches),
+            graph_sizes=sorted(set(batches)),
+            ranks=ranks,
+            tensors=tensors,
+            progress=is_rank_0(),
+            **{option: getattr(args, option) for option in options},
+        )
+        yield Running(args, engine, device, expert_format(engine), ceilings)
         engine.close()
 
 
-def measure_kind(kind: Kind, running: Running, peer: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """A record of each point, printed as it is measured and written to --json; a point that does not fit is left out.
-
-    The file is written after each point, because the next may take long, be ended, or fail.
-    """
-    args, rows = running.args, []
-    write_here = functools.partial(write, args, kind.what, kind.definitions, running.device)
-    ceilings = (running.nominal, running.own)
+def measure_kind(kind: Kind, running: Running, peer: Record | None = None) -> list[Record]:
+    """A record of each point, printed as it is measured; a point that does not fit is left out."""
+    kept = Records(running.args, kind.what, kind.definitions, running.device, running.ceilings)
     if kind.head:
         print(kind.head)
-    points = kind.points(args)
+    points = kind.points(running.args)
     for name, point in counted(points.items(), len(points), kind.what, "point"):
         try:
             row = kind.measure(running, *point)
@@ -202,28 +223,69 @@ def measure_kind(kind: Kind, running: Running, peer: Mapping[str, Any] | None = 
             continue
         row = {key: significant(value) for key, value in row.items()}
         say(kind.line(row))
-        if kind.profile is not None and args.profile:
+        if kind.profile is not None and running.args.profile:
             found = kind.profile(running.engine, *point)
             say("\n".join(profile.table(found)))
             row["inside"] = profile.as_records(found)
-        rows.append(row)
-        write_here(rows, ceilings, last=False)
-    if peer is not None and rows:
-        rows = records.beside(rows, peer, kind.what)
-        print("\n".join([f"beside {peer['engine']}:", *map(kind.line, rows)]))
-    if rows:
-        write_here(rows, ceilings)
-    return rows
+        kept.add(row)
+    return kept.finish(peer, kind.line)
 
 
-def run(args: argparse.Namespace, kind: Kind, batches: Sequence[int]) -> int:
-    """The whole of an action with one kind of records."""
-    peer = None if getattr(args, "peer", None) is None else records.read_peer(args.peer, kind.what)
-    with running_engine(args, batches) as running:
-        say_what(kind.definitions, running.nominal, running.own, running.device, args.gpu_price)
-        if not measure_kind(kind, running, peer):
-            raise InputError(NOTHING_FITS)
-    return 0
+class Records:
+    """The records of one action. The file is written after each, because the next may take long, be ended, or fail."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        what: str,
+        definitions: Mapping[str, str],
+        device: torch.device,
+        ceilings: Sequence[Ceilings],
+    ) -> None:
+        self._args, self._what, self._device = args, what, device
+        self._definitions, self._ceilings = definitions, ceilings
+        self._rows: list[Record] = []
+
+    def add(self, *rows: Record) -> None:
+        self._rows += rows
+        self._write()
+
+    def finish(self, peer: Record | None = None, line: Callable[[Record], str] = str) -> list[Record]:
+        """Lays the peer's records beside, and says what was written."""
+        if peer is not None and self._rows:
+            self._rows = records.beside(self._rows, peer, self._what)
+            measured = records.KINDS[self._what].measured
+            print(f"beside {peer['engine']}:")
+            for row in self._rows:
+                if row["peer"]:
+                    print(f"{line(row)}  {peer['engine']}: {measured} {row['peer'][measured]:.5g}")
+            self._write()
+        if self._rows and self._args.json is not None:
+            print(f"{self._args.json}: {len(self._rows)} records")
+        return self._rows
+
+    def _write(self) -> None:
+        """Into --json, by rank 0."""
+        args = self._args
+        if args.json is None or not is_rank_0():
+            return
+        left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
+        content = records.document(
+            self._what,
+            self._device,
+            self._rows,
+            definitions=self._definitions,
+            ceilings=self._ceilings,
+            price_per_hour=args.gpu_price,
+            settings={name: value for name, value in vars(args).items() if name not in left_out},
+        )
+        records.write(args.json, content)
+
+
+def read_peer(args: argparse.Namespace, what: str) -> Record | None:
+    """What --peer names, before anything is measured."""
+    path = getattr(args, "peer", None)
+    return None if path is None else records.read_peer(path, what)
 
 
 def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
@@ -231,85 +293,34 @@ def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
     return {f"batch {batch}, context {context}": (batch, context) for context in args.context for batch in args.batch}
 
 
-def make_engine(
-    args: argparse.Namespace, device: torch.device, sizes: Sequence[int], ranks: Ranks | None = None
-) -> Engine:
-    """With graphs of exactly the batch sizes that are measured."""
-    options = {
-        "device": device,
-        "dtype": args.dtype,
-        "max_batch_tokens": args.max_batch_tokens,
-        "max_batch_size": max(sizes),
-        "block_size": args.block_size,
-        "num_blocks": args.num_blocks,
-        "graphs": args.graphs,
-        "graph_sizes": sorted(set(sizes)),
-        "weights": args.weights,
-        "fp8_projections": args.fp8_projections,
-        "ranks": ranks,
-        "progress": is_rank_0(),
-    }
-    if args.size is None:
-        return Engine(args.model, **options)
-    config = full_config(args.size, mxfp4=args.weights != assembly.FLOATS)
-    with tempfile.TemporaryDirectory() as folder:  # an engine takes its numbers from a file
-        (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_dict()))
-        return Engine(folder, tensors=random_tensors(config, 0, device), **options)
-
-
-def ceilings_of(device: torch.device, count: int = 1) -> tuple[Ceilings, Ceilings | None]:
-    """At which the floors are: nominal ones of a known GPU, with those measured here beside; else only the latter.
+def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
+    """At which the floors are: nominal ones of a known GPU, with those measured here behind; else only the latter.
 
     count: of devices like this one that share the work; the ceilings are those of all.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    own = Ceilings("measured here", *measure_ceilings(device)).of(count)
-    return (NOMINAL[name].of(count), own) if name in NOMINAL else (own, None)
+    own = Ceilings("measured here", *measure_ceilings(device))
+    return [each.of(count) for each in (NOMINAL.get(name), own) if each is not None]
 
 
-def say_what(
-    definitions: dict[str, str], nominal: Ceilings | None, own: Ceilings | None, device: torch.device, price: float
+def print_head(
+    definitions: Mapping[str, str], device: torch.device, ceilings: Sequence[Ceilings], price: float
 ) -> None:
+    """What stands above a table of numbers: where they come from, and what each means."""
     found = provenance.machine(device)
     print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in provenance.versions().items())}")
-    for ceilings in filter(None, (nominal, own)):
-        rates = f"{ceilings.bytes_per_s / 1e12:.3f} TB/s, {ceilings.flops_per_s / 1e12:.1f} TFLOP/s"
-        print(f"ceilings, {ceilings.name}: {rates}")
-    if nominal is not None and own is None:
+    for each in ceilings:
+        print(f"ceilings, {each.name}: {each.bytes_per_s / 1e12:.3f} TB/s, {each.flops_per_s / 1e12:.1f} TFLOP/s")
+    if len(ceilings) == 1:
         print("no nominal ceilings are known of it, so the floors are at those measured: compare within this run only")
     for name, meaning in definitions.items():
         print(f"  {name}: {meaning}")
     print(f"  one GPU hour: {price:.2f} dollars")
 
 
-def check_price(price: float) -> None:
-    if not 0 <= price < math.inf:
-        raise InputError(f"--gpu-price must be a number from 0, got {price:g}")
-
-
-def write(
-    args: argparse.Namespace,
-    what: str,
-    definitions: Mapping[str, str],
-    device: torch.device,
-    rows: Sequence[dict[str, Any]],
-    ceilings: Sequence[Ceilings | None],
-    *,
-    last: bool = True,
-) -> None:
-    """The records into --json, by rank 0. last: whether these are all, so that it is said."""
-    if args.json is None or not is_rank_0():
-        return
-    left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
-    content = records.document(
-        what,
-        device,
-        rows,
-        definitions=definitions,
-        ceilings=[each for each in ceilings if each is not None],
-        price_per_hour=args.gpu_price,
-        settings={name: value for name, value in vars(args).items() if name not in left_out},
-    )
-    records.write(args.json, content)
-    if last:
-        print(f"{args.json}: {len(rows)} records")
+def check_output(args: argparse.Namespace) -> None:
+    """Refuses a price and a place for --json that cannot be, before hours of measuring."""
+    if not 0 <= args.gpu_price < math.inf:
+        raise InputError(f"--gpu-price must be a number from 0, got {args.gpu_price:g}")
+    if getattr(args, "json", None) is not None:
+        records.check_place(args.json)

@@ -25,7 +25,6 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import read_json, write_atomically
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
-SUMMARY = "decode and prefill, batch by parallel layout: tables of speed and cost"
 # on four GPUs MXFP4 cannot be cut: a quarter of an expert is no whole number of scales
 DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "ep4", "ep8")
 PAGE = "tables.md"
@@ -68,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when a layout that has its GPUs failed."""
-    session.check_price(args.gpu_price)
-    records.check_folder(args.out, *(f"{kind.what}.json" for kind in engine.KINDS), PAGE)
+    session.check_output(args)
+    records.check_folder(args.out, *engine.FILES, PAGE)
     device = resolve_device(args.device)
     if device.index is not None:
         raise InputError(f"each rank takes a device of its own: give the type only, got {args.device!r}")
@@ -82,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
     for kind in engine.KINDS:
         print("\n".join(f"  {name}: {meaning}" for name, meaning in kind.definitions.items()))
     options = {name: value for name, value in vars(args).items() if name not in ("action", "layouts", "out")}
-    found: dict[str, list[dict[str, Any]]] = {kind.what: [] for kind in engine.KINDS}
+    # paths belong to one machine
+    settings = {**options, "layouts": [each.name for each in args.layouts]}
+    del settings["model"]
+    found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}  # as the page shows them
     status, page = 0, ""
     with tempfile.TemporaryDirectory() as folder:
         for number, each in enumerate(layouts, 1):
@@ -93,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
             finally:  # what has been measured is kept, also of a layout that is ended
                 if reason is not None:
                     missing[each.name] = reason
-                for kind, documents in found.items():
-                    file = Path(folder) / each.name / f"{kind}.json"
+                for what, documents in found.items():
+                    file = Path(folder) / each.name / f"{what}.json"
                     if file.is_file():
                         documents.append(read_json(file))
-                page = _write(args, found, missing)  # now, because the next layout may take long and be ended
+                page = _write(args.out, found, settings, missing)  # the next layout may take long and be ended
             if reason is not None:
                 status = 1
                 print(f"{each.name}: {reason}; what it said stands above", file=sys.stderr)
@@ -128,23 +130,16 @@ def split_by_devices(
 
 def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
     """What measures one layout. options: of `bench engine`, by their names in the namespace."""
-    start = [sys.executable]
+    words = [sys.executable]
     if each.gpus > 1:
         ranks = ["--nproc-per-node", str(each.gpus), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         # the machine's name need not lead anywhere
-        start += ["-m", "torch.distributed.run", *ranks, "--local-addr", "127.0.0.1"]
-    own = {**options, "share_experts": each.experts, "out": out}
-    return [*start, "-m", "npu_gptoss.cli", "bench", "engine", *_words(own)]
-
-
-def _words(options: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
+        words += ["-m", "torch.distributed.run", *ranks, "--local-addr", "127.0.0.1"]
+    words += ["-m", "npu_gptoss.cli", "bench", "engine"]
+    for name, value in {**options, "share_experts": each.experts, "out": out}.items():
+        if value is not None and value is not False:
+            words.append("--" + name.replace("_", "-"))
+            words += [] if value is True else map(str, value if isinstance(value, list) else [value])
     return words
 
 
@@ -162,19 +157,17 @@ def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | Non
     return None if status == 0 else f"failed with exit status {status}"
 
 
-def _write(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], missing: dict[str, str]) -> str:
+def _write(
+    folder: Path, found: Mapping[str, list[dict[str, Any]]], settings: Mapping[str, Any], missing: Mapping[str, str]
+) -> str:
     """The records so far, a file a kind, and their tables, which are returned; nothing while there are none."""
-    # paths belong to one machine
-    settings = {name: value for name, value in vars(args).items() if name not in ("action", "model", "out")}
-    settings["layouts"] = [each.name for each in args.layouts]
-    written = []
-    for kind in ("prefill", "decode"):  # as the page shows them
-        if found[kind]:
-            written.append(merged(found[kind], settings) | {"not_measured": missing})
-            records.write(args.out / f"{kind}.json", written[-1])
-    page = "\n".join(tables.page(written, missing)) + "\n" if written else ""
-    if page:
-        write_atomically(args.out / PAGE, page.encode())
+    merged_files = {what: merged(each, settings) | {"not_measured": missing} for what, each in found.items() if each}
+    for what, content in merged_files.items():
+        records.write(folder / f"{what}.json", content)
+    if not merged_files:
+        return ""
+    page = "\n".join(tables.page(list(merged_files.values()), missing)) + "\n"
+    write_atomically(folder / PAGE, page.encode())
     return page
 
 

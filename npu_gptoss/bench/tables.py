@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from npu_gptoss.tables import markdown
 
 Record = Mapping[str, Any]
 
-SUMMARY = "tables of speed and cost by layout from the records of decode, prefill and sweep"
 NOT_MEASURED = "–"  # the layout was measured, this point of it was not
 
 
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    contents = [records.read(file, TABLES) for file in args.files]
+    contents = [records.read(file, SHOWN) for file in args.files]
     missing = {name: reason for content in contents for name, reason in content.get("not_measured", {}).items()}
     print("\n".join(page(contents, missing)))
     return 0
@@ -40,7 +39,7 @@ def page(documents: Sequence[Mapping[str, Any]], not_measured: Mapping[str, str]
         head = _measured_on(document)
         if head not in lines:
             lines += [head, ""]
-        lines += TABLES[document["what"]](document["records"])
+        lines += tables_of(document["what"], document["records"])
     for name, reason in not_measured.items():
         lines += [f"{name}: {reason}.", ""]
     return lines[:-1]
@@ -53,29 +52,34 @@ def _measured_on(document: Mapping[str, Any]) -> str:
     return f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}{said}."
 
 
-def prefill_tables(records: Iterable[Record]) -> list[str]:
-    """One table for each model and format: layouts by lengths."""
+# title of a table, the field beside the layout, and what a cell shows before the price
+SHOWN: dict[str, tuple[str, str, Callable[[Record], str]]] = {
+    "prefill": (
+        "Prefill, {}: time to the first token, $ a million input tokens.",
+        "prompt_tokens",
+        lambda record: f"{record['prefill_s']:.3f} s",
+    ),
+    "decode": (
+        "Decode, {}: tokens/s of each user, $ a million output tokens.",
+        "batch",
+        lambda record: f"{1e3 / record['tpot_ms']:.0f} tok/s",
+    ),
+}
+
+
+def tables_of(what: str, records: Iterable[Record]) -> list[str]:
+    """One table for each model, format and context: of prefill layouts by lengths, of decode batches by layouts."""
+    title, field, cell = SHOWN[what]
     lines: list[str] = []
     for of, rows in _groups(records).items():
-        lengths = sorted({row["prompt_tokens"] for row in rows})
-        cells = {(_layout(r), r["prompt_tokens"]): f"{r['prefill_s']:.3f} s{_dollars(r)}" for r in rows}
-        lines += [f"Prefill, {of}: time to the first token, $ a million input tokens.", ""]
-        lines += _grid(["layout", *(f"{length} tokens" for length in lengths)], _layouts(rows), lengths, cells)
+        layouts, points = _layouts(rows), sorted({row[field] for row in rows})
+        cells = {(_layout(row), row[field]): cell(row) + _dollars(row) for row in rows}
+        grid = [[cells.get((layout, point), NOT_MEASURED) for point in points] for layout in layouts]
+        head, names = ["layout", *(f"{point} tokens" for point in points)], layouts
+        if what == "decode":
+            grid, head, names = zip(*grid, strict=True), ["batch", *layouts], points
+        lines += [title.format(of), "", *markdown(head, ([n, *row] for n, row in zip(names, grid, strict=True))), ""]
     return lines
-
-
-def decode_tables(records: Iterable[Record]) -> list[str]:
-    """One table for each model, format and context: batches by layouts."""
-    lines: list[str] = []
-    for of, rows in _groups(records).items():
-        layouts = _layouts(rows)
-        cells = {(r["batch"], _layout(r)): f"{1e3 / r['tpot_ms']:.0f} tok/s{_dollars(r)}" for r in rows}
-        lines += [f"Decode, {of}: tokens/s of each user, $ a million output tokens.", ""]
-        lines += _grid(["batch", *layouts], sorted({row["batch"] for row in rows}), layouts, cells)
-    return lines
-
-
-TABLES = {"prefill": prefill_tables, "decode": decode_tables}
 
 
 def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -105,9 +109,3 @@ def _dollars(record: Record) -> str:
     """Another engine's records may have no price."""
     dollars = record.get("dollars_per_million_tokens")
     return "" if dollars is None else f", ${dollars:.3f}"
-
-
-def _grid(
-    head: Sequence[str], rows: Sequence[Any], columns: Sequence[Any], cells: Mapping[tuple[Any, Any], str]
-) -> list[str]:
-    return [*markdown(head, ([row, *(cells.get((row, c), NOT_MEASURED) for c in columns)] for row in rows)), ""]

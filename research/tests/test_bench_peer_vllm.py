@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_gptoss.bench import attention_cases, decode, moe_cases
+from npu_gptoss.bench import cases, decode
 from npu_gptoss.bench.random_checkpoint import full_config
 from research import bench_peer_vllm as script
+
+INPUTS = cases.Inputs(full_config("20b"), torch.device("cpu"), torch.bfloat16)
 
 
 class Engine:
@@ -110,9 +112,7 @@ def test_the_experts_time_of_a_layer_is_both_products():
     kernels = [kernel("_p_matmul_ogs_a", 48, 100.0), kernel("_matmul_ogs_b", 48, 60.0), kernel("_topk", 48, 5.0)]
     assert script.experts_us(kernels) == 160.0
     assert script.experts_us([kernel("marlin", 48, 100.0)]) is None
-    ours = moe_cases.experts_cases(
-        full_config("20b"), tokens=[32], weights=["mxfp4"], device=torch.device("cpu"), dtype=torch.bfloat16
-    )
+    ours = cases.experts_cases(INPUTS, cases.Points([32], formats=["mxfp4"]))
     assert [case.name for case in ours] == ["mxfp4 of 32 tokens=32"]
     assert "experts = f\"{args.weights} of {peer.config['num_local_experts']} tokens=\"" in source()
 
@@ -123,15 +123,7 @@ def source() -> str:
 
 def test_its_attention_cases_carry_the_names_of_ours():
     """`beside` matches kernels by operation and case."""
-    ours = attention_cases.attention_cases(
-        full_config("20b"),
-        batches=[32],
-        contexts=[8192],
-        prompts=[32768],
-        block_size=16,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-    )
+    ours = cases.paged_cases(INPUTS, cases.Points([32], contexts=[8192], prompts=[32768]))
     names = {f"decode {kind} ctx=8192 B=32" for kind in ("full", "window")}
     assert {case.name for case in ours} == names | {f"prefill {kind} 32768" for kind in ("full", "window")}
     assert 'f"decode {kind} ctx={context} B={batch}"' in source()

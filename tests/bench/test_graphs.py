@@ -24,7 +24,7 @@ class NoGraphs:
 
 
 def running(engine: Engine) -> Running:
-    return Running(SimpleNamespace(steps=3), engine, torch.device("cpu"), "bf16", nominal=None, own=None)
+    return Running(SimpleNamespace(steps=3), engine, torch.device("cpu"), "bf16", ceilings=[])
 
 
 def test_tokens_count_as_identical_up_to_the_first_difference() -> None:

@@ -5,21 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npu_gptoss.bench import checkpoint
-from npu_gptoss.bench.random_checkpoint import (
-    SCALES,
-    STD,
-    full_config,
-    model_name,
-    random_mxfp4,
-    random_tensors,
-    scales_of,
-    write_random_checkpoint,
-)
+from npu_gptoss.bench import random_checkpoint
+from npu_gptoss.bench.random_checkpoint import STD, full_config, model_name, random_mxfp4, random_tensors, scales_of
 from npu_gptoss.cli import main
-from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.checkpoint import CheckpointError, check_checkpoint, iterate_tensors
+from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe.mxfp4 import expand
 from tests.checkpoints import random_config
@@ -43,39 +33,20 @@ def test_a_model_is_named_by_all_of_its_shape():
     assert model_name(random_config()) == "4x96x8e"
 
 
-def test_values_are_normal_with_the_deviation_asked_for():
-    blocks, scales = random_mxfp4((3, 512, 96), STD, torch.Generator().manual_seed(0), CPU)
-    values = expand(blocks, scales, torch.float32)
-    assert values.shape == (3, 512, 96)
-    assert set(scales.unique().tolist()) == set(SCALES)
-    assert values.std().item() == pytest.approx(STD, rel=0.03)
-    assert abs(values.mean().item()) < STD / 50
-    kurtosis = (values**4).mean() / (values**2).mean() ** 2
-    assert 2.4 < kurtosis < 3.1, "normal values have 3, uniform codes 2.2 or less"
-
-
 @pytest.mark.parametrize("std", [STD, 4 * STD, STD / 128, 4 * 2880**-0.5, 2**-7 * 2880**-0.5])
-def test_codes_of_any_deviation_are_spread_alike(std):
+def test_values_are_normal_and_codes_of_any_deviation_are_spread_alike(std):
     blocks, scales = random_mxfp4((1, 512, 96), std, torch.Generator().manual_seed(0), CPU)
     values = expand(blocks, scales, torch.float32)
+    assert values.shape == (1, 512, 96)
     assert set(scales.unique().tolist()) == set(scales_of(std))
     assert values.std().item() == pytest.approx(std, rel=0.03)
+    assert abs(values.mean().item()) < std / 50
+    kurtosis = (values**4).mean() / (values**2).mean() ** 2
+    assert 2.4 < kurtosis < 3.1, "normal values have 3, uniform codes 2.2 or less"
     codes = torch.cat((blocks & 7, (blocks >> 4) & 7)).flatten()
     shares = torch.bincount(codes.int(), minlength=8) / codes.numel()
     assert shares.min() > 0.01, "some value is hardly used"
     assert shares.max() < 0.4, "most values are one and the same"
-
-
-@pytest.mark.parametrize("mxfp4", [True, False])
-def test_a_written_checkpoint_is_complete_and_generates(mxfp4, tmp_path):
-    config = replace(random_config(layers=2, mxfp4=mxfp4), dtype="bfloat16")
-    write_random_checkpoint(tmp_path, config, seed=3, device=CPU)
-    check_checkpoint(tmp_path, config)
-    engine = Engine(tmp_path, num_blocks=10)
-    (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert len(result.token_ids) == 4
-    with pytest.raises(CheckpointError, match="expected a directory without weights"):
-        write_random_checkpoint(tmp_path, config, seed=3, device=CPU)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
@@ -95,12 +66,19 @@ def test_a_deviation_is_of_the_tensors_that_end_in_its_name_and_of_no_other():
     assert [name for name in plain if not torch.equal(plain[name], changed[name])] == [of + "o_proj.weight"]
 
 
-def test_the_command_writes_them(tmp_path, monkeypatch, capsys):
-    config = replace(random_config(layers=1, mxfp4=True), dtype="bfloat16")
-    monkeypatch.setattr(checkpoint, "full_config", lambda size, mxfp4: config)
-    assert main(["bench", "checkpoint", str(tmp_path / "out"), "--device", "cpu"]) == 0
-    assert "20b mxfp4, random" in capsys.readouterr().out
+@pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
+def test_the_command_writes_a_complete_checkpoint_and_never_a_second_one_over_it(
+    weights, tmp_path, monkeypatch, capsys
+):
+    config = replace(random_config(layers=1, mxfp4=weights == "mxfp4"), dtype="bfloat16")
+    monkeypatch.setattr(random_checkpoint, "full_config", lambda size, mxfp4: config)
+    command = ["bench", "checkpoint", str(tmp_path / "out"), "--weights", weights, "--device", "cpu"]
+    assert main(command) == 0
+    assert f"20b {weights}, random" in capsys.readouterr().out
+    check_checkpoint(tmp_path / "out", config)
     written = dict(iterate_tensors(tmp_path / "out", config, dtype=torch.bfloat16, progress=False, expand=False))
     wanted = dict(random_tensors(config, 0, CPU))
     assert written.keys() == wanted.keys()
     assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    assert main(command) == 2
+    assert "expected a directory without weights" in capsys.readouterr().err

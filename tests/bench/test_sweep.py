@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,21 +67,25 @@ def content(what: str, *rows: dict[str, object]) -> dict[str, object]:
     }
 
 
+OF_ANY = {"model": "20b", "weights": "mxfp4", "gpus": 1, "bytes": 1, "flops": 1, "TBps": 1.0, "TFLOPs": 1.0}
+OF_ANY |= {"percent_of_floor": 50.0, "tokens_per_s": 500.0}
+
+
 def decode_row(layout: str | None, batch: int, tpot_ms: float, dollars: float, **changes: object) -> dict[str, object]:
-    named = {} if layout is None else {"layout": layout}
-    row = {"model": "20b", "weights": "mxfp4", "projections": "bf16", "batch": batch, "context": 8192}
-    return {**row, **named, "tpot_ms": tpot_ms, "dollars_per_million_tokens": dollars, **changes}
+    row = OF_ANY | {"projections": "bf16", "batch": batch, "context": 8192, "tpot_ms": tpot_ms, "floor_ms": tpot_ms / 2}
+    row |= {} if layout is None else {"layout": layout}
+    return {**row, "steps": 3, "dollars_per_million_tokens": dollars, **changes}
 
 
 def prefill_row(layout: str, tokens: int, seconds: float, dollars: float) -> dict[str, object]:
-    row = {"model": "20b", "weights": "mxfp4", "layout": layout, "prompt_tokens": tokens, "prefill_s": seconds}
+    row = OF_ANY | {"layout": layout, "prompt_tokens": tokens, "prefill_s": seconds, "floor_ms": seconds * 500}
     return {**row, "dollars_per_million_tokens": dollars}
 
 
 def test_the_prefill_table_has_layouts_by_lengths():
     rows = [prefill_row("tp2", 32768, 0.4, 0.02), prefill_row("tp2", 8192, 0.06, 0.0122)]
     rows += [prefill_row("tp1", 8192, 0.1141, 0.0116), prefill_row("ep2", 8192, 0.07, 0.0142)]
-    assert tables.prefill_tables(rows)[2:] == [
+    assert tables.tables_of("prefill", rows)[2:] == [
         "| layout | 8192 tokens | 32768 tokens |",
         "|---|---|---|",
         "| tp1 | 0.114 s, $0.012 | – |",
@@ -94,7 +97,7 @@ def test_the_prefill_table_has_layouts_by_lengths():
 
 def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
     rows = [decode_row("tp4", 8, 2.0, 0.83), decode_row(None, 8, 4.0, 0.417), decode_row("tp4", 1, 1.25, 4.1667)]
-    assert tables.decode_tables(rows)[2:] == [
+    assert tables.tables_of("decode", rows)[2:] == [
         "| batch | tp1 | tp4 |",
         "|---|---|---|",
         "| 1 | – | 800 tok/s, $4.167 |",
@@ -106,10 +109,10 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
 def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own():
     other = [{"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}, {"context": 1024}]
     rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
-    titles = [line for line in tables.decode_tables(rows) if line.startswith("Decode")]
+    titles = [line for line in tables.tables_of("decode", rows) if line.startswith("Decode")]
     assert len(titles) == len(set(titles)) == 5
     eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "projections": "fp8"}
-    lines = tables.prefill_tables([prefill_row("tp1", 8192, 2.0, 2.0), eight])
+    lines = tables.tables_of("prefill", [prefill_row("tp1", 8192, 2.0, 2.0), eight])
     assert len({line for line in lines if line.startswith("Prefill")}) == 2
     assert [line[8:15] for line in lines if line.startswith("| tp1")] == ["2.000 s", "1.000 s"]
 
@@ -131,6 +134,14 @@ def run(directory: Path, out: Path, *names: str) -> int:
 def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    processes = sweep.run_layout
+
+    def alone_in_this_process(each, options, out):  # which spares a start of Python
+        if each.gpus > 1:
+            return processes(each, options, out)
+        return main(sweep.command(each, options, out)[3:]) or None
+
+    monkeypatch.setattr(sweep, "run_layout", alone_in_this_process)
     assert run(directory, tmp_path, "tp1", "ep2") == 0
     found = {kind: json.loads((tmp_path / f"{kind}.json").read_text()) for kind in ("decode", "prefill")}
     for written in found.values():
@@ -159,7 +170,7 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
         seen.append((each.name, (tmp_path / "decode.json").is_file()))
         if each.name == "tp3":
             return "failed with exit status 1"
-        measured(out, decode=full_decode_row(each.name), prefill=full_prefill_row(each.name))
+        measured(out, decode=decode_row(each.name, 1, 2.0, 1.0), prefill=prefill_row(each.name, 30, 0.1, 1.0))
         return None
 
     monkeypatch.setattr(sweep, "run_layout", started)
@@ -180,16 +191,6 @@ def measured(out: Path, **rows: dict[str, object]) -> None:
             kind, torch.device("cpu"), [row], definitions={}, ceilings=[], price_per_hour=3.0, settings={}
         )
         records.write(out / f"{kind}.json", document)
-
-
-def full_decode_row(layout: str) -> dict[str, object]:
-    row = decode_row(layout, 1, 2.0, 1.0, steps=3, floor_ms=1.0, bytes=1, flops=1, TBps=1.0, TFLOPs=1.0)
-    return {**row, "gpus": 1, "percent_of_floor": 50.0, "tokens_per_s": 500.0}
-
-
-def full_prefill_row(layout: str) -> dict[str, object]:
-    row = prefill_row(layout, 30, 0.1, 1.0) | {"gpus": 1, "floor_ms": 50.0, "bytes": 1, "flops": 1}
-    return {**row, "TBps": 1.0, "TFLOPs": 1.0, "percent_of_floor": 50.0, "tokens_per_s": 300.0}
 
 
 def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, monkeypatch, capsys):
@@ -215,7 +216,7 @@ def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_p
 
 def test_what_a_layout_had_measured_when_it_was_ended_is_kept(directory, tmp_path, monkeypatch):
     def ended(each: sweep.Layout, options: object, out: Path) -> None:
-        measured(out, decode=full_decode_row(each.name))
+        measured(out, decode=decode_row(each.name, 1, 2.0, 1.0))
         if each.name == "tp2":
             raise SystemExit(143)
 
@@ -254,24 +255,21 @@ def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys
     assert "records of prefill, decode, got 'kernel'" in capsys.readouterr().err
 
 
-def test_a_sweep_that_is_ended_leaves_no_process_behind(tmp_path):
+def test_a_sweep_that_is_ended_leaves_no_process_behind(tmp_path, monkeypatch):
     child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     pid = tmp_path / "pid"
-    parent = f"""
-import sys
-from pathlib import Path
-from npu_gptoss.bench import sweep
-sweep.command = lambda *_: [sys.executable, "-c", {child!r}, {str(pid)!r}]
-sweep.run_layout(sweep.layout("tp1"), {{}}, Path("."))
-"""
-    process = subprocess.Popen([sys.executable, "-c", parent], cwd=Path(__file__).parents[2])
-    try:
-        deadline = time.monotonic() + 60
-        while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(20) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
+    monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-S", "-c", child, str(pid)])
+    parent = os.fork()
+    if parent == 0:
+        try:
+            sweep.run_layout(sweep.layout("tp1"), {}, tmp_path)
+        except SystemExit as end:
+            os._exit(end.code)
+        os._exit(1)
+    deadline = time.monotonic() + 60
+    while not (pid.is_file() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(parent, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
