@@ -24,7 +24,6 @@ from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
 from npu_gptoss.model.layout import (
     FLOATS,
     PACKED,
-    TensorSpec,
     accounted,
     check_layout,
     check_names,
@@ -45,16 +44,6 @@ from npu_gptoss.model.safetensors_reader import (
 from npu_gptoss.model.values import checked_values
 from npu_gptoss.moe.mxfp4 import Mxfp4Error, expand_transposed
 from npu_gptoss.progress import counted
-
-__all__ = [
-    "CheckpointError",
-    "TensorSpec",
-    "check_checkpoint",
-    "expand_stream",
-    "expected_tensors",
-    "iterate_tensors",
-    "write_checkpoint",
-]
 
 MAX_SHARD_BYTES = 5_000_000_000  # the hub's habit
 

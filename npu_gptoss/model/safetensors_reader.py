@@ -30,18 +30,6 @@ from npu_gptoss.files import (
     reason,
 )
 
-__all__ = [
-    "INDEX_NAME",
-    "SINGLE_NAME",
-    "CheckpointError",
-    "StoredTensor",
-    "find_tensors",
-    "listed",
-    "read_header",
-    "read_tensor",
-    "weight_files",
-]
-
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_PATTERN = "model-*-of-*.safetensors"
