@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
@@ -67,7 +66,7 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
 
 def _loaded(folder: Path, how: str) -> Finding:
     """Loads harmony's encoding from this folder and encodes a sample."""
-    with _environment(BASE_VARIABLE, str(folder)):
+    with mock.patch.dict(os.environ, {BASE_VARIABLE: str(folder)}):
         try:
             import openai_harmony
 
@@ -84,16 +83,3 @@ def _loaded(folder: Path, how: str) -> Finding:
             f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
         )
     return ok(f"The harmony vocabulary works offline: {how}.")
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -20,15 +20,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.files import (
-    MOST_HEADER_BYTES,
-    CheckpointError,
-    is_directory,
-    is_there,
-    parse_json,
-    read_json,
-    reason,
-)
+from npu_gptoss.files import MOST_HEADER_BYTES, CheckpointError, is_directory, is_there, parse_json, read_json, reason
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

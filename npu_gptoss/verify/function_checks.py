@@ -187,13 +187,7 @@ _PACKED = {"blocks": "exact", "scales": "exact"}
 CHECKS = (
     Check("mxfp4.expand", "MXFP4 to floats, every bit", expand_calls, run_expand, define_expand, _VALUES, _BITS),
     Check(
-        "mxfp4.compress",
-        "floats to MXFP4, every bit",
-        compress_calls,
-        run_compress,
-        define_compress,
-        _VALUES,
-        _PACKED,
+        "mxfp4.compress", "floats to MXFP4, every bit", compress_calls, run_compress, define_compress, _VALUES, _PACKED
     ),
     Check(
         "rope.tables",

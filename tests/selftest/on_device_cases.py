@@ -23,22 +23,14 @@ def wrong(found) -> list[str]:
     return [f"{outcome.what}: {outcome.problem}" for outcome in found if outcome.problem]
 
 
-def with_defect(name: str) -> None:
-    context.set_default(replace(context.current(), defects=frozenset({name})))
-
-
-def part() -> list[str]:
-    return wrong(experts.outcomes([case for case in experts.CASES if case.of_part], PART, NPU, BF16, 1))
-
-
 def products() -> list[str]:
     return wrong(dense.projections(dense.CASES, SHAPES, NPU, BF16, 2))
 
 
 def case_a_right_card_passes_all() -> None:
-    whole = experts.outcomes([case for case in experts.CASES if not case.of_part], SIZES, NPU, BF16, 2)
-    assert wrong(whole) == []
-    assert part() == []
+    for sizes, part in ((SIZES, False), (PART, True)):
+        cases = [case for case in experts.CASES if case.of_part is part]
+        assert wrong(experts.outcomes(cases, sizes, NPU, BF16, 2)) == []
     assert wrong(experts.gates(experts.GATES, NPU, BF16)) == []
     assert wrong(experts.group_lists(SIZES, NPU, BF16)) == []
     assert products() == []
@@ -48,21 +40,9 @@ def case_a_right_card_passes_all() -> None:
     assert wrong(graph.outcomes(SIZES, NPU, BF16)) == []
 
 
-def case_counts_of_the_call_before_are_seen() -> None:
-    with_defect("stale-counts")
-    assert any("a part of the experts" in what for what in part())
-
-
 def case_few_rows_that_lose_columns_are_seen() -> None:
-    with_defect("few-rows")
+    context.set_default(replace(context.current(), defects=frozenset({"few-rows"})))
     assert {what.partition(",")[0].rpartition("[")[2] for what in products()} == {"1", "16", "63"}
-
-
-def case_merged_rows_of_a_norm_are_seen() -> None:
-    with_defect("narrow-norm")
-    assert [what.partition(":")[0] for what in wrong(dense.norms(*dense.NARROW, NPU, BF16, 1))] == [
-        "add_rms_norm [300, 1024]"
-    ]
 
 
 def replayed(change) -> list[str]:

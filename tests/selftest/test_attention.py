@@ -50,11 +50,7 @@ def test_right_kernels_pass_the_long_calls(case):
         ("merged-heads", "8.3.rc1", {"decode over tiles", "one long request", "many equal lengths"}),
         ("sink-per-part", "8.5", {"one long request"}),
         ("hidden-first-tile", "8.3.rc1", {"a chunk beside decodes"}),
-        (
-            "window-race",
-            "8.5",
-            {"windows at tile borders", "a chunk beside decodes", "rows behind the last request"},
-        ),
+        ("window-race", "8.5", {"windows at tile borders", "a chunk beside decodes", "rows behind the last request"}),
     ],
 )
 def test_each_defect_is_seen_by_its_call_and_by_no_other(defect, cann, seen_by):
