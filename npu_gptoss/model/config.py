@@ -240,6 +240,7 @@ _PUBLISHED = {
     "vocab_size": 201_088,  # 200 019 tokens and padding to a multiple of 128 and more
     "rope_theta": 150_000.0,
     "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
 }
 
 
