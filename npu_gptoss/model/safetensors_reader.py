@@ -47,12 +47,10 @@ _DTYPES = {
 }
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+def listed(names: Iterable[str]) -> str:
+    """The first three names, and how many more there are."""
     names = list(names)
-    return ", ".join(short(name) for name in names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
+    return ", ".join(map(short, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

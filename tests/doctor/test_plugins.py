@@ -123,14 +123,11 @@ RUNS = 'print(\'noise\'); print(\'{"device": "%s", "model": "%s"}\')'
         (RUNS % ("cpu", "npu_gptoss.serving.model:GptOssForCausalLM"), "ok", ["vLLM runs on cpu"]),
         (RUNS % ("cpu", "other:GptOss"), "failed", ["other:GptOss", "VLLM_PLUGINS"]),
         (RUNS % ("", ""), "failed", ["no platform, expected cpu"]),
-        (
-            'raise ImportError("libx.so: no such file")',
-            "failed",
-            ["does not load", "exit code 1", "libx.so: no such file"],
-        ),
+        ('raise ImportError("libx.so: no such file")', "failed", ["does not load", "exit code 1", "libx.so: no such"]),
+        ('raise RuntimeError("Only one platform plugin can be activated")', "failed", ["Only one platform plugin"]),
         ("import time; time.sleep(60)", "failed", ["did not end within 2 s"]),
     ],
-    ids=["ours", "replaced", "no platform", "does not load", "hangs"],
+    ids=["ours", "replaced", "no platform", "does not load", "two platforms", "hangs"],
 )
 def test_what_vllm_ends_up_with_is_told(loading, monkeypatch, code, state, phrases):
     if "sleep" in code:
