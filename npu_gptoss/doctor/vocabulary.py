@@ -44,24 +44,21 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
         return _loaded(found, f"found in {found}")
     if harmony_can_load():
         return ok("openai-harmony has its vocabulary in its own cache.")
-    if model is not None:
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                build_vocabulary(model, scratch)
-            except VocabularyError as error:
-                return failed(
-                    f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
-                    f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with the "
-                    "file.",
-                )
-            else:
-                return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
-    else:
+    if model is None:
         return warning(
             f"There is no {VOCABULARY_FILE} yet, and no --model to rebuild it from: a server rebuilds it from its "
             "checkpoint's tokenizer.json.",
             REBUILD,
         )
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            build_vocabulary(model, scratch)
+        except VocabularyError as error:
+            return failed(
+                f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
+                f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with it.",
+            )
+        return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
 
 
 def _loaded(folder: Path, how: str) -> Finding:
