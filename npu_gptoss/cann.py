@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -41,10 +42,30 @@ def toolkit_version(toolkit: Path) -> str:
     return match[1] if match else ""
 
 
-def series(version: str) -> tuple[int, int] | None:
-    """(8, 3) of "8.3.RC1"; None where it does not begin so."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+@dataclass(frozen=True)
+class Version:
+    """8.3.RC1.alpha003 is (8, 3), "RC1", "alpha003"."""
+
+    series: tuple[int, int]
+    release: str  # "RC1", "0" of 8.5.0, "" when the text ends after the series
+    suffix: str
+
+    @property
+    def prerelease(self) -> bool:
+        return re.search(r"alpha|beta", self.suffix, re.I) is not None
+
+
+def parse(text: str) -> Version | None:
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(RC\d+|\d+))?(?:[.\-](.+))?", text.strip(), re.I)
+    if match is None:
+        return None
+    return Version((int(match[1]), int(match[2])), (match[3] or "").upper(), match[4] or "")
+
+
+def series(text: str) -> tuple[int, int] | None:
+    """(8, 3) of "8.3.RC1"; None of what is no version."""
+    version = parse(text)
+    return version.series if version else None
 
 
 def in_use() -> str:

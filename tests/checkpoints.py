@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from npu_gptoss.model.checkpoint import write_checkpoint
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import GptOssConfig, published_config
 from npu_gptoss.tiny import random_weights
 
 SIZES = {"vocab_size": 512, "layers": 4, "hidden": 96, "intermediate": 64, "heads": 8, "kv_heads": 2, "experts": 8}
@@ -21,7 +21,7 @@ DEVIATIONS = random_weights.Deviations(sinks=1.0, sinks_mean=2.0, bias=0.1, gate
 
 def random_config(**sizes: object) -> GptOssConfig:
     """SIZES, and what else `published_config` takes."""
-    return random_weights.published_config(**SIZES | sizes)
+    return published_config(**SIZES | sizes)
 
 
 def random_tensors(config: GptOssConfig, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from npu_gptoss import cann as installed
-from npu_gptoss.cann import toolkit_version
+from npu_gptoss.cann import parse
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, here
@@ -27,36 +26,15 @@ COMMON_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 IMAGE = "the image `cann:8.3.rc2-910b-ubuntu22.04-py3.11` has it"
 
 
-@dataclass(frozen=True)
-class Version:
-    """8.3.RC1.alpha003 is (8, 3), "RC1", "alpha003"."""
-
-    series: tuple[int, int]
-    release: str  # "RC1", "0" of 8.5.0, "" when the text ends after the series
-    suffix: str
-
-    @property
-    def prerelease(self) -> bool:
-        return re.search(r"alpha|beta", self.suffix, re.I) is not None
-
-
-def parse(text: str) -> Version | None:
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(RC\d+|\d+))?(?:[.\-](.+))?", text.strip(), re.I)
-    if match is None:
-        return None
-    return Version((int(match[1]), int(match[2])), (match[3] or "").upper(), match[4] or "")
-
-
-def find_toolkit(here: Machine) -> tuple[Path | None, str | None]:
-    """(the toolkit, the variable that names it), as `npu_gptoss.cann.find_toolkit` has them."""
-    return installed.find_toolkit(here.environ, here.root)
+def find_toolkit(here: Machine) -> tuple[Path | None, str | None, str]:
+    """(the toolkit, the variable that names it, its version), as `npu_gptoss.cann` finds them."""
+    place, variable = installed.find_toolkit(here.environ, here.root)
+    return place, variable, installed.toolkit_version(place) if place else ""
 
 
 def series(here: Machine) -> tuple[int, int] | None:
     """(8, 3) of CANN 8.3.RC2; None where none is found or its version cannot be read."""
-    place, _ = find_toolkit(here)
-    version = parse(toolkit_version(place)) if place else None
-    return version.series if version else None
+    return installed.series(find_toolkit(here)[2])
 
 
 def _script(folder: Path) -> Path:
@@ -66,12 +44,11 @@ def _script(folder: Path) -> Path:
 
 @on_ascend("CANN")
 def toolkit(here: Machine) -> Iterator[Finding]:
-    place, variable = find_toolkit(here)
+    place, variable, text = find_toolkit(here)
     install = f"Install CANN {LINE.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
     if place is None:
         yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
         return
-    text = toolkit_version(place)
     if not text:
         yield failed(
             f"{variable} names {place}, which holds no CANN toolkit.",
@@ -140,8 +117,7 @@ def nnal(here: Machine) -> Finding:
         )
     if not (Path(named) / "lib/libatb.so").is_file():
         return failed(f"{ATB_VARIABLE} names {named}, which has no lib/libatb.so.", install)
-    place, _ = find_toolkit(here)
-    cann = toolkit_version(place) if place else ""
+    cann = find_toolkit(here)[2]
     ours, theirs = parse(text), parse(cann)
     if ours is None or theirs is None or (ours.series, ours.release) != (theirs.series, theirs.release):
         return warning(
@@ -160,13 +136,13 @@ def driver(here: Machine) -> Finding:
             f"There is no Ascend driver in {DRIVER_FOLDER}.",
             f"Install the driver and firmware (Ascend HDK {DRIVER}); {mount}.",
         )
-    match = re.match(r"(\d+)\.(\d+)", text)
-    if match is None:
+    release = installed.series(text)
+    if release is None:
         return warning(
             f"The driver's version is not known ({text or 'no version.info'}).",
             f"Compare it with `npu-smi info` on the host; {mount}.",
         )
-    if (int(match[1]), int(match[2])) < DRIVER_OLDEST:
+    if release < DRIVER_OLDEST:
         return warning(
             f"The driver {text} is older than what users report with CANN {LINE.cann.releases[0]} "
             f"({DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on); it may refuse to capture graphs (error 207000).",

@@ -91,9 +91,10 @@ def on_ascend(what: str, emulated: bool = True) -> Callable[[Callable[..., Found
     return decorated
 
 
-def one_line(error: object, most: int = 400) -> str:
+def one_line(error: object) -> str:
+    """At most 400 characters."""
     text = " ".join(str(error).split())
-    return text if len(text) <= most else text[: most - 2] + " …"
+    return text if len(text) <= 400 else text[:398] + " …"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

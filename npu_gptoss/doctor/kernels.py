@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,16 @@ def kernels(platform: str) -> Iterator[Finding]:
     from npu_gptoss.kernels.command import example
     from npu_gptoss.kernels.registry import Priority, registry
 
-    complaints = _Complaints()
+    complaints = logging.handlers.BufferingHandler(10**6)  # what loading third-party kernels warns of
+    complaints.setLevel(logging.WARNING)
     logger = logging.getLogger("npu_gptoss.kernels")
     logger.addHandler(complaints)
     try:
         load_kernels()
     finally:
         logger.removeHandler(complaints)
-    for text in complaints.texts:
-        yield warning(text, "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
+    for record in complaints.buffer:
+        yield warning(record.getMessage(), "Repair or uninstall that package, or set NPU_GPTOSS_DISABLE_PLUGINS=1.")
     for name, operation in sorted(registry.operations.items()):
         found = explain(operation, *example(operation))
         # of the general ones: one for some shapes only is no loss for the others
@@ -62,14 +64,3 @@ def _lines(found: Explanation) -> Iterator[str]:
         reasons = [r for r in candidate.reasons if r.startswith("runs on ")] or candidate.reasons
         if candidate.kernel is not found.selected:
             yield f"{candidate.kernel.name}: {'; '.join(reasons) or 'could run, is not selected'}"
-
-
-class _Complaints(logging.Handler):
-    """What loading third-party kernels warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())

@@ -14,13 +14,13 @@ its own code, in tests/serving/emulated/test_memory.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import FULL, SLIDING, GptOssConfig, YarnScaling, tensor_parallel_objection
+from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection
 from npu_gptoss.nominal import MEMORY
 
 UTILISATION = 0.9  # vLLM's default
@@ -30,24 +30,7 @@ BF16, MXFP4 = 2, 17 / 32  # bytes; four bits, and a byte of scale for 32
 CARD = MEMORY["910B3"]
 BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
 
-PUBLISHED_20B = GptOssConfig(
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=24,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=32,
-    num_experts_per_tok=4,
-    vocab_size=201_088,
-    sliding_window=128,
-    layer_types=(SLIDING, FULL) * 12,
-    rope_theta=150_000.0,
-    rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False),
-    rms_norm_eps=1e-5,
-    max_position_embeddings=131_072,
-)
-PUBLISHED_120B = replace(PUBLISHED_20B, num_hidden_layers=36, num_local_experts=128, layer_types=(SLIDING, FULL) * 18)
+PUBLISHED_20B, PUBLISHED_120B = published_config(), published_config(36, experts=128)
 PRESETS = (
     ("gpt-oss-20b on one card", PUBLISHED_20B, 1),
     ("gpt-oss-120b on four cards", PUBLISHED_120B, 4),

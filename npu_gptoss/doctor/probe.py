@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,14 @@ def main(order: dict[str, Any]) -> None:
                 write({"finding": asdict(not_applicable("There is no usable device.", check=name))})
             return
         write({"device": asdict(seen[0])})
-        for name, function, *arguments in on_device(seen[0]):
-            check(name, function, *arguments)
+        import torch
+
+        from npu_gptoss.doctor.bandwidth import bandwidth
+        from npu_gptoss.doctor.selftest import ALONE
+
+        for name in SELF_TESTS:
+            check(name, alone if name in ALONE and seen[0].kind != CPU else _self_test, name, seen[0])
+        check("bandwidth", bandwidth, torch.device(seen[0].kind), seen[0])
 
 
 def torch_works() -> Finding:
@@ -213,28 +220,18 @@ def _device_finding(platform: str, found: Device) -> Finding:
 
 
 def _cpu() -> Device:
-    import os
     import platform
 
+    from npu_gptoss.model.memory import free_memory
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = platform.processor() or platform.machine() or "CPU"
-    total = free = 0
-    try:
+    with suppress(OSError, StopIteration):  # no Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-        sizes = {key: int(rest.split()[0]) << 10 for key, _, rest in _pairs(Path("/proc/meminfo").read_text())}
-        total, free = sizes["MemTotal"], sizes["MemAvailable"]
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit.isdecimal():
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            total, free = min(total, int(limit)), min(free, int(limit) - used)
-    except (OSError, KeyError, ValueError, IndexError):
-        if not total and hasattr(os, "sysconf"):  # no Linux
-            total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", name, os.cpu_count() or 1, total, max(0, free))
-
-
-def _pairs(text: str) -> list[tuple[str, str, str]]:
-    return [line.partition(":") for line in text.splitlines() if ":" in line]
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    with suppress(OSError, ValueError):  # "max" where a control group has no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return Device("cpu", name, os.cpu_count() or 1, total, min(total, free_memory() or total))
 
 
 def attention_operator() -> Finding:
@@ -250,18 +247,6 @@ def attention_operator() -> Finding:
     return ok("npu_fused_infer_attention_score_v2 takes learnable_sink.")
 
 
-def on_device(seen: Device) -> Iterator[tuple[Any, ...]]:
-    """(check, function, arguments) of what computes."""
-    import torch
-
-    from npu_gptoss.doctor.bandwidth import bandwidth
-    from npu_gptoss.doctor.selftest import ALONE
-
-    for name in SELF_TESTS:
-        yield name, alone if name in ALONE and seen.kind != CPU else _self_test, name, seen
-    yield "bandwidth", bandwidth, torch.device(seen.kind), seen
-
-
 def _self_test(name: str, seen: Device) -> Iterator[Finding]:
     import torch
 
@@ -269,7 +254,7 @@ def _self_test(name: str, seen: Device) -> Iterator[Finding]:
 
     if seen.kind != CPU:
         torch.get_device_module(seen.kind).set_device(0)
-    yield from self_test(name, torch.device(seen.kind), torch.bfloat16)
+    yield from self_test(name, torch.device(seen.kind))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
@@ -45,29 +44,26 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
         return _loaded(found, f"found in {found}")
     if harmony_can_load():
         return ok("openai-harmony has its vocabulary in its own cache.")
-    if model is not None:
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                build_vocabulary(model, scratch)
-            except VocabularyError as error:
-                return failed(
-                    f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
-                    f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with the "
-                    "file.",
-                )
-            else:
-                return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
-    else:
+    if model is None:
         return warning(
             f"There is no {VOCABULARY_FILE} yet, and no --model to rebuild it from: a server rebuilds it from its "
             "checkpoint's tokenizer.json.",
             REBUILD,
         )
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            build_vocabulary(model, scratch)
+        except VocabularyError as error:
+            return failed(
+                f"There is no {VOCABULARY_FILE}, and it cannot be rebuilt: {error}",
+                f"Copy tokenizer.json from the original checkpoint, or let {BASE_VARIABLE} name a folder with it.",
+            )
+        return _loaded(Path(scratch), f"rebuilt from {model / 'tokenizer.json'} when a server starts")
 
 
 def _loaded(folder: Path, how: str) -> Finding:
     """Loads harmony's encoding from this folder and encodes a sample."""
-    with _environment(BASE_VARIABLE, str(folder)):
+    with mock.patch.dict(os.environ, {BASE_VARIABLE: str(folder)}):
         try:
             import openai_harmony
 
@@ -84,16 +80,3 @@ def _loaded(folder: Path, how: str) -> Finding:
             f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
         )
     return ok(f"The harmony vocabulary works offline: {how}.")
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -14,14 +14,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import layer_tensors, split_layer
 from npu_gptoss.model.weights import AttentionWeights, Layer, ModelWeights, MoEWeights
-from npu_gptoss.moe import (
-    AnyExperts,
-    ExpertWeights,
-    Mxfp4Experts,
-    keeps_format,
-    prepare_experts,
-    quantize_fp8,
-)
+from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, keeps_format, prepare_experts, quantize_fp8
 
 # What `weights` may be: the experts' format on the device. auto: the checkpoint's where a kernel computes with it.
 AUTO, FLOATS, MXFP4, FP8 = WEIGHTS = ("auto", "bf16", "mxfp4", "fp8")
@@ -81,11 +74,7 @@ def assemble(
 
 
 def _build_layer(
-    config: GptOssConfig,
-    index: int,
-    parts: dict[str, torch.Tensor],
-    expert_map: torch.Tensor | None,
-    fp8: bool,
+    config: GptOssConfig, index: int, parts: dict[str, torch.Tensor], expert_map: torch.Tensor | None, fp8: bool
 ) -> Layer:
     """Consumes all of one layer's tensors (`layout.layer_tensors`)."""
 

@@ -27,11 +27,7 @@ _OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 
 
 def check_directory(
-    directory: Path,
-    *,
-    overrides: Mapping[str, Any] | None = None,
-    weights: bool = True,
-    text: bool = True,
+    directory: Path, *, overrides: Mapping[str, Any] | None = None, weights: bool = True, text: bool = True
 ) -> GptOssConfig:
     """Checks config.json, generation_config.json, the files of the weights by their headers, and the tokenizer.
 

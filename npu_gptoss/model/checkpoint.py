@@ -20,17 +20,16 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import CONFIG_NAME, GptOssConfig
 from npu_gptoss.model.layout import (
     FLOATS,
     PACKED,
-    TensorSpec,
     accounted,
     check_layout,
     check_names,
     check_tensor,
     common_float,
-    dtype_name,
     expected_tensors,
 )
 from npu_gptoss.model.safetensors_reader import (
@@ -45,16 +44,6 @@ from npu_gptoss.model.safetensors_reader import (
 from npu_gptoss.model.values import checked_values
 from npu_gptoss.moe.mxfp4 import Mxfp4Error, expand_transposed
 from npu_gptoss.progress import counted
-
-__all__ = [
-    "CheckpointError",
-    "TensorSpec",
-    "check_checkpoint",
-    "expand_stream",
-    "expected_tensors",
-    "iterate_tensors",
-    "write_checkpoint",
-]
 
 MAX_SHARD_BYTES = 5_000_000_000  # the hub's habit
 
@@ -187,11 +176,7 @@ def write_checkpoint(
 
 
 def _read_all(
-    stored: dict[str, StoredTensor],
-    dtype: torch.dtype,
-    progress: bool | Literal["always"],
-    expand: bool,
-    where: object,
+    stored: dict[str, StoredTensor], dtype: torch.dtype, progress: bool | Literal["always"], expand: bool, where: object
 ) -> Iterator[tuple[str, torch.Tensor]]:
     hidden = False if progress == "always" else None if progress else True  # None: tqdm asks if stderr is a terminal
     total = sum(tensor.size for tensor in stored.values())
@@ -226,9 +211,7 @@ def _check_target(dtype: torch.dtype) -> None:
 
 
 def _write_shards(
-    scratch: Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    max_shard_bytes: int,
+    scratch: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
 ) -> tuple[dict[Path, dict[str, int]], dict[str, torch.dtype]]:
     """Files under temporary names, each with its tensors' sizes; and the dtype of every tensor."""
     shards: dict[Path, dict[str, int]] = {}

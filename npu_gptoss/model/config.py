@@ -1,14 +1,14 @@
 """The numbers that define one gpt-oss model, read from a checkpoint's config.json completely or refused in words.
 
 `config_fields.py` sorts the file's fields; the rules and relations here are what their values must be, and hold for
-every `GptOssConfig`, however it is built. Where a field may be absent, the value is the one that transformers takes
-then: `_OPTIONAL` and the defaults of `YarnScaling` say which.
+every `GptOssConfig`, however it is built. A field with a default may be absent: transformers takes the same value then.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config_fields import (
     ARCHITECTURE,
-    BOOLEAN,
     DTYPE,
     MISSING,
     MODEL_TYPE,
@@ -24,15 +23,16 @@ from npu_gptoss.model.config_fields import (
     TOKEN,
     ConfigError,
     Rule,
+    YarnScaling,
     above,
+    check_rules,
     integer,
     is_int,
     is_number,
     read_fields,
     refuse,
+    ruled,
 )
-
-__all__ = ["CONFIG_NAME", "FULL", "MXFP4", "SLIDING", "ConfigError", "GptOssConfig", "YarnScaling"]
 
 CONFIG_NAME = "config.json"
 _ADAPTER = "adapter_config.json"
@@ -63,67 +63,16 @@ _CONSTANTS = {
     "use_cache": True,
 }
 
-_YARN_RULES: dict[str, Rule] = {
-    "factor": Rule("a number of at least 1 and at most 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6),
-    "original_max_position_embeddings": integer(1),
-    "beta_fast": above(0, 1e6),
-    "beta_slow": above(0, 1e6),
-    "truncate": BOOLEAN,
-}
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN's numbers, as in `rope_scaling` of config.json.
-
-    The defaults are what transformers computes for a file without them. The published files say `truncate` false, which
-    is another function (see rope.py).
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        for name, rule in _YARN_RULES.items():
-            rule.check(f"rope_scaling.{name}", getattr(self, name))
-        if self.beta_fast <= self.beta_slow:
-            refuse("rope_scaling.beta_fast", f"above beta_slow ({self.beta_slow})", self.beta_fast)
-
-
-# With the largest value that is taken: far above any gpt-oss, and below what would exhaust memory or time by itself.
-_RULES: dict[str, Rule] = {
-    "hidden_size": integer(1, 1 << 20),
-    "intermediate_size": integer(1, 1 << 20),
-    "num_hidden_layers": integer(1, 1000),
-    "num_attention_heads": integer(1, 1 << 16),
-    "num_key_value_heads": integer(1, 1 << 16),
-    "head_dim": Rule(
-        "an even integer of at least 2 (rotary halves) and at most 4096",
-        lambda v: is_int(v) and 2 <= v <= 4096 and v % 2 == 0,
-    ),
-    "num_local_experts": integer(1, 1 << 16),
-    "num_experts_per_tok": integer(1, 1 << 16),
-    "vocab_size": integer(1, 1 << 24),
-    "sliding_window": integer(1),
-    "layer_types": Rule(
-        f"a list that holds only {SLIDING!r} and {FULL!r}",
-        lambda v: isinstance(v, tuple) and all(kind in (SLIDING, FULL) for kind in v),
-    ),
-    "swiglu_limit": above(0),
-    "rope_theta": above(1, 1e12),
-    "rope_scaling": Rule("a YarnScaling", lambda v: isinstance(v, YarnScaling)),
-    "rms_norm_eps": above(0, 1),
-    "max_position_embeddings": integer(1, 1 << 20),  # the table of rotary angles has a row for each
-    "eos_token_id": TOKEN,
-    "pad_token_id": TOKEN,
-    "other_eos_token_ids": Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v)),
-    "quantization": Rule(f"{MXFP4!r} or None", lambda v: v is None or v == MXFP4),
-    "dtype": DTYPE,
-}
-
+_HEAD_DIM = Rule(
+    "an even integer of at least 2 (rotary halves) and at most 4096",
+    lambda v: is_int(v) and 2 <= v <= 4096 and v % 2 == 0,
+)
+_LAYER_TYPES = Rule(
+    f"a list that holds only {SLIDING!r} and {FULL!r}",
+    lambda v: isinstance(v, tuple) and all(kind in (SLIDING, FULL) for kind in v),
+)
+_TOKENS = Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v))
+_YARN = Rule("a YarnScaling", lambda v: isinstance(v, YarnScaling))
 _ONE_OF_TWO = "Correct one of the two."
 
 
@@ -168,31 +117,34 @@ class GptOssConfig:
     `eos_token_id` and `pad_token_id` are None where the file says null or nothing: transformers leaves null fields out.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_local_experts: int
-    num_experts_per_tok: int
-    vocab_size: int
-    sliding_window: int  # keys that a query sees in a sliding layer, itself included
-    layer_types: tuple[str, ...]
-    rope_theta: float
-    rope_scaling: YarnScaling
-    rms_norm_eps: float
-    max_position_embeddings: int
-    swiglu_limit: float = 7.0
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
-    quantization: str | None = None  # "mxfp4": the experts are stored as blocks and scales
-    dtype: str | None = None  # what the file says of the other tensors ("torch_dtype"); the tensors themselves decide
-    other_eos_token_ids: tuple[int, ...] = ()  # the rest, where the file's eos_token_id is a list
+    # The largest values lie far above any gpt-oss, and below what would exhaust memory or time by itself.
+    hidden_size: int = ruled(integer(1, 1 << 20))
+    intermediate_size: int = ruled(integer(1, 1 << 20))
+    num_hidden_layers: int = ruled(integer(1, 1000))
+    num_attention_heads: int = ruled(integer(1, 1 << 16))
+    num_key_value_heads: int = ruled(integer(1, 1 << 16))
+    head_dim: int = ruled(_HEAD_DIM)
+    num_local_experts: int = ruled(integer(1, 1 << 16))
+    num_experts_per_tok: int = ruled(integer(1, 1 << 16))
+    vocab_size: int = ruled(integer(1, 1 << 24))
+    sliding_window: int = ruled(integer(1))  # keys that a query sees in a sliding layer, itself included
+    layer_types: tuple[str, ...] = ruled(_LAYER_TYPES)
+    rope_theta: float = ruled(above(1, 1e12))
+    rope_scaling: YarnScaling = ruled(_YARN)  # noqa: RUF009  # makes a field
+    rms_norm_eps: float = ruled(above(0, 1))
+    max_position_embeddings: int = ruled(integer(1, 1 << 20))  # the table of rotary angles has a row for each
+    # Up to transformers 4.57 this stands in its code, not in the files that it writes.
+    swiglu_limit: float = ruled(above(0), 7.0)
+    eos_token_id: int | None = ruled(TOKEN, None)
+    pad_token_id: int | None = ruled(TOKEN, None)
+    # "mxfp4": the experts are stored as blocks and scales
+    quantization: str | None = ruled(Rule(f"{MXFP4!r} or None", lambda v: v in (None, MXFP4)), None)
+    # what the file says of the other tensors ("torch_dtype"); the tensors themselves decide
+    dtype: str | None = ruled(DTYPE, None)
+    other_eos_token_ids: tuple[int, ...] = ruled(_TOKENS, ())  # the rest, where the file's eos_token_id is a list
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            rule.check(name, getattr(self, name))
+        check_rules(self)
         for name, holds, expected, remedy in _relations(self):
             if not holds:
                 refuse(name, expected, getattr(self, name), remedy)
@@ -209,15 +161,14 @@ class GptOssConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GptOssConfig:
         """Reads the content of a config.json, or what transformers' `to_dict` returns. Raises ConfigError."""
-        names = [field.name for field in fields(cls)]
-        found = read_fields(values, names)
-        for name in names:
-            if name not in found and name not in _OPTIONAL:
-                refuse(name, _RULES[name].expected, MISSING)
-        found["rope_scaling"] = YarnScaling(**_floats(found["rope_scaling"]))
+        found = read_fields(values, [field.name for field in fields(cls)])
+        for field in fields(cls):
+            if field.name not in found and field.default is NO_DEFAULT:
+                refuse(field.name, field.metadata["rule"].expected, MISSING)
+        found["rope_scaling"] = _with_floats(YarnScaling, found["rope_scaling"])
         if isinstance(found["layer_types"], list):
             found["layer_types"] = tuple(found["layer_types"])
-        return cls(**_floats(found))
+        return _with_floats(cls, found)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> GptOssConfig:
@@ -255,18 +206,53 @@ class GptOssConfig:
         return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
-# Absent in files that transformers writes: null token ids are left out, and up to 4.57 the limit 7 stands in its code.
-_OPTIONAL = frozenset({"eos_token_id", "pad_token_id", "swiglu_limit"})
-_FLOATS = frozenset({"rope_theta", "rms_norm_eps", "swiglu_limit", "factor", "beta_fast", "beta_slow"})
-
-
-def _floats(values: dict[str, Any]) -> dict[str, Any]:
+def _with_floats(kind: type, values: dict[str, Any]) -> Any:
     """A file may write 150000 for 150000.0; what is no number is left for the rules to refuse."""
-    return {name: float(v) if name in _FLOATS and is_number(v) else v for name, v in values.items()}
+    floats = {field.name for field in fields(kind) if field.type == "float"}
+    return kind(**{name: float(v) if name in floats and is_number(v) else v for name, v in values.items()})
 
 
 # Fields of the class that config.json has under the same name, as the same value
 _SAME_NAME = {field.name for field in fields(GptOssConfig)} - {"quantization", "dtype", "other_eos_token_ids"}
+
+
+# The sizes of gpt-oss-20b, by the short names of `published_config` where they have one
+_SHORT = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "window": "sliding_window",
+    "max_positions": "max_position_embeddings",
+}
+_PUBLISHED = {
+    "hidden": 2880,
+    "intermediate": 2880,
+    "experts": 32,
+    "experts_per_token": 4,
+    "heads": 64,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "window": 128,
+    "max_positions": 131_072,
+    "vocab_size": 201_088,  # 200 019 tokens and padding to a multiple of 128 and more
+    "rope_theta": 150_000.0,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+
+
+def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = False, **sizes: Any) -> GptOssConfig:
+    """gpt-oss-20b in BF16 but for `sizes`: fields by their own names or those of _SHORT. Raises ConfigError."""
+    return GptOssConfig(
+        num_hidden_layers=layers,
+        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
+        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=truncate),
+        quantization=MXFP4 if mxfp4 else None,
+        **{_SHORT.get(name, name): value for name, value in {**_PUBLISHED, **sizes}.items()},
+    )
 
 
 def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from npu_gptoss.errors import InputError, quoted, short
@@ -23,7 +24,6 @@ _warned: set[str] = set()
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
 MXFP4 = "mxfp4"
-YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
 _CHECK_FILE = "Check that the file belongs to a gpt-oss checkpoint and is unchanged."
 
 
@@ -55,6 +55,17 @@ class Rule:
     def check(self, field: str, value: object) -> None:
         if not self.holds(value):
             refuse(field, self.expected, value, self.remedy)
+
+
+def ruled(rule: Rule, default: Any = NO_DEFAULT) -> Any:
+    """A dataclass's field whose value must keep the rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def check_rules(values: Any, prefix: str = "") -> None:
+    """Every field of a dataclass of `ruled` fields. Raises ConfigError."""
+    for each in fields(values):
+        each.metadata["rule"].check(prefix + each.name, getattr(values, each.name))
 
 
 def is_int(value: object) -> bool:
@@ -90,6 +101,29 @@ DTYPE = Rule(
     lambda v: v in (None, "bfloat16", "float32"),
     "gpt-oss was trained in bfloat16 and overflows in float16: take a bfloat16 checkpoint.",
 )
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's numbers, as in `rope_scaling` of config.json.
+
+    The defaults are what transformers computes for a file without them. The published files say `truncate` false, which
+    is another function (see rope.py).
+    """
+
+    factor: float = ruled(Rule("a number of at least 1 and at most 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6))
+    original_max_position_embeddings: int = ruled(integer(1))
+    beta_fast: float = ruled(above(0, 1e6), 32.0)
+    beta_slow: float = ruled(above(0, 1e6), 1.0)
+    truncate: bool = ruled(BOOLEAN, True)
+
+    def __post_init__(self) -> None:
+        check_rules(self, "rope_scaling.")
+        if self.beta_fast <= self.beta_slow:
+            refuse("rope_scaling.beta_fast", f"above beta_slow ({self.beta_slow})", self.beta_fast)
+
+
+YARN_FIELDS = tuple(each.name for each in fields(YarnScaling))
 
 # name -> (the only value that gpt-oss has, why). Absent means this value: it is the default of transformers' class.
 _FIXED: dict[str, tuple[Any, str]] = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from npu_gptoss.errors import short
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.safetensors_reader import CheckpointError, listed
 from npu_gptoss.moe.mxfp4 import GROUP
@@ -168,7 +169,3 @@ def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) 
                 f"and {name} in {dtype_name(dtype)}. Convert them to one of the two."
             )
     return common
-
-
-def dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,10 +13,9 @@ from npu_gptoss.model.sharding import TENSOR, Shard
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. `group`: None is torch.distributed's default group."""
+    """This process's place among the ranks of torch.distributed's default group."""
 
     shard: Shard
-    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of_this_process(cls, experts: str = TENSOR) -> Ranks:
@@ -29,14 +28,14 @@ class Ranks:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place: the same bits on every rank."""
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor)
         return tensor
 
     def side_by_side(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """tensor [rows, n] of each rank -> [rows, ranks * n], into `out` where given."""
         rows, columns = tensor.shape
         parts = tensor.new_empty(self.shard.size * rows, columns)
-        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(parts, tensor.contiguous())
         whole = parts.view(self.shard.size, rows, columns).transpose(0, 1)
         if out is None:
             out = tensor.new_empty(rows, self.shard.size * columns)
@@ -53,5 +52,5 @@ class Ranks:
 
     def _all(self, value: int) -> list[int]:
         values: list[int | None] = [None] * self.shard.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]

@@ -20,27 +20,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.errors import quoted, short
-from npu_gptoss.files import (
-    MOST_HEADER_BYTES,
-    CheckpointError,
-    is_directory,
-    is_there,
-    parse_json,
-    read_json,
-    reason,
-)
-
-__all__ = [
-    "INDEX_NAME",
-    "SINGLE_NAME",
-    "CheckpointError",
-    "StoredTensor",
-    "find_tensors",
-    "listed",
-    "read_header",
-    "read_tensor",
-    "weight_files",
-]
+from npu_gptoss.files import MOST_HEADER_BYTES, CheckpointError, is_directory, is_there, parse_json, read_json, reason
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -67,12 +47,10 @@ _DTYPES = {
 }
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+def listed(names: Iterable[str]) -> str:
+    """The first three names, and how many more there are."""
     names = list(names)
-    return ", ".join(short(name) for name in names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
+    return ", ".join(map(short, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from npu_gptoss import dense
 from npu_gptoss.attention import LayerKernels, StepMetadata, paged_attention
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
@@ -28,7 +29,7 @@ from npu_gptoss.model.layout import accounted
 from npu_gptoss.model.memory import check_memory
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.rope import cos_sin_cache
-from npu_gptoss.model.weights import Layer
+from npu_gptoss.model.weights import ModelWeights
 from npu_gptoss.moe import expert_mlp
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,46 +44,31 @@ def check_dtype(dtype: torch.dtype) -> None:
             "float16 cannot hold gpt-oss's activations (they overflow beyond 65504): use bfloat16, or float32 on a CPU"
         )
     if dtype not in DTYPES:
-        raise InputError(f"gpt-oss runs in {' or '.join(map(_name, DTYPES))}, got {_name(dtype)}")
+        raise InputError(f"gpt-oss runs in {' or '.join(map(dtype_name, DTYPES))}, got {dtype_name(dtype)}")
 
 
 class GptOss:
     """The weights on one device and the forward pass over them."""
 
-    def __init__(
-        self,
-        config: GptOssConfig,
-        *,
-        embedding: torch.Tensor,
-        layers: Sequence[Layer],
-        norm: torch.Tensor,
-        lm_head: dense.Weight,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """embedding, lm_head [vocab, hidden]; norm [hidden] float32.
-
-        ranks: those that share the model; config and weights are then this rank's share. None: it has all.
-        """
-        self.config = config
-        self.ranks = ranks
-        self.embedding = embedding
-        self.layers = tuple(layers)
-        self.norm = norm
-        self.lm_head = lm_head
-        self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, embedding.dtype, embedding.device)
-        dtype = embedding.dtype
+    def __init__(self, config: GptOssConfig, weights: ModelWeights, ranks: Ranks | None = None) -> None:
+        """ranks: those that share the model; config and weights are then this rank's share. None: it has all."""
+        self.config, self.weights, self.ranks = config, weights, ranks
+        self.embedding, self.layers = weights.embedding, weights.layers
+        self.norm, self.lm_head = weights.norm, weights.lm_head
+        self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, self.dtype, self.device)
+        dtype = self.dtype
         self._qkv = [dense.bind_qkv(dtype, each.attention.qkv_weight, config.head_dim) for each in self.layers]
         self._attention = [LayerKernels(each.attention.window) for each in self.layers]
         self._output = [dense.bind_output(dtype, each.attention.output_weight) for each in self.layers]
         self._router = [dense.bind_router(dtype, each.moe.router_weight) for each in self.layers]
-        self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, lm_head)
+        self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, self.lm_head)
 
     def with_fp8_projections(self) -> GptOss:
         """The same model with attention's projections and lm_head in eight bits, one scale a row: half their bytes.
 
         It is another function: about 2 % of error in each projection (`dense.quantize_rows`).
         """
-        layers = [
+        layers = tuple(
             replace(
                 layer,
                 attention=replace(
@@ -92,15 +78,9 @@ class GptOss:
                 ),
             )
             for layer in self.layers
-        ]
-        return GptOss(
-            self.config,
-            embedding=self.embedding,
-            layers=layers,
-            norm=self.norm,
-            lm_head=dense.quantize_rows(self.lm_head),
-            ranks=self.ranks,
         )
+        weights = replace(self.weights, layers=layers, lm_head=dense.quantize_rows(self.lm_head))
+        return GptOss(self.config, weights, self.ranks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,15 +139,7 @@ class GptOss:
         if ranks is not None:
             expert_map = ranks.shard.expert_map(config, torch.device(device))
             config, tensors = ranks.shard.local(config), ranks.shard.cut_all(tensors)
-        weights = assemble(config, tensors, device, dtype, expert_map, fp8=fp8)
-        return cls(
-            config,
-            embedding=weights.embedding,
-            layers=weights.layers,
-            norm=weights.norm,
-            lm_head=weights.lm_head,
-            ranks=ranks,
-        )
+        return cls(config, assemble(config, tensors, device, dtype, expert_map, fp8=fp8), ranks)
 
     @torch.inference_mode()
     def forward(
@@ -289,7 +261,3 @@ class GptOss:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`head` in float32."""
         return self.head(hidden).float()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

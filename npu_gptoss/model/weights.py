@@ -46,4 +46,4 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [hidden] float32
-    lm_head: torch.Tensor  # [vocab, hidden]
+    lm_head: Weight  # [vocab, hidden]

@@ -119,17 +119,16 @@ def outcomes(
     kv_heads: int,
     dtype: torch.dtype,
     repeats: int,
-    kernel: str | None = None,
 ) -> list[Outcome]:
     """The case on the device, once for each of its windows, `repeats` times each."""
     step = make_case(case, heads, kv_heads, dtype)
-    placed = step.written(device, kernel)
-    return [_outcome(case, step, placed, window, repeats, kernel) for window in case.windows]
+    placed = step.written(device)
+    return [_outcome(case, step, placed, window, repeats) for window in case.windows]
 
 
-def _outcome(case: Case, step: Step, placed: Step, window: int | None, repeats: int, kernel: str | None) -> Outcome:
+def _outcome(case: Case, step: Step, placed: Step, window: int | None, repeats: int) -> Outcome:
     def attend() -> torch.Tensor:
-        return placed.attend(window, kernel).cpu()
+        return placed.attend(window).cpu()
 
     want, got = step.want(window), attend()
     tokens = step.metadata.num_tokens

@@ -14,7 +14,7 @@ import torch
 
 from npu_gptoss import dense
 from npu_gptoss.kernels import current_platform, platform_override
-from npu_gptoss.selftest.outcome import Outcome, deviation, judged, poison, repeated
+from npu_gptoss.selftest.outcome import Outcome, compared, poison
 
 EPSILON = 1e-5
 FEW_ROWS = "torch's linear with fewer than 64 rows, or with an Inf (ops-nn e3f831f65 and 678cacee2, betas of CANN 9.1)"
@@ -74,11 +74,11 @@ def projections(
             if case.infinite is not None:
                 x[case.infinite, 3] = float("inf")
             run = functools.partial(_linear, x.to(device), *there, case.infinite)
-            (got,), want = run(), torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+            want = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
             if case.infinite is not None:
                 want[case.infinite] = 0
             what = f"{name} [{case.rows}, {inputs}] to {outputs}{' with an Inf' * (case.infinite is not None)}"
-            yield repeated(judged(what, FEW_ROWS, deviation(got, want)), repeats, run, [got])
+            yield compared(what, FEW_ROWS, run, [want], repeats)
 
 
 def norms(rows: Iterable[int], width: int, device: torch.device, dtype: torch.dtype, repeats: int) -> Iterator[Outcome]:
@@ -95,10 +95,7 @@ def norms(rows: Iterable[int], width: int, device: torch.device, dtype: torch.dt
                 whole = residual if second is None else residual + second
                 want = dense.add_norm(whole.float(), None, weight.float(), EPSILON, kernel="reference")[1]
             run = functools.partial(_add_norm, *arguments)
-            sums, got = run()
-            what = f"{name} [{count}, {width}]"
-            outcome = judged(what, norm_suspect(width), max(deviation(got, want), deviation(sums, whole)))
-            yield repeated(outcome, repeats, run, (sums, got))
+            yield compared(f"{name} [{count}, {width}]", norm_suspect(width), run, (whole, want), repeats)
 
 
 def _linear(

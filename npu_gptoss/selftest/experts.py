@@ -19,7 +19,7 @@ import torch
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
 from npu_gptoss.moe.activation import swigluoai
 from npu_gptoss.moe.ascend import AscendExperts, grouped_mlp
-from npu_gptoss.selftest.outcome import Outcome, deviation, judged, poison, repeated
+from npu_gptoss.selftest.outcome import Outcome, compared, deviation, judged, poison
 from npu_gptoss.verify.cases import TOP_K, expert_map
 
 
@@ -205,13 +205,11 @@ def _outcome(
     def run() -> list[torch.Tensor]:  # all calls are under way before anything waits
         return [out.cpu() for out in [expert_mlp(hidden, prepared, *rest) for hidden, *rest in there]]
 
+    wants = [layer.want(*call) for call in inputs]
     try:
-        got = run()
+        return compared(what, case.suspect, run, wants, repeats)
     except RuntimeError as error:  # what an operator or the driver has against it
         return Outcome(what, case.suspect, float("inf"), f"it raised {' '.join(str(error).split())[:200]}")
-    wants = [layer.want(*call) for call in inputs]
-    found = max(deviation(*pair) for pair in zip(got, wants, strict=True))
-    return repeated(judged(what, case.suspect, found), repeats, run, got)
 
 
 def group_lists(rank: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:

@@ -40,6 +40,15 @@ def judged(what: str, suspect: str, deviation: float, limit: float = LIMIT) -> O
     return Outcome(what, suspect, deviation, problem if deviation > limit else "")
 
 
+def compared(
+    what: str, suspect: str, run: Callable[[], Sequence[torch.Tensor]], wants: Sequence[torch.Tensor], repeats: int = 1
+) -> Outcome:
+    """What `run` computes on the device against what the definition says, each [rows, …]; then `repeated`."""
+    got = run()
+    found = max(deviation(*pair) for pair in zip(got, wants, strict=True))
+    return repeated(judged(what, suspect, found), repeats, run, got)
+
+
 def repeated(
     outcome: Outcome, repeats: int, run: Callable[[], Sequence[torch.Tensor]], got: Sequence[torch.Tensor]
 ) -> Outcome:

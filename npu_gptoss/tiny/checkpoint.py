@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.model.checkpoint import expand_stream, write_checkpoint
-from npu_gptoss.model.config import MXFP4, GptOssConfig
+from npu_gptoss.model.config import MXFP4, GptOssConfig, published_config
 from npu_gptoss.moe.mxfp4 import GROUP, compress
-from npu_gptoss.tiny.random_weights import published_config, random_tensors
+from npu_gptoss.tiny.random_weights import random_tensors
 from npu_gptoss.tiny.tokenizer_files import PAD_ID, RETURN_ID, write_tokenizer_files
 
 TRAINED_FILE = Path(__file__).parents[1] / "assets" / "tiny_trained.safetensors"

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from npu_gptoss.model.config import FULL, MXFP4, SLIDING, GptOssConfig, YarnScaling
+from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe.mxfp4 import compress, expand
-
-VOCABULARY_ROWS = 201_088  # as published: 200 019 tokens and padding to a multiple of 128 and more
 
 
 @dataclass(frozen=True)
@@ -28,49 +26,6 @@ class Deviations:
     gate_up: float = 3.0  # gain; pre-activations of about 3, so that the clamp at 7 cuts a few per cent
     gate_up_bias: float = 1.0
     down: float = 0.2  # gain
-
-
-def published_config(
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int = 64,
-    experts_per_token: int = 4,
-    vocab_size: int = VOCABULARY_ROWS,
-    window: int = 128,
-    max_positions: int = 131_072,
-    truncate: bool = False,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
-    mxfp4: bool = False,
-    dtype: str = "bfloat16",
-) -> GptOssConfig:
-    """The published numbers (window, YaRN, limit, head size) but for the sizes. Raises ConfigError."""
-    return GptOssConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        num_local_experts=experts,
-        num_experts_per_tok=experts_per_token,
-        vocab_size=vocab_size,
-        sliding_window=window,
-        layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),
-        rope_theta=150_000.0,
-        rope_scaling=YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=truncate),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=max_positions,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        quantization=MXFP4 if mxfp4 else None,
-        dtype=dtype,
-    )
 
 
 def random_tensors(

@@ -8,6 +8,7 @@ carries them as data; nothing is downloaded.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -140,15 +141,21 @@ def generation_config() -> dict[str, object]:
     }
 
 
-def write_tokenizer_files(directory: Path) -> None:
-    """Writes the tokenizer, its configuration, the chat template and openai-harmony's vocabulary into `directory`."""
+@functools.cache
+def _contents() -> dict[str, bytes]:
+    """The files by name: the same for every checkpoint, and seconds of work."""
     vocabulary = packaged_vocabulary()
     tokenizer = json.dumps(tokenizer_json(parse_ranks(vocabulary)), ensure_ascii=False, separators=(",", ":"))
-    write_atomically(directory / "tokenizer.json", tokenizer.encode())
-    for name, content in (
-        ("tokenizer_config.json", tokenizer_config()),
-        ("generation_config.json", generation_config()),
-    ):
-        write_atomically(directory / name, (json.dumps(content, indent=2) + "\n").encode())
-    write_atomically(directory / "chat_template.jinja", CHAT_TEMPLATE_FILE.read_bytes())
-    write_atomically(directory / VOCABULARY_FILE, vocabulary)
+    return {
+        "tokenizer.json": tokenizer.encode(),
+        "tokenizer_config.json": (json.dumps(tokenizer_config(), indent=2) + "\n").encode(),
+        "generation_config.json": (json.dumps(generation_config(), indent=2) + "\n").encode(),
+        "chat_template.jinja": CHAT_TEMPLATE_FILE.read_bytes(),
+        VOCABULARY_FILE: vocabulary,
+    }
+
+
+def write_tokenizer_files(directory: Path) -> None:
+    """Writes the tokenizer, its configuration, the chat template and openai-harmony's vocabulary into `directory`."""
+    for name, content in _contents().items():
+        write_atomically(directory / name, content)

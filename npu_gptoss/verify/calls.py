@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_gptoss.kernels import ANY, KernelSpec, Operation
-from npu_gptoss.verify.cases import Inputs
+from npu_gptoss.verify.cases import Inputs, widened
 from npu_gptoss.verify.compare import Verdict, compare
 from npu_gptoss.verify.mutations import Definition, Mutation, Outputs, mutations_of
 from npu_gptoss.verify.tolerances import tolerance
@@ -75,8 +75,20 @@ class Check:
     operation: Operation | None = None
 
     @classmethod
-    def of(cls, operation: Operation, *parts: Any, **more: Any) -> Check:
-        return cls(operation.name, operation.summary, *parts, operation=operation, **more)
+    def of(
+        cls,
+        operation: Operation,
+        calls: Callable[[CallSpec], Iterator[Call]],
+        run: Callable[[Inputs, str | None], Outputs],
+        dtypes: Mapping[str, tuple[str, ...]],
+        precisions: Mapping[str, str] | None = None,
+        definition: Definition | None = None,
+        sizes: Callable[[Inputs], Outputs] | None = None,
+    ) -> Check:
+        """definition: None is the reference kernel in float32."""
+        definition = definition or (lambda inputs: run(widened(inputs), f"{operation.name}.reference"))
+        name, summary = operation.name, operation.summary
+        return cls(name, summary, calls, run, definition, dtypes, precisions or {}, sizes, operation)
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:

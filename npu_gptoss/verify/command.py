@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
             reports.append(report)
             print("\n".join(lines(report, args)), flush=True)
         if args.json is not None:
-            write_json(args.json, record(args, device, reports, elsewhere))
+            found = json.dumps(record(args, device, reports, elsewhere), indent=1, allow_nan=False)
+            write_atomically(args.json.absolute(), f"{found}\n".encode())
     print(summary(reports, elsewhere, time.monotonic() - started))
     return 0 if all(report.ok for report in reports) else 1
 
@@ -147,8 +148,3 @@ def record(
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinity: an error that no tolerance measures is null."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    write_atomically(path.absolute(), (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())

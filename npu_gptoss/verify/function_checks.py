@@ -12,16 +12,16 @@ from collections.abc import Iterator
 
 import torch
 
-from npu_gptoss.model.config import GptOssConfig, YarnScaling
+from npu_gptoss.model.config import YarnScaling, published_config
 from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
 from npu_gptoss.moe import mxfp4
-from npu_gptoss.tiny.checkpoint import tiny_config
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs
 from npu_gptoss.verify.mutations import Outputs
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-PUBLISHED_YARN = YarnScaling(32.0, 4096, 32.0, 1.0, truncate=False)
+PUBLISHED = published_config()
+PUBLISHED_YARN = PUBLISHED.rope_scaling
 
 
 def expand_calls(spec: CallSpec) -> Iterator[Call]:
@@ -98,10 +98,6 @@ def define_compress(inputs: Inputs) -> Outputs:
     return {"blocks": blocks.to(torch.uint8), "scales": (exponent + 127).to(torch.uint8)}
 
 
-def _config(yarn: YarnScaling, head_dim: int) -> GptOssConfig:
-    return dataclasses.replace(tiny_config(), head_dim=head_dim, rope_scaling=yarn, max_position_embeddings=131072)
-
-
 def table_calls(spec: CallSpec) -> Iterator[Call]:
     """The published numbers up to the last position, other head sizes and factors; then random ones."""
     plans = [
@@ -117,13 +113,13 @@ def table_calls(spec: CallSpec) -> Iterator[Call]:
         yarn = YarnScaling(draw.uniform(1, 64), draw.choice((512, 4096, 8192)), 32.0, 1.0, truncate=draw.random() < 0.3)
         plans.append((name, yarn, draw.choice((16, 32, 64, 128)), draw.randint(1, 9000)))
     for name, yarn, dim, positions in plans:
-        inputs = {"yarn": yarn, "theta": tiny_config().rope_theta, "head_dim": dim, "positions": positions}
+        inputs = {"yarn": yarn, "theta": PUBLISHED.rope_theta, "head_dim": dim, "positions": positions}
         yield Call(name, {**inputs, "device": torch.zeros(0)})
 
 
 def run_tables(inputs: Inputs, kernel: str | None) -> Outputs:
     """The first, the last and some rows between; logarithms, because frequencies count relative to their size."""
-    config = _config(inputs["yarn"], inputs["head_dim"])
+    config = dataclasses.replace(PUBLISHED, head_dim=inputs["head_dim"], rope_scaling=inputs["yarn"])
     table = cos_sin_cache(config, inputs["positions"], torch.float32, inputs["device"].device)
     return {"log_frequencies": yarn_inv_freq(config)[0].log(), "cos_sin": table[_rows(inputs["positions"])]}
 
@@ -187,13 +183,7 @@ _PACKED = {"blocks": "exact", "scales": "exact"}
 CHECKS = (
     Check("mxfp4.expand", "MXFP4 to floats, every bit", expand_calls, run_expand, define_expand, _VALUES, _BITS),
     Check(
-        "mxfp4.compress",
-        "floats to MXFP4, every bit",
-        compress_calls,
-        run_compress,
-        define_compress,
-        _VALUES,
-        _PACKED,
+        "mxfp4.compress", "floats to MXFP4, every bit", compress_calls, run_compress, define_compress, _VALUES, _PACKED
     ),
     Check(
         "rope.tables",

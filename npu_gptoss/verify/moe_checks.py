@@ -10,7 +10,7 @@ from npu_gptoss.moe import expert_mlp, operations, prepare_experts
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, CallSpec, Check
-from npu_gptoss.verify.cases import Inputs, expert_inputs, widened
+from npu_gptoss.verify.cases import Inputs, expert_inputs
 from npu_gptoss.verify.mutations import Outputs
 
 GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
@@ -74,10 +74,6 @@ def run_experts(inputs: Inputs, kernel: str | None) -> Outputs:
     return {"out": expert_mlp(inputs["hidden_states"], prepared, inputs["topk_weights"], inputs["topk_ids"])}
 
 
-def define_experts(inputs: Inputs) -> Outputs:
-    return run_experts(widened(inputs), f"{EXPERTS.name}.reference")
-
-
 def route_calls(spec: CallSpec) -> Iterator[Call]:
     """From one to many tokens, 32 and 128 experts, as many experts as are chosen; then random ones."""
     dtype = getattr(torch, spec.roles["logits"])
@@ -105,13 +101,9 @@ def run_route(inputs: Inputs, kernel: str | None) -> Outputs:
     }
 
 
-def define_route(inputs: Inputs) -> Outputs:
-    return run_route(inputs, f"{ROUTE.name}.reference")
-
-
 _ROUTE_PRECISIONS = {"weights": "float32", "logits": "exact", "distinct": "exact"}
 _EXPERT_ROLES = {"hidden": WEIGHT_DTYPES, "weight": (*WEIGHT_DTYPES, *PACKED_FORMATS)}
 CHECKS = (
-    Check.of(ROUTE, route_calls, run_route, define_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),
-    Check.of(EXPERTS, expert_calls, run_experts, define_experts, _EXPERT_ROLES),
+    Check.of(ROUTE, route_calls, run_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),
+    Check.of(EXPERTS, expert_calls, run_experts, _EXPERT_ROLES),
 )

@@ -55,20 +55,13 @@ def test_a_server_for_this_machine_alone_is_well(tmp_path: Path) -> None:
     only(exposure.exposure(here), "ok", "this machine alone")
 
 
-def test_a_server_and_its_processes_are_told_once(tmp_path: Path) -> None:
-    here = running(running(machine(tmp_path), "--port", "8123"), "--port", "8123", pid=8)
-    only(exposure.exposure(here), "warning", "process 7")
-
-
-def test_programs_that_start_a_server_or_name_one_are_none(tmp_path: Path) -> None:
+def test_a_server_is_told_once_and_programs_that_start_or_name_one_or_have_ended_are_none(tmp_path: Path) -> None:
+    (tmp_path / "proc/9").mkdir(parents=True)
     here = running(machine(tmp_path), program=("env", "A=1", "vllm"))
     running(here, program=("grep", "vllm"), pid=8)
     only(exposure.exposure(here), "ok", "No server runs here")
-
-
-def test_a_server_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "proc/9").mkdir(parents=True)
-    only(exposure.exposure(machine(tmp_path)), "ok", "No server runs here")
+    running(running(here, "--port", "8123", pid=10), "--port", "8123", pid=11)
+    only(exposure.exposure(here), "warning", "process 10")
 
 
 @pytest.mark.parametrize("left_out", [{"NPU_GPTOSS_SKIP_PATCHES": "a,admission"}, {"VLLM_PLUGINS": "ascend"}])

@@ -9,6 +9,7 @@ import pytest
 from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.kernels import Priority, loading, platform_override
 from npu_gptoss.kernels.registry import registry
+from tests.doctor.machines import only
 
 TORCH_NPU = frozenset({"torch_npu"})
 
@@ -37,16 +38,13 @@ def test_on_ascend_the_fused_operators_are_selected():
     with platform_override("ascend", TORCH_NPU):
         found = by_operation("ascend")
     for name in ("attention.paged", "attention.write_kv", "moe.experts", "moe.route"):
-        assert found[name].state == "ok"
-        assert f"{name}.ascend is selected" in found[name].sentence
+        only(found[name], "ok", f"{name}.ascend is selected")
 
 
 def test_plain_operators_where_fused_ones_are_made_for_the_machine_are_a_warning():
     with platform_override("ascend", frozenset()):
         found = by_operation("ascend")
-    paged = found["attention.paged"]
-    assert paged.state == "warning"
-    assert "attention.paged.small_ops is selected and not attention.paged.ascend" in paged.sentence
+    paged = only(found["attention.paged"], "warning", "paged.small_ops is selected and not attention.paged.ascend")
     assert "attention.paged.ascend: needs torch_npu, which is not installed" in paged.details
     with platform_override("cpu", TORCH_NPU):  # what the variable NPU_GPTOSS_PLATFORM may do
         assert "are selected for cpu" in by_operation("ascend")["moe.experts"].sentence
@@ -62,22 +60,20 @@ def test_a_kernel_for_some_shapes_only_is_not_missed_by_the_others():
             assert found[name].state == "warning", kernel.name
 
 
-def test_an_override_that_cannot_run_is_a_failure_that_names_its_variable(monkeypatch):
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "ascend")
+@pytest.mark.parametrize(
+    ("operation", "override", "state", "phrase"),
+    [
+        ("moe.experts", "ascend", "failed", "by the override 'ascend'"),
+        ("moe.route", "reference", "warning", "reference is selected, by the override 'reference', the definition"),
+    ],
+)
+def test_an_override_that_cannot_run_or_is_slow_is_told_with_its_variable(
+    monkeypatch, operation, override, state, phrase
+):
+    variable = f"NPU_GPTOSS_KERNEL_{operation.replace('.', '_').upper()}"
+    monkeypatch.setenv(variable, override)
     with platform_override("cpu", frozenset()):
-        finding = by_operation("cpu")["moe.experts"]
-    assert finding.state == "failed"
-    assert "by the override 'ascend'" in finding.sentence
-    assert finding.remedy == "Unset NPU_GPTOSS_KERNEL_MOE_EXPERTS."
-
-
-def test_the_slow_definition_is_a_warning(monkeypatch):
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_ROUTE", "reference")
-    with platform_override("cpu", frozenset()):
-        finding = by_operation("cpu")["moe.route"]
-    assert finding.state == "warning"
-    assert "moe.route.reference is selected, by the override 'reference', the definition" in finding.sentence
-    assert finding.remedy == "Unset NPU_GPTOSS_KERNEL_MOE_ROUTE."
+        only(by_operation("cpu")[operation], state, phrase, f"Unset {variable}.")
 
 
 def test_third_party_kernels_that_do_not_load_are_a_warning(monkeypatch):
@@ -86,4 +82,4 @@ def test_third_party_kernels_that_do_not_load_are_a_warning(monkeypatch):
 
     monkeypatch.setattr("npu_gptoss.kernels.load_kernels", complain)
     first = next(kernels("cpu"))
-    assert (first.state, first.sentence) == ("warning", "the kernels of plugin x:y are not available")
+    only(first, "warning", "the kernels of plugin x:y are not available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -31,22 +32,15 @@ def test_weights_are_the_checkpoints_tensors_in_bf16(config):
     assert weight_bytes(config) == 2 * elements(config)
 
 
-def test_the_presets_are_the_published_models():
-    small = GptOssConfig.from_dict(published_config())
-    large = GptOssConfig.from_dict(published_config(36, 128))
-    names = (
-        "num_hidden_layers",
-        "num_local_experts",
-        "hidden_size",
-        "num_key_value_heads",
-        "vocab_size",
-        "layer_types",
-    )
-    for preset, published in ((PUBLISHED_20B, small), (PUBLISHED_120B, large)):
-        assert [getattr(preset, n) for n in names] == [getattr(published, n) for n in names]
-    assert weight_bytes(PUBLISHED_20B) == pytest.approx(41.8e9, rel=0.01)
-    assert weight_bytes(PUBLISHED_120B) == pytest.approx(233.7e9, rel=0.01)
-    assert (kv_bytes_per_token(PUBLISHED_20B), kv_bytes_per_token(PUBLISHED_120B)) == (48 * 1024, 72 * 1024)
+@pytest.mark.parametrize(
+    ("preset", "sizes", "weights", "kv"),
+    [(PUBLISHED_20B, (24, 32), 41.8e9, 48), (PUBLISHED_120B, (36, 128), 233.7e9, 72)],
+)
+def test_the_presets_are_the_published_models(preset, sizes, weights, kv):
+    published = GptOssConfig.from_dict(published_config(*sizes))
+    assert preset == replace(published, quantization=None, dtype="bfloat16", eos_token_id=None, pad_token_id=None)
+    assert weight_bytes(preset) == pytest.approx(weights, rel=0.01)
+    assert kv_bytes_per_token(preset) == kv * 1024
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -91,28 +85,27 @@ def test_hccl_takes_two_buffers_of_each_communicator_and_the_variable_sizes_one(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    import json
+    return write(tmp_path / "20b/config.json", json.dumps(published_config())).parent
 
-    write(tmp_path / "20b/config.json", json.dumps(published_config()))
-    return tmp_path / "20b"
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    return write(tmp_path / "120b/config.json", json.dumps(published_config(36, 128))).parent
 
 
 def test_what_fits_says_how_much_context_does(model):
     only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "295 thousand tokens")
 
 
-def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(tmp_path):
-    import json
-
+def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(large):
     config = GptOssConfig.from_dict(published_config(36, 128))
     assert weight_bytes(config, packed=True) == pytest.approx(65.2e9, rel=0.005)  # the published checkpoint's files
     assert weight_bytes(config, packed=True) == sum(
         (1 if spec.dtypes == BYTES else 2) * math.prod(spec.shape) for spec in expected_tensors(config).values()
     )
-    write(tmp_path / "config.json", json.dumps(published_config(36, 128)))
     gpu = Device("cuda", "NVIDIA H200", 1, 139 * GIB, 139 * GIB, mxfp4=True)
-    only(memory.memory(tmp_path, 16384, 1, gpu), "ok", "60.8 GiB of weights, experts in MXFP4, and")
-    only(memory.memory(tmp_path, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
+    only(memory.memory(large, 16384, 1, gpu), "ok", "60.8 GiB of weights, experts in MXFP4, and")
+    only(memory.memory(large, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
 
 
 def test_what_does_not_fit_is_a_failure(model):
@@ -128,17 +121,12 @@ def test_what_fits_only_just_is_a_warning(model):
     only(memory.memory(model, 16384, 1, gpu), "warning", "that is tight.", "--gpu-memory-utilization 0.97")
 
 
-def test_120b_on_four_cards_says_which_settings_fit_and_what_they_leave(tmp_path):
-    import json
-
-    write(tmp_path / "config.json", json.dumps(published_config(36, 128)))
-    told = only(
-        memory.memory(tmp_path, 16384, 4, CARD), "warning", "0.95 for 40 thousand, 0.97 for 111 thousand tokens"
-    )
+def test_120b_on_four_cards_says_which_settings_fit_and_what_they_leave(large):
+    told = only(memory.memory(large, 16384, 4, CARD), "warning", "0.95 for 40 thousand, 0.97 for 111 thousand tokens")
     assert "HCCL_BUFFSIZE=100 adds 11 thousand" in told.remedy
-    small = only(memory.memory(tmp_path, 16384, 4, CARD, buffsize=100), "warning", "0.95 for 51 thousand, 0.97 for 122")
+    small = only(memory.memory(large, 16384, 4, CARD, buffsize=100), "warning", "0.95 for 51 thousand, 0.97 for 122")
     assert "HCCL_BUFFSIZE" not in small.remedy  # it is set already
-    only(memory.memory(tmp_path, 16384, 2, CARD), "failed", "does not fit beside 800 MiB of HCCL's buffers")
+    only(memory.memory(large, 16384, 2, CARD), "failed", "does not fit beside 800 MiB of HCCL's buffers")
 
 
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 200), ("0", 200), ("many", 200)])
@@ -146,13 +134,9 @@ def test_the_buffers_size_is_the_shells(tmp_path, text, size):
     assert command._buffsize(machine(tmp_path, HCCL_BUFFSIZE=text)) == size
 
 
-@pytest.mark.parametrize(("text", "size"), [("910B3", memory.CARD), ("64", 64 * GIB)])
-def test_a_card_is_named_or_given_in_gib(text, size):
-    assert command._card(text) == size
-
-
 @pytest.mark.parametrize("text", ["910B9", "0", "-1", "1.5"])
-def test_what_is_no_card_is_refused_in_words(text):
+def test_a_card_is_named_or_given_in_gib_or_refused_in_words(text):
+    assert (command._card("910B3"), command._card("64")) == (memory.CARD, 64 * GIB)
     with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or GiB, got"):
         command._card(text)
 
@@ -179,21 +163,15 @@ def test_a_card_that_something_else_uses_is_a_warning(model):
     only([second], "warning", "Only 20.0 GiB of 61.0 GiB are free", "something else uses")
 
 
-def test_on_a_cpu_the_available_memory_counts(model):
-    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 50 * GIB)
-    only(memory.memory(model, 16384, 1, host), "ok", "50.0 GiB of available memory for one process")
-    only(memory.memory(model, 16384, 1, replace(host, free=30 * GIB)), "failed", "does not fit", "Free memory")
-
-
-def test_processes_on_a_cpu_share_its_memory(model):
-    host = Device("cpu", "Kunpeng", 64, 256 * GIB, 45 * GIB)
-    only(
-        memory.memory(model, 16384, 2, host),
-        "ok",
-        "19.5 GiB of",
-        "22.5 GiB of available memory for each of 2 processes",
-    )
-    only(memory.memory(model, 16384, 2, replace(host, free=38 * GIB)), "failed", "does not fit")
+@pytest.mark.parametrize(
+    ("ranks", "free", "small", "where"),
+    [(1, 50, 30, "50.0 GiB of {} one process"), (2, 45, 38, "22.5 GiB of {} each of 2")],
+)
+def test_on_a_cpu_the_available_memory_counts_for_all_processes(model, ranks, free, small, where):
+    host = Device("cpu", "Kunpeng", 64, 256 * GIB, free * GIB)
+    only(memory.memory(model, 16384, ranks, host), "ok", where.format("available memory for"))
+    host = replace(host, free=small * GIB)
+    only(memory.memory(model, 16384, ranks, host), "failed", "does not fit", "Free memory")
 
 
 @pytest.mark.parametrize("here", [None, CARD, Device("cpu", "Kunpeng", 64, 256 * GIB, 20 * GIB)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,9 @@ def test_a_well_installed_plugin_is_found(tmp_path):
         only(plugins.discovered(here), "ok", "npu_gptoss.plugin:register")
 
 
-def test_a_plugin_that_is_not_installed_is_a_failure(tmp_path):
-    only(
-        plugins.discovered(machine(tmp_path, plugins={})),
-        "failed",
-        "no package names npu_gptoss",
-        "pip install --no-deps",
-    )
-
-
-def test_another_package_under_the_plugins_name_is_a_failure(tmp_path):
+def test_a_plugin_that_is_not_installed_or_another_s_is_a_failure(tmp_path):
+    bare = machine(tmp_path, plugins={})
+    only(plugins.discovered(bare), "failed", "no package names npu_gptoss", "pip install --no-deps")
     here = machine(tmp_path, plugins={GENERAL: [("npu_gptoss", "fork.plugin:register", "fork")]})
     only(plugins.discovered(here), "failed", "fork.plugin:register of fork", "Uninstall fork")
 
@@ -52,7 +44,8 @@ def test_a_filter_that_leaves_the_plugin_out_is_a_failure(tmp_path):
     only(plugins.discovered(ascend(tmp_path, VLLM_PLUGINS="")), "failed", "set VLLM_PLUGINS=npu_gptoss.")
 
 
-def test_without_vllm_nothing_is_discovered(tmp_path):
+def test_without_a_vllm_that_is_served_nothing_is_asked(tmp_path):
+    only(plugins.registration(machine(tmp_path, {"vllm": "0.12.0"})), "not applicable")
     here = machine(tmp_path, {"torch": "2.8.0"})
     for check in (plugins.discovered, plugins.order, plugins.platforms, plugins.registration):
         only(check(here), "not applicable")
@@ -121,26 +114,25 @@ def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_the_model_and_the_platform_that_vllm_ends_up_with_are_told(loading):
-    code = 'print("noise"); print(\'{"device": "cpu", "model": "npu_gptoss.serving.model:GptOssForCausalLM"}\')'
-    only(loading(code), "ok", "vLLM runs on cpu")
+RUNS = 'print(\'noise\'); print(\'{"device": "%s", "model": "%s"}\')'
 
 
-def test_a_model_that_another_plugin_replaced_is_a_failure(loading):
-    only(loading('print(\'{"device": "cpu", "model": "other:GptOss"}\')'), "failed", "other:GptOss", "VLLM_PLUGINS")
-
-
-def test_another_platform_than_the_machines_is_a_failure(loading):
-    only(loading('print(\'{"device": "", "model": ""}\')'), "failed", "no platform, expected cpu")
-
-
-def test_a_vllm_that_does_not_load_is_a_failure_with_its_last_line(loading):
-    only(loading('raise ImportError("libx.so: no such file")'), "failed", "exit code 1", "libx.so: no such file")
-
-
-def test_two_platforms_with_which_vllm_does_not_start_are_a_failure(loading):
-    code = "raise RuntimeError(\"Only one platform plugin can be activated, but got: ['a', 'b']\")"
-    only(loading(code), "failed", "does not load", "Only one platform plugin can be activated")
+@pytest.mark.parametrize(
+    ("code", "state", "phrases"),
+    [
+        (RUNS % ("cpu", "npu_gptoss.serving.model:GptOssForCausalLM"), "ok", ["vLLM runs on cpu"]),
+        (RUNS % ("cpu", "other:GptOss"), "failed", ["other:GptOss", "VLLM_PLUGINS"]),
+        (RUNS % ("", ""), "failed", ["no platform, expected cpu"]),
+        ('raise ImportError("libx.so: no such file")', "failed", ["does not load", "exit code 1", "libx.so: no such"]),
+        ('raise RuntimeError("Only one platform plugin can be activated")', "failed", ["Only one platform plugin"]),
+        ("import time; time.sleep(60)", "failed", ["did not end within 2 s"]),
+    ],
+    ids=["ours", "replaced", "no platform", "does not load", "two platforms", "hangs"],
+)
+def test_what_vllm_ends_up_with_is_told(loading, monkeypatch, code, state, phrases):
+    if "sleep" in code:
+        monkeypatch.setattr(plugins, "LIMIT", 2)
+    only(loading(code), state, *phrases)
 
 
 @pytest.mark.serving
@@ -163,17 +155,3 @@ def test_a_model_that_a_plugin_behind_ours_replaces_is_found_in_the_real_vllm(tm
         "would run other_model:Model",
         "another plugin replaces",
     )
-
-
-def test_a_vllm_that_hangs_is_a_failure(loading, monkeypatch):
-    monkeypatch.setattr(plugins, "LIMIT", 0.5)
-    only(loading("import time; time.sleep(60)"), "failed", "did not end within 0.5 s")
-
-
-def test_an_unsupported_vllm_is_not_asked(tmp_path):
-    only(plugins.registration(machine(tmp_path, {"vllm": "0.12.0"})), "not applicable")
-
-
-def test_the_process_that_loads_vllm_is_this_packages_own():
-    assert (ROOT / plugins.REGISTERED.replace(".", "/")).with_suffix(".py").is_file()
-    assert plugins.REGISTERED not in sys.modules

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -40,16 +42,12 @@ def test_a_torch_that_does_not_import_is_told_with_its_words(with_torch):
     assert probed.device is None
 
 
-def test_a_crash_is_told_with_its_signal(with_torch):
+def test_a_crash_and_a_hang_are_told(with_torch, monkeypatch):
     probed = with_torch('import os, sys; print("double free", file=sys.stderr, flush=True); os.abort()')
     only(probed.findings[:1], "failed", "was ended by SIGABRT: double free", "do not fit together")
     assert states(probed)["device"] == "not applicable"
-
-
-def test_a_hang_is_told(with_torch, monkeypatch):
     monkeypatch.setattr(probe, "LIMIT", 1)
-    probed = with_torch("import time; time.sleep(60)")
-    only(probed.findings[:1], "failed", "did not end within 1 s")
+    only(with_torch("import time; time.sleep(60)").findings[:1], "failed", "did not end within 1 s")
 
 
 def test_without_torch_nothing_is_started(tmp_path, monkeypatch):
@@ -60,35 +58,15 @@ def test_without_torch_nothing_is_started(tmp_path, monkeypatch):
 
 def test_what_was_found_before_a_crash_is_kept_and_the_check_that_crashed_is_named():
     device = {"kind": "npu", "name": "Ascend910B3", "count": 1, "total": 64, "free": 60, "emulated": False}
-    lines = [
-        {"begin": "torch-works"},
-        {
-            "finding": {
-                "check": "torch-works",
-                "state": "ok",
-                "sentence": "x",
-                "remedy": "",
-                "details": [],
-                "subject": "",
-            }
-        },
-        {"device": device},
-        {"begin": "self-test-sink"},
-    ]
+    finding = asdict(ok("x", check="torch-works"))
+    lines = [{"begin": "torch-works"}, {"finding": finding}, {"device": device}, {"begin": "self-test-sink"}]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"findi'
-    probed = probe.read(text, "was ended by SIGSEGV", "")
+    probed = probe.read(text, probe._ending(-11), "")
     assert probed.findings[0] == ok("x", check="torch-works")
     only(probed.findings[1:2], "failed", "The process that checks this was ended by SIGSEGV.")
     assert probed.findings[1].check == "self-test-sink"
     assert probed.device == Device(**device)
     assert set(states(probed)) == set(probe.ALL)
-
-
-def test_how_a_process_ended():
-    assert probe._ending(0) == ""
-    assert probe._ending(1) == "ended with exit code 1"
-    assert probe._ending(-11) == "was ended by SIGSEGV"
-    assert probe._ending(-99) == "was ended by signal 99"
 
 
 def test_a_device_that_is_not_there_is_a_failure(monkeypatch):
@@ -107,11 +85,7 @@ def test_the_cpu_is_told_with_its_memory():
 @pytest.mark.parametrize(
     ("device", "state", "phrase"),
     [
-        (
-            Device("npu", "Ascend910B3", 8, 64 * GIB, 60 * GIB),
-            "ok",
-            "8 × Ascend910B3 with 64.0 GiB each, 60.0 GiB free",
-        ),
+        (Device("npu", "Ascend910B3", 8, 64 * GIB, 60 * GIB), "ok", "8 × Ascend910B3 with 64.0 GiB each, 60.0 GiB"),
         (Device("npu", "Ascend910B3", 1, 4 * GIB, 4 * GIB, True), "ok", "an emulated Ascend 910B"),
         (Device("npu", "Ascend910_9391", 16, 64 * GIB, 60 * GIB), "warning", "made for the Ascend 910B"),
     ],
@@ -120,21 +94,17 @@ def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
     only([probe._device_finding("ascend", device)], state, phrase)
 
 
-def test_an_operator_without_sinks_is_a_failure(monkeypatch):
-    sentence = "npu_fused_infer_attention_score_v2 of torch-npu 2.5.1 has no learnable_sink; install torch-npu 2.7.1"
-    monkeypatch.setattr(limits, "operator_objection", lambda: sentence)
-    finding = only(probe.attention_operator(), "failed", "has no learnable_sink.")
-    assert finding.remedy == "Install torch-npu 2.7.1."
-
-    def absent() -> None:
-        raise ModuleNotFoundError("No module named 'torch_npu'")
-
-    monkeypatch.setattr(limits, "operator_objection", absent)
-    only(
-        probe.attention_operator(), "failed", "torch_npu cannot be imported (No module", "See torch-npu and torch-works"
-    )
-    monkeypatch.setattr(limits, "operator_objection", lambda: None)
-    only(probe.attention_operator(), "ok", "takes learnable_sink")
+@pytest.mark.parametrize(
+    ("objection", "state", "phrases"),
+    [
+        ("… of torch-npu 2.5.1 has no learnable_sink; install torch-npu 2.7.1", "failed", ["Install torch-npu 2.7.1."]),
+        (ImportError("No module"), "failed", ["torch_npu cannot be imported (No module", "See torch-npu"]),
+        (None, "ok", ["takes learnable_sink"]),
+    ],
+)
+def test_an_operator_without_sinks_is_a_failure(monkeypatch, objection, state, phrases):
+    monkeypatch.setattr(limits, "operator_objection", mock.Mock(side_effect=[objection]))
+    only(probe.attention_operator(), state, *phrases)
 
 
 @pytest.mark.parametrize(

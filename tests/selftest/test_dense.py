@@ -55,11 +55,7 @@ def test_right_kernels_pass_with_room_to_spare(platform):
 
 
 def test_the_shapes_are_those_of_the_rank():
-    assert dense.shapes(2880, 16, 2, 64, 32) == {
-        "qkv_proj": (2880, 1280),
-        "o_proj": (1024, 2880),
-        "router": (2880, 32),
-    }
+    assert dense.shapes(2880, 16, 2, 64, 32) == {"qkv_proj": (2880, 1280), "o_proj": (1024, 2880), "router": (2880, 32)}
 
 
 def test_few_rows_that_lose_columns_are_seen(spoil):

@@ -52,18 +52,10 @@ def spoil(monkeypatch):
 @pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
 def test_right_operators_pass_with_room_to_spare(cann):
     with ascend_ops.ascend(cann):
-        quick = [case for case in CASES if case.at_start]
         for sizes, part in ((WHOLE, False), (PART, True)):
-            found = [*outcomes([case for case in quick if case.of_part is part], sizes, CPU, BF16, 2)]
-            assert max(outcome.deviation for outcome in found) < LIMIT / 2
-        assert seen(quick, repeats=2) == set()
+            found = [*outcomes([case for case in CASES if case.of_part is part], sizes, CPU, BF16, 2)]
+            assert [outcome for outcome in found if outcome.problem or outcome.deviation > LIMIT / 2] == []
         assert [found for found in (*gates(GATES, CPU, BF16), *group_lists(WHOLE, CPU, BF16)) if found.problem] == []
-
-
-@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
-def test_right_operators_pass_the_long_cases(cann):
-    with ascend_ops.ascend(cann):
-        assert seen() == set()
 
 
 def test_right_kernels_of_a_cpu_pass_in_both_dtypes():

@@ -15,15 +15,7 @@ from npu_gptoss.harmony.vocabulary import find_vocabulary
 from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
 from npu_gptoss.model.config import ConfigError, GptOssConfig
 from npu_gptoss.tiny import checkpoint as tiny
-from npu_gptoss.tiny.checkpoint import (
-    MARKER,
-    TinyError,
-    load_trained,
-    random_tensors,
-    save_trained,
-    tiny_config,
-    write_tiny,
-)
+from npu_gptoss.tiny.checkpoint import TinyError, load_trained, random_tensors, save_trained, tiny_config, write_tiny
 
 SMALL = {"layers": 2, "hidden": 32, "intermediate": 32, "experts": 4, "heads": 2, "kv_heads": 1}
 
@@ -208,13 +200,6 @@ def test_saved_state_comes_back_unchanged(tmp_path):
 
 def test_committed_state_stays_small():
     assert tiny.TRAINED_FILE.stat().st_size < 3_000_000
-
-
-def test_marker_tells_how_the_checkpoint_was_asked_for(tmp_path, quick):
-    write_tiny(tmp_path / "model", config=tiny_config(**SMALL), seed=7)
-    marker = json.loads((tmp_path / "model" / MARKER).read_text())
-    assert marker["seed"] == 7
-    assert marker["trained"] is False
 
 
 def test_a_token_goes_to_no_more_experts_than_there_are():

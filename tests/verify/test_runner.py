@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from npu_gptoss.attention import small_ops
+from npu_gptoss.dense import small_ops as dense_small_ops
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, Capability, Priority, accepts, define_operation, load_kernels
 from npu_gptoss.kernels import register_kernel as register
@@ -64,11 +65,6 @@ def last_row_not_written(*, out: torch.Tensor, **rest: Any) -> None:
     out[:-1] = own[:-1]
 
 
-def spoils_its_inputs(*, query: torch.Tensor, **rest: Any) -> None:
-    small_ops.paged_attention(query=query, **rest)
-    query.zero_()
-
-
 def raises(**arguments: Any) -> None:
     raise RuntimeError("no such device\nsecond line")
 
@@ -95,12 +91,6 @@ def test_a_row_that_a_kernel_does_not_write_is_seen() -> None:
     """The buffer that it is given holds NaN."""
     attention(last_row_not_written)
     assert not verified().ok
-
-
-def test_a_kernel_that_spoils_its_inputs_cannot_spoil_the_definition() -> None:
-    """Of the next call, and of the mistakes."""
-    attention(spoils_its_inputs)
-    assert verified(mutate=True).ok
 
 
 def test_an_error_of_a_kernel_is_a_failure_with_its_text() -> None:
@@ -145,20 +135,6 @@ def test_an_operation_without_a_check_is_not_called_right() -> None:
     assert report.reasons == ["there is no check of the operation toy.add"]
 
 
-def test_a_known_failure_does_not_fail_and_an_unexpected_pass_does() -> None:
-    attention(without_sinks)
-    ledger = (KnownFailure("attention.*.mine", "*", "cpu", "made without sinks, for this test"),)
-    report = verified(ledger=ledger)
-    assert report.ok
-    assert {call.state for call in report.calls} == {KNOWN}
-    registry.kernels.pop("attention.paged.mine")
-    attention(small_ops.paged_attention)
-    report = verified(ledger=ledger)
-    assert not report.ok
-    assert {call.state for call in report.calls} == {UNEXPECTED}
-    assert report.calls[0].lines == ("it passes now; take it out of the ledger: made without sinks, for this test",)
-
-
 def test_the_ledger_is_of_one_platform_and_names_kernels_that_exist() -> None:
     assert not KnownFailure("a*", "b*", "ascend", "why").covers("ab", "bc", "cpu")
     assert KnownFailure("a*", "b*", "ascend", "why").covers("ab", "bc", "ascend")
@@ -195,11 +171,11 @@ def test_a_filter_is_a_part_of_a_name_or_a_pattern(text: str, found: list[str]) 
     assert [target.name for target in targets(CPU, text)[0] if target.origin == "npu_gptoss"] == found
 
 
-def routing(function: Callable[..., Any]) -> Target:
-    """Registers a routing kernel, whose calls cost nothing."""
+def routing(function: Callable[..., Any], operation: str = "moe.route") -> Target:
+    """Registers a routing kernel, or another of logits, whose calls cost nothing."""
     options = {"solution": "mine", "signatures": (accepts(logits="float32"),), "traits": {}, "priority": 4}
-    register(registry.operations["moe.route"], **options)(function)
-    return targets(CPU, "moe.route.mine")[0][0]
+    register(registry.operations[operation], **options)(function)
+    return targets(CPU, f"{operation}.mine")[0][0]
 
 
 def test_the_same_seed_makes_the_same_calls_and_another_seed_others() -> None:
@@ -225,3 +201,27 @@ def test_a_mutation_that_no_call_shows_is_a_failure(monkeypatch: pytest.MonkeyPa
     report = verify(routing(moe_small_ops.route), CPU, seed=0, cases=0, mutate=True)
     assert not report.ok
     assert [(m.name, m.shown, m.caught_by) for m in report.mutations] == [("no mistake at all", True, "")]
+
+
+def test_a_kernel_that_spoils_its_inputs_cannot_spoil_the_definition() -> None:
+    """Of the next call, and of the mistakes."""
+
+    def spoils(logits: torch.Tensor, out: torch.Tensor) -> None:
+        dense_small_ops.greedy(logits, out)
+        logits.zero_()
+
+    assert verify(routing(spoils, "dense.greedy"), CPU, seed=0, cases=1, mutate=True).ok
+
+
+def test_a_known_failure_does_not_fail_and_an_unexpected_pass_does() -> None:
+    ledger = (KnownFailure("moe.*.mine", "*", "cpu", "made without a softmax, for this test"),)
+
+    def report(kernel: Callable[..., Any]) -> tuple[bool, set[str]]:
+        found = verify(routing(kernel), CPU, seed=0, cases=1, ledger=ledger)
+        del registry.kernels["moe.route.mine"]
+        return found.ok, {(call.state, *call.lines) for call in found.calls}
+
+    reason = ledger[0].reason
+    assert report(lambda logits, top_k: logits.topk(top_k)) == (True, {(KNOWN, f"known: {reason}")})
+    passes = f"it passes now; take it out of the ledger: {reason}"
+    assert report(moe_small_ops.route) == (False, {(UNEXPECTED, passes)})
