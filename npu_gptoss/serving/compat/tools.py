@@ -1,16 +1,10 @@
-"""Tool calls: in the whole (not streamed) answer of a chat, the grammar of forced ones, tools without a description.
-
-0.11.0 extracts calls from whole answers only under `--enable-auto-tool-choice --tool-call-parser openai`, whereas the
-stream always does; loses an answer that `max_tokens` cut off; writes the arguments anew; answers `tool_choice`
-"required" or a named function with the JSON that it made the model write, as content; and shows the model its tools
-under `tool_choice` "none". `turn` reads all of that.
-"""
+"""Tool calls: in the whole (not streamed) answer of a chat, the grammar of forced ones, tools without a description."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
@@ -182,11 +176,7 @@ def allowed_tools(request: Any) -> list[Any]:
 
 
 def allowed_functions(request: Any) -> list[Any]:
-    return [
-        SimpleNamespace(name=tool.name, parameters=tool.parameters)
-        for tool in allowed_tools(request)
-        if tool.type == "function"
-    ]
+    return [tool for tool in allowed_tools(request) if tool.type == "function"]
 
 
 @repair(
