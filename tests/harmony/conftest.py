@@ -11,9 +11,10 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
 
+from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
-from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
+from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("bpe_openai")
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer_files(folder)
-    (folder / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
     return folder
 
 
@@ -30,6 +30,11 @@ def library(directory: Path) -> Iterator[harmony.HarmonyEncoding]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BASE_VARIABLE, str(directory))
         yield harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+@pytest.fixture(scope="session")
+def chat(directory: Path, library: harmony.HarmonyEncoding) -> Chat:
+    return Chat(directory)
 
 
 @pytest.fixture(scope="session")

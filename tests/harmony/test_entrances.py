@@ -116,11 +116,6 @@ def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def chat(directory, library) -> Chat:
-    return Chat(directory)
-
-
 def by_engine(chat: Chat, case: dict[str, Any]) -> list[int]:
     tools = [{"type": "function", "function": tool} for tool in case.get("tools", ())]
     return chat.render(case["messages"], tools=tools, reasoning_effort=case.get("effort", "medium"))
