@@ -36,23 +36,30 @@ INSTEAD: dict[str, Callable[..., Any]] = {
 }
 
 
+def _guarded(
+    call: Callable[[], Any], failures: deque[Any], request: Any, what: str, otherwise: Callable[[], Any]
+) -> Any:
+    """`call()`, or `otherwise()` once what it raised is reported."""
+    try:
+        return call()
+    except PASSES:
+        raise
+    except BaseException as error:
+        report(failures, request, what + words(error))
+        return otherwise()
+
+
 class GuardedGrammar:
     """A `StructuredOutputGrammar` that reports instead of raising."""
 
     def __init__(self, grammar: Any, failures: deque[Any], request: Any) -> None:
-        def guarded(name: str) -> Callable[..., Any]:
-            def method(*arguments: Any) -> Any:
-                try:
-                    return getattr(grammar, name)(*arguments)
-                except PASSES:
-                    raise
-                except BaseException as error:
-                    report(failures, request, f"{FAILED}its grammar: {words(error)}")
-                    return INSTEAD[name](*arguments)
+        def method(name: str, *arguments: Any) -> Any:
+            def asked() -> Any:
+                return getattr(grammar, name)(*arguments)
 
-            return method
+            return _guarded(asked, failures, request, f"{FAILED}its grammar: ", lambda: INSTEAD[name](*arguments))
 
-        vars(self).update({name: guarded(name) for name in INSTEAD})
+        vars(self).update({name: functools.partial(method, name) for name in INSTEAD})
 
 
 @repair(
@@ -76,26 +83,18 @@ def install_guard(module: ModuleType) -> None:
     def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar | None:
         """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
-        try:
+
+        def compiled() -> GuardedGrammar:
             return GuardedGrammar(compile_grammar(self, request), failures, request)
-        except PASSES:
-            raise
-        except BaseException as error:
-            report(failures, request, f"{REFUSED}its grammar does not compile: {words(error)}")
-            return None
+
+        return _guarded(compiled, failures, request, f"{REFUSED}its grammar does not compile: ", lambda: None)
 
     def asked(name: str) -> Any:
         original = getattr(manager, name)
 
         @functools.wraps(original)
         def method(self: Any, request: Any) -> bool:
-            try:
-                return original(self, request)
-            except PASSES:
-                raise
-            except BaseException as error:
-                report(failures_of(self), request, FAILED + words(error))
-                return False
+            return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
 
         return method
 

@@ -108,8 +108,6 @@ def install_rendering(harmony_utils: ModuleType) -> None:
     @functools.wraps(original_system)
     def get_system_message(*args: Any, **kwargs: Any) -> Message:
         kwargs["with_custom_tools"] = True  # the commentary channel is there without tools too, for preambles
-        if kwargs.get("reasoning_effort") is not None:
-            kwargs["reasoning_effort"] = reasoning_effort(kwargs["reasoning_effort"], "reasoning.effort")
         return original_system(*args, **kwargs)
 
     def get_developer_message(instructions: str | None = None, tools: Sequence[Any] | None = None) -> Message:

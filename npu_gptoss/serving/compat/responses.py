@@ -72,9 +72,12 @@ class Answer:
     def items(self) -> list[ResponseOutputItem]:
         return [self._item(part) for part in self.turn.parts]
 
+    def _id(self, part: Part) -> str:
+        return f"{PREFIX[part.kind]}_{self._ids[part.number]}"
+
     def _item(self, part: Part, empty: bool = False) -> ResponseOutputItem:
         status = {None: "in_progress", True: "completed", False: "incomplete"}[part.complete]
-        own = {"id": f"{PREFIX[part.kind]}_{self._ids[part.number]}", "status": status}
+        own = {"id": self._id(part), "status": status}
         if part.kind is Kind.CALL:
             arguments, call_id = "" if empty else part.text, f"call_{self._ids[part.number]}"
             return ResponseFunctionToolCall(
@@ -95,7 +98,7 @@ class Answer:
     def _event(self, name: str, of: Part, /, **fields: Any) -> Any:
         """An event of the stream with those of the places that its class has."""
         made = EVENTS[f"response.{name}"]
-        places = {"item_id": self._item(of).id, "output_index": of.number, "content_index": 0, "sequence_number": -1}
+        places = {"item_id": self._id(of), "output_index": of.number, "content_index": 0, "sequence_number": -1}
         fields |= {place: value for place, value in places.items() if place in made.model_fields}
         return made(type=f"response.{name}", **fields)
 

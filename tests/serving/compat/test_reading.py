@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from openai_harmony import HarmonyError, Role, StreamableParser, StreamState
 
-from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.harmony.parser import Kind, TolerantParser, text_of
 from npu_gptoss.serving.compat.turn import Turn
 from tests.serving.compat.conftest import READING
 from tests.serving.compat.fake_engine import (
@@ -74,7 +74,6 @@ def test_stock_vllm_fails_such_requests(patched, tokens):
         ("<|channel|>analysis–<|message|>hm", Kind.REASONING, "hm"),
         ("<|start|>assistant<|channel|>final<|message|>Four.<|return|>", Kind.ANSWER, "Four."),
         ("<|channel|>final<|start|>assistant<|channel|>analysis<|message|>hm", Kind.REASONING, "hm"),
-        ("<|message|>Four.<|return|>", Kind.ANSWER, "Four."),
     ],
 )
 def test_a_badly_spelled_first_header_is_read_as_far_as_possible(read, text, kind, expected):
@@ -134,25 +133,6 @@ def test_a_turn_goes_on_after_a_tool_of_the_server(harmony, tokens):
     assert len(feed(parser, answer).messages) == 1
     parser.resume()
     assert text_of(feed(parser, answer).messages[-1]) == "Found."
-
-
-@pytest.mark.parametrize(
-    ("role", "channel", "recipient", "kind"),
-    [
-        ("assistant", "final", None, Kind.ANSWER),
-        ("assistant", "analysis", None, Kind.REASONING),
-        ("assistant", "commentary", "functions.f", Kind.CALL),
-        ("assistant", "analysis", "functions.f", Kind.CALL),
-        ("assistant", "commentary", None, Kind.ANSWER),
-        ("assistant", "commentary", "python", Kind.REASONING),
-        ("assistant", None, None, Kind.ANSWER),
-        ("user", None, None, None),
-        ("tool", "commentary", "assistant", None),
-        (None, "final", None, None),
-    ],
-)
-def test_kinds(role, channel, recipient, kind):
-    assert kind_of(role, channel, recipient) is kind
 
 
 # name: what the model writes after <|start|>assistant, and what both APIs tell of it
