@@ -130,6 +130,20 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(patched, token
     assert [[token] for token in text] == [choice["token_ids"] for choice in streamed]
 
 
+def test_clients_find_the_reasoning_by_both_names(patched, tokens):
+    text = tokens(THOUGHT + FINAL + "4<|return|>")
+
+    def by_the_other_name() -> tuple[str | None, str]:
+        deltas = [choice["delta"] for chunk in stream_chat(FakeEngine(text)) for choice in chunk["choices"]]
+        whole = chat(FakeEngine(text))["choices"][0]["message"].get("reasoning")
+        return whole, "".join(delta.get("reasoning") or "" for delta in deltas)
+
+    with patched():
+        assert by_the_other_name() == (None, "")
+    with patched("reasoning-name", "chat-stream-channels"):
+        assert by_the_other_name() == ("STOP is a word.", "STOP is a word.")
+
+
 def test_a_tool_needs_no_description_and_no_parameters(patched, tokens):
     bare = {"type": "function", "function": {"name": "now"}}
     engine = FakeEngine(tokens(final("4")))
