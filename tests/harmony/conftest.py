@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +18,19 @@ from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 
 
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@functools.cache
+def tokenizer_files(base: Path) -> Path:
+    """A directory in `base` with gpt-oss's tokenizer: five seconds, once a process."""
     pytest.importorskip("bpe_openai")
-    folder = tmp_path_factory.mktemp("tokenizer")
+    folder = base / "gpt-oss-tokenizer"
+    folder.mkdir()
     write_tokenizer_files(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenizer_files(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

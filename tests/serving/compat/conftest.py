@@ -87,13 +87,11 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """gpt-oss's tokenizer.json as a checkpoint has it, without the vocabulary of openai-harmony."""
-    pytest.importorskip("bpe_openai")
-    from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
-    from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
+    from tests.harmony.conftest import tokenizer_files
 
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer_files(directory)
-    (directory / VOCABULARY_FILE).unlink()
+    directory = tmp_path_factory.mktemp("checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).symlink_to(tokenizer_files(tmp_path_factory.getbasetemp()) / name)
     return directory
 
 
