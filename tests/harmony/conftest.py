@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +12,25 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
 
+from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
-from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
+from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
+
+
+@functools.cache
+def tokenizer_files(base: Path) -> Path:
+    """A directory in `base` with gpt-oss's tokenizer: five seconds, once a process."""
+    pytest.importorskip("bpe_openai")
+    folder = base / "gpt-oss-tokenizer"
+    folder.mkdir()
+    write_tokenizer_files(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("bpe_openai")
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer_files(folder)
-    (folder / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
-    return folder
+    return tokenizer_files(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +38,11 @@ def library(directory: Path) -> Iterator[harmony.HarmonyEncoding]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BASE_VARIABLE, str(directory))
         yield harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+@pytest.fixture(scope="session")
+def chat(directory: Path, library: harmony.HarmonyEncoding) -> Chat:
+    return Chat(directory)
 
 
 @pytest.fixture(scope="session")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("openai_harmony")
 
-import openai_harmony
-
 from npu_gptoss.harmony import chat as chat_module
-from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.conversation import ConversationError
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
 from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
@@ -37,27 +33,21 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
-    pytest.importorskip("bpe_openai")
-    directory = tmp_path_factory.mktemp("vocabulary")
-    (directory / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(BASE_VARIABLE, str(directory))
-        yield Chat(directory)
+@pytest.fixture
+def render(chat, library):
+    """The prompt of messages as text."""
+    return lambda *messages, **options: library.decode(chat.render(messages, date="2025-11-20", **options))
 
 
-@pytest.fixture(scope="module")
-def encoding(chat: Chat) -> openai_harmony.HarmonyEncoding:
-    return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+@pytest.fixture
+def parsed(chat, library):
+    """Channel, recipient and text of each message that a model wrote, and where it left the format."""
 
+    def parse(text: str) -> tuple[list[tuple], str | None]:
+        reply = chat.parse(library.encode(text, allowed_special="all"))
+        return [(turn.channel, turn.recipient, turn.text) for turn in reply.turns], reply.error
 
-def ids(encoding: openai_harmony.HarmonyEncoding, text: str) -> list[int]:
-    return encoding.encode(text, allowed_special="all")
-
-
-def render(chat: Chat, encoding: openai_harmony.HarmonyEncoding, *messages: dict, **options: object) -> str:
-    return encoding.decode(chat.render(messages, date="2025-11-20", **options))
+    return parse
 
 
 def user(text: str) -> dict:
@@ -67,25 +57,23 @@ def user(text: str) -> dict:
 # In
 
 
-def test_a_user_message_is_rendered_as_harmony_has_it(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
+def test_a_user_message_is_rendered_as_harmony_has_it(chat, library, render):
     expected = SYSTEM.format(calls="") + "<|start|>user<|message|>Hi<|end|><|start|>assistant"
-    assert render(chat, encoding, user("Hi")) == expected
-    assert chat.render([user("Hi")], date="2025-11-20") == ids(encoding, expected)
+    assert render(user("Hi")) == expected
+    assert chat.render([user("Hi")], date="2025-11-20") == library.encode(expected, allowed_special="all")
 
 
 @pytest.mark.parametrize("name", ["get_weather", "functions.get_weather"])
-def test_a_result_by_the_name_of_its_tool_is_that_tools(chat, encoding, name) -> None:
-    text = render(chat, encoding, user("Weather?"), {"role": "tool", "name": name, "content": "3"})
+def test_a_result_by_the_name_of_its_tool_is_that_tools(render, name):
+    text = render(user("Weather?"), {"role": "tool", "name": name, "content": "3"})
     assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
 
 
 @pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
-def test_a_tool_call_and_its_result_keep_the_tools_name(chat, encoding, reasoning) -> None:
+def test_a_tool_call_and_its_result_keep_the_tools_name(render, reasoning):
     """Servers call the reasoning by either name."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Oslo"}'}}
     text = render(
-        chat,
-        encoding,
         user("Weather?"),
         {"role": "assistant", "content": None, reasoning: "I need it.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": '{"temp":3}'},
@@ -140,38 +128,33 @@ def test_conversations_that_cannot_be_rendered_are_refused_in_words(chat, messag
 # Out
 
 
-def parsed(chat: Chat, encoding: openai_harmony.HarmonyEncoding, text: str) -> tuple[list[tuple], str | None]:
-    reply = chat.parse(ids(encoding, text))
-    return [(turn.channel, turn.recipient, turn.text) for turn in reply.turns], reply.error
-
-
 REPLY = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>3 + 4 = 7."
 
 
 @pytest.mark.parametrize("end", ["<|return|>", "<|end|>", ""])
-def test_channels_come_back_whole_or_cut_off(chat: Chat, encoding: openai_harmony.HarmonyEncoding, end: str) -> None:
-    assert parsed(chat, encoding, REPLY + end) == ([("analysis", None, "We add."), ("final", None, "3 + 4 = 7.")], None)
+def test_channels_come_back_whole_or_cut_off(parsed, end):
+    assert parsed(REPLY + end) == ([("analysis", None, "We add."), ("final", None, "3 + 4 = 7.")], None)
 
 
-def test_a_tool_call_comes_back_with_its_recipient(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
+def test_a_tool_call_comes_back_with_its_recipient(parsed):
     text = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":"Oslo"}<|call|>'
-    assert parsed(chat, encoding, text) == ([("commentary", "functions.get_weather", '{"city":"Oslo"}')], None)
+    assert parsed(text) == ([("commentary", "functions.get_weather", '{"city":"Oslo"}')], None)
 
 
-def test_what_was_understood_survives_what_was_not(chat: Chat, encoding: openai_harmony.HarmonyEncoding) -> None:
+def test_what_was_understood_survives_what_was_not(chat, parsed):
     """ignore_eos goes on past <|return|>, and random weights write no harmony at all."""
-    turns, error = parsed(chat, encoding, REPLY + "<|return|> and more")
+    turns, error = parsed(REPLY + "<|return|> and more")
     assert [text for _, _, text in turns] == ["We add.", "3 + 4 = 7."]
     assert error == "token 21 belongs to no message"
-    turns, error = parsed(chat, encoding, REPLY + "<|end|><|start|>assistant<|channel|>comm")
+    turns, error = parsed(REPLY + "<|end|><|start|>assistant<|channel|>comm")
     assert len(turns) == 2
     assert error == "the last message ends within its header"
-    assert parsed(chat, encoding, "no header") == ([], "the last message ends within its header")
+    assert parsed("no header") == ([], "the last message ends within its header")
     assert chat.parse([]).error is None
     assert chat.parse([201_087, 5]).turns == ()
 
 
-def test_answers_end_at_return_and_call(chat: Chat) -> None:
+def test_answers_end_at_return_and_call(chat):
     assert set(chat.stop_token_ids) == {200_002, 200_012}
 
 
@@ -188,7 +171,7 @@ def chat_in_a_new_process(model_dir: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**kept, **dead_end, **empty}, capture_output=True, text=True, timeout=60)
 
 
-def test_the_models_own_vocabulary_is_found_without_a_network(chat: Chat, tmp_path: Path) -> None:
+def test_the_models_own_vocabulary_is_found_without_a_network(chat, tmp_path):
     (tmp_path / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
     done = chat_in_a_new_process(tmp_path)
     assert done.stdout == "ok\n", done.stderr

@@ -116,11 +116,6 @@ def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def chat(directory, library) -> Chat:
-    return Chat(directory)
-
-
 def by_engine(chat: Chat, case: dict[str, Any]) -> list[int]:
     tools = [{"type": "function", "function": tool} for tool in case.get("tools", ())]
     return chat.render(case["messages"], tools=tools, reasoning_effort=case.get("effort", "medium"))
@@ -169,15 +164,9 @@ def test_the_server_and_the_engine_write_one_prompt(chat, library, name):
 
     async def ask() -> dict[str, list[int]]:
         engines = [fake_engine.FakeEngine(written) for _ in range(3)]
-        chat_request = protocol.ChatCompletionRequest.model_validate(
-            {"model": fake_engine.MODEL, "messages": messages, "tools": functions or None, "reasoning_effort": effort}
-        )
-        await fake_engine.chat_serving(engines[0]).create_chat_completion(chat_request)
-        input_items = messages[0]["content"] if len(messages) == 1 and name == "a question" else items(messages)
-        response = protocol.ResponsesRequest.model_validate(
-            {"model": fake_engine.MODEL, "input": input_items, "tools": flat, "reasoning": {"effort": effort}}
-        )
-        await fake_engine.responses_serving(engines[1]).create_responses(response)
+        await fake_engine.ask_chat(engines[0], messages=messages, tools=functions or None, reasoning_effort=effort)
+        own = messages[0]["content"] if name == "a question" else items(messages)
+        await fake_engine.ask_responses(engines[1], input=own, tools=flat, reasoning={"effort": effort})
         tokenize = protocol.TokenizeChatRequest.model_validate(
             {"messages": messages, "tools": functions or None, "chat_template_kwargs": {"reasoning_effort": effort}}
         )

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
+from tokenizers import Tokenizer, models
 
 from npu_gptoss.harmony.conversation import (
     ConversationError,
@@ -220,10 +221,8 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(encoder):
             encoder.encode(conversation(messages, tools=tools))
 
 
-def test_another_models_tokenizer_is_refused(directory, tmp_path):
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][8]["content"] = "<|begin|>"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"<\|start\|> should be token 200006, it is None"):
+def test_another_models_tokenizer_is_refused(tmp_path):
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"<\|return\|> should be token 200002, it is None"):
         text_tokenizer(tmp_path)
     assert text_tokenizer(tmp_path / "nothing") is None

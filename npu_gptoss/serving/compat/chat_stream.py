@@ -1,8 +1,4 @@
-"""The chunks of a streamed chat, from the same reading of the turn that the whole answer has (`turn`).
-
-vLLM 0.11.0 reads the stream by rules of its own: preambles and calls on the analysis channel are dropped, forced calls
-come as content, stop strings stay in the text, and what `max_tokens` cuts off breaks the stream.
-"""
+"""The chunks of a streamed chat, from the same reading of the turn that the whole answer has (`turn`)."""
 
 from __future__ import annotations
 
@@ -156,18 +152,30 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                 prompt_tokens=prompt, completion_tokens=completion_tokens, total_tokens=prompt + completion_tokens
             )
 
-        def line(choice: Any, tokens: int, **fields: Any) -> str:
-            if running_usage:
-                fields["usage"] = usage(tokens)
+        def line(choices: list[Any], exclude_none: bool = False, **fields: Any) -> str:
             chunk = serving_chat.ChatCompletionStreamResponse(
                 id=request_id,
                 object="chat.completion.chunk",
                 created=made,
                 model=model_name,
-                choices=[choice],
+                choices=choices,
                 **fields,
             )
-            return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+            return f"data: {chunk.model_dump_json(exclude_unset=True, exclude_none=exclude_none)}\n\n"
+
+        def usage_so_far(tokens: int) -> dict[str, Any]:
+            return {"usage": usage(tokens)} if running_usage else {}
+
+        def log(outputs: str, token_ids: list[int] | None, finish_reason: str | None, delta: bool) -> None:
+            if self.enable_log_outputs and self.request_logger:
+                self.request_logger.log_outputs(
+                    request_id=request_id,
+                    outputs=outputs,
+                    output_token_ids=token_ids,
+                    finish_reason=finish_reason,
+                    is_streaming=True,
+                    delta=delta,
+                )
 
         def step(output: CompletionOutput) -> str | None:
             """The chunk of an output, None when it has nothing to tell."""
@@ -192,17 +200,10 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                 fields["token_ids"] = list(output.token_ids)
             if choice.finished:
                 fields |= {"finish_reason": choice.finish_reason(output), "stop_reason": output.stop_reason}
-            if self.enable_log_outputs and self.request_logger:
-                self.request_logger.log_outputs(
-                    request_id=request_id,
-                    outputs=delta.content or "".join(call.function.arguments for call in delta.tool_calls),
-                    output_token_ids=list(output.token_ids),
-                    finish_reason=output.finish_reason,
-                    is_streaming=True,
-                    delta=True,
-                )
+            said = delta.content or "".join(call.function.arguments for call in delta.tool_calls)
+            log(said, list(output.token_ids), output.finish_reason, delta=True)
             shown = serving_chat.ChatCompletionResponseStreamChoice(index=output.index, delta=delta, **fields)
-            return line(shown, choice.tokens)
+            return line([shown], **usage_so_far(choice.tokens))
 
         try:
             async with contextlib.aclosing(result_generator) as results:  # a client that goes away ends the generation
@@ -219,7 +220,7 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                                 finish_reason=None,
                             )
                             ids = result.prompt_token_ids if request.return_token_ids else None
-                            yield line(opening, 0, prompt_token_ids=ids)
+                            yield line([opening], prompt_token_ids=ids, **usage_so_far(0))
                     for output in result.outputs:
                         told = step(output)
                         if told is not None:
@@ -230,26 +231,11 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
                     whole.prompt_tokens_details = serving_chat.PromptTokenUsageInfo(
                         cached_tokens=first.num_cached_tokens
                     )
-                chunk = serving_chat.ChatCompletionStreamResponse(
-                    id=request_id,
-                    object="chat.completion.chunk",
-                    created=made,
-                    choices=[],
-                    model=model_name,
-                    usage=whole,
-                )
-                yield f"data: {chunk.model_dump_json(exclude_unset=True, exclude_none=True)}\n\n"
+                yield line([], exclude_none=True, usage=whole)
             request_metadata.final_usage_info = whole
-            if self.enable_log_outputs and self.request_logger:
-                for choice in choices:
-                    self.request_logger.log_outputs(
-                        request_id=request_id,
-                        outputs=choice.turn.texts(Kind.ANSWER) or "".join(call.text for call in choice.turn.calls),
-                        output_token_ids=None,
-                        finish_reason="streaming_complete",
-                        is_streaming=True,
-                        delta=False,
-                    )
+            for choice in choices:
+                said = choice.turn.texts(Kind.ANSWER) or "".join(call.text for call in choice.turn.calls)
+                log(said, None, "streaming_complete", delta=False)
         except Exception as error:
             log_failure("a streamed chat failed", error)
             yield f"data: {self.create_streaming_error_response(str(error))}\n\n"

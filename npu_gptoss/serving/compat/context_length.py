@@ -1,8 +1,7 @@
 """A prompt that the model's context cannot hold is refused in the words and with the code that clients look for.
 
-vLLM 0.11.0 answers a chat that is too long with "max_tokens must be at least 1, got -874", so that clients which
-shorten the history fail; names the context less max_tokens as the model's context on /v1/completions; encodes a text of
-any length before it looks; and logs each refusal with a traceback.
+vLLM 0.11.0 also names the context less max_tokens as the model's context on /v1/completions, and encodes a text of any
+length before it looks.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,39 +25,41 @@ from npu_gptoss.serving.compat.targets import GRAMMARS
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
 
 
+# a grammar's methods, and what each says after an error from the same arguments
+INSTEAD: dict[str, Callable[..., Any]] = {
+    "accept_tokens": lambda request_id, tokens: True,  # stock asserts it for drafts
+    "validate_tokens": lambda tokens: [],
+    "rollback": lambda num_tokens: None,
+    "fill_bitmask": lambda bitmask, batch_index: bitmask[batch_index].fill_(-1),
+    "is_terminated": lambda: False,
+    "reset": lambda: None,
+}
+
+
+def _guarded(
+    call: Callable[[], Any], failures: deque[Any], request: Any, what: str, otherwise: Callable[[], Any]
+) -> Any:
+    """`call()`, or `otherwise()` once what it raised is reported."""
+    try:
+        return call()
+    except PASSES:
+        raise
+    except BaseException as error:
+        report(failures, request, what + words(error))
+        return otherwise()
+
+
 class GuardedGrammar:
     """A `StructuredOutputGrammar` that reports instead of raising."""
 
     def __init__(self, grammar: Any, failures: deque[Any], request: Any) -> None:
-        self._grammar, self._failures, self._request = grammar, failures, request
+        def method(name: str, *arguments: Any) -> Any:
+            def asked() -> Any:
+                return getattr(grammar, name)(*arguments)
 
-    def _ask(self, method: str, otherwise: Any, *arguments: Any) -> Any:
-        try:
-            return getattr(self._grammar, method)(*arguments)
-        except PASSES:
-            raise
-        except BaseException as error:
-            report(self._failures, self._request, f"{FAILED}its grammar: {words(error)}")
-            return otherwise
+            return _guarded(asked, failures, request, f"{FAILED}its grammar: ", lambda: INSTEAD[name](*arguments))
 
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return self._ask("accept_tokens", True, request_id, tokens)  # True: stock asserts it for drafts
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return self._ask("validate_tokens", [], tokens)
-
-    def rollback(self, num_tokens: int) -> None:
-        self._ask("rollback", None, num_tokens)
-
-    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        if self._ask("fill_bitmask", Ellipsis, bitmask, batch_index) is Ellipsis:
-            bitmask[batch_index].fill_(-1)
-
-    def is_terminated(self) -> bool:
-        return self._ask("is_terminated", False)
-
-    def reset(self) -> None:
-        self._ask("reset", None)
+        vars(self).update({name: functools.partial(method, name) for name in INSTEAD})
 
 
 @repair(
@@ -80,26 +83,18 @@ def install_guard(module: ModuleType) -> None:
     def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar | None:
         """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
-        try:
+
+        def compiled() -> GuardedGrammar:
             return GuardedGrammar(compile_grammar(self, request), failures, request)
-        except PASSES:
-            raise
-        except BaseException as error:
-            report(failures, request, f"{REFUSED}its grammar does not compile: {words(error)}")
-            return None
+
+        return _guarded(compiled, failures, request, f"{REFUSED}its grammar does not compile: ", lambda: None)
 
     def asked(name: str) -> Any:
         original = getattr(manager, name)
 
         @functools.wraps(original)
         def method(self: Any, request: Any) -> bool:
-            try:
-                return original(self, request)
-            except PASSES:
-                raise
-            except BaseException as error:
-                report(failures_of(self), request, FAILED + words(error))
-                return False
+            return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
 
         return method
 

@@ -1,11 +1,7 @@
 """The server's prompts come from `npu_gptoss.harmony`, as the engine's do; long ones are encoded in a thread.
 
-vLLM 0.11.0 renders a system message as a second `system` turn and an empty developer turn in every chat, loses the name
-of the function whose result it renders, leaves the channel out of earlier answers, drops earlier reasoning, and tells
-the model that there is no commentary channel. On /v1/responses it drops `instructions` unless there are tools, and does
-not find the call that belongs to a `function_call_output`. /tokenize renders another prompt than chat, by the Jinja
-template. The model was trained on none of these prompts. openai-harmony's tokenizer, quadratic in runs of one
-character, runs in the event loop.
+The model was trained on none of the prompts that vLLM 0.11.0 writes, and openai-harmony's tokenizer, quadratic in runs
+of one character, runs in its event loop.
 """
 
 from __future__ import annotations
@@ -112,8 +108,6 @@ def install_rendering(harmony_utils: ModuleType) -> None:
     @functools.wraps(original_system)
     def get_system_message(*args: Any, **kwargs: Any) -> Message:
         kwargs["with_custom_tools"] = True  # the commentary channel is there without tools too, for preambles
-        if kwargs.get("reasoning_effort") is not None:
-            kwargs["reasoning_effort"] = reasoning_effort(kwargs["reasoning_effort"], "reasoning.effort")
         return original_system(*args, **kwargs)
 
     def get_developer_message(instructions: str | None = None, tools: Sequence[Any] | None = None) -> Message:
@@ -129,11 +123,8 @@ def install_rendering(harmony_utils: ModuleType) -> None:
             return token_ids
         return encoder().encode(messages)
 
-    chat, responses = "vllm.entrypoints.openai.serving_chat", "vllm.entrypoints.openai.serving_responses"
-    context = "vllm.entrypoints.context"
-    replace(harmony_utils, "get_system_message", get_system_message, copies=(chat, responses))
-    replace(harmony_utils, "get_developer_message", get_developer_message, copies=(chat, responses))
-    replace(harmony_utils, "render_for_completion", render_for_completion, copies=(chat, responses, context))
+    for function in (get_system_message, get_developer_message, render_for_completion):
+        replace(harmony_utils, function.__name__, function, copies=(CHAT, RESPONSES, CONTEXT))
 
 
 @repair(

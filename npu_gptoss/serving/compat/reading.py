@@ -5,7 +5,7 @@ vLLM 0.11.0 turns the strict parser's HarmonyError into an error response or a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 
 from openai_harmony import Message, Role, StreamableParser
@@ -39,7 +39,7 @@ def install_parser(harmony_utils: ModuleType) -> None:
         harmony_utils,
         "get_streamable_parser_for_assistant",
         get_streamable_parser_for_assistant,
-        copies=("vllm.entrypoints.context", "vllm.entrypoints.openai.serving_chat"),
+        copies=(CONTEXT, CHAT),
     )
 
 
@@ -89,11 +89,5 @@ def install_channels(harmony_utils: ModuleType) -> None:
             )
         )
 
-    chat, responses = "vllm.entrypoints.openai.serving_chat", "vllm.entrypoints.openai.serving_responses"
-    replacements: tuple[tuple[Callable, tuple[str, ...]], ...] = (
-        (parse_chat_output, (chat, "vllm.reasoning.gptoss_reasoning_parser")),
-        (parse_output_message, (responses,)),
-        (parse_remaining_state, (responses,)),
-    )
-    for function, copies in replacements:
-        replace(harmony_utils, function.__name__, function, copies=copies)
+    for function in (parse_chat_output, parse_output_message, parse_remaining_state):
+        replace(harmony_utils, function.__name__, function, copies=(CHAT, RESPONSES, REASONING))

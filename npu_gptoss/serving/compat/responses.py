@@ -3,9 +3,6 @@
 A streamed item is the item of the final response: same id, same text, same status. The events are those of OpenAI's
 specification, in its order: `output_item.added`, the parts' or the arguments' own, `output_item.done`; at the end
 `response.completed`, `.incomplete` when the output was cut off, `.failed` with the reason when generating failed.
-
-vLLM 0.11.0 streams no function call at all, gives other ids in the final response, numbers items so that OpenAI's
-client fails, does not close an item that is cut off, and ends every stream with `response.completed`.
 """
 
 from __future__ import annotations
@@ -16,28 +13,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from openai.types.responses import (
-    ResponseContentPartAddedEvent,
-    ResponseContentPartDoneEvent,
     ResponseError,
     ResponseFailedEvent,
-    ResponseFunctionCallArgumentsDeltaEvent,
-    ResponseFunctionCallArgumentsDoneEvent,
     ResponseFunctionToolCall,
     ResponseIncompleteEvent,
-    ResponseOutputItemAddedEvent,
-    ResponseOutputItemDoneEvent,
     ResponseOutputMessage,
-    ResponseOutputText,
     ResponseReasoningItem,
-    ResponseReasoningTextDeltaEvent,
-    ResponseReasoningTextDoneEvent,
-    ResponseTextDeltaEvent,
-    ResponseTextDoneEvent,
+    ResponseStreamEvent,
 )
-from openai.types.responses.response_reasoning_item import Content
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
@@ -50,11 +36,13 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 PREFIX = {Kind.REASONING: "rs", Kind.ANSWER: "msg", Kind.CALL: "fc"}  # of an item's id
+# of the events that tell a part's text
+TEXT = {Kind.REASONING: "reasoning_text", Kind.ANSWER: "output_text", Kind.CALL: "function_call_arguments"}
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
-
-
-def _output_text(text: str) -> ResponseOutputText:
-    return ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
+# an event's type -> its class
+EVENTS = {
+    get_args(event.model_fields["type"].annotation)[0]: event for event in get_args(get_args(ResponseStreamEvent)[0])
+}
 
 
 class Answer:
@@ -84,19 +72,20 @@ class Answer:
     def items(self) -> list[ResponseOutputItem]:
         return [self._item(part) for part in self.turn.parts]
 
+    def _id(self, part: Part) -> str:
+        return f"{PREFIX[part.kind]}_{self._ids[part.number]}"
+
     def _item(self, part: Part, empty: bool = False) -> ResponseOutputItem:
         status = {None: "in_progress", True: "completed", False: "incomplete"}[part.complete]
-        own = {"id": f"{PREFIX[part.kind]}_{self._ids[part.number]}", "status": status}
-        text = "" if empty else part.text
+        own = {"id": self._id(part), "status": status}
         if part.kind is Kind.CALL:
-            call_id = f"call_{self._ids[part.number]}"
+            arguments, call_id = "" if empty else part.text, f"call_{self._ids[part.number]}"
             return ResponseFunctionToolCall(
-                type="function_call", call_id=call_id, name=part.name, arguments=text, **own
+                type="function_call", call_id=call_id, name=part.name, arguments=arguments, **own
             )
+        content = [] if empty else [_content(part.kind, part.text)]
         if part.kind is Kind.ANSWER:
-            content = [] if empty else [_output_text(text)]
             return ResponseOutputMessage(type="message", role="assistant", content=content, **own)
-        content = [] if empty else [Content(type="reasoning_text", text=text)]
         return ResponseReasoningItem(type="reasoning", summary=[], content=content, **own)
 
     def _take(self, events: list[Event]) -> None:
@@ -104,82 +93,38 @@ class Answer:
             if event.what == "begun":
                 self._ids.append(self._new_id())
             if self._streamed:
-                self._events += _TELL[event.part.kind, event.what](self, event.part, event.text)
+                self._events += self._shown(event)
 
-    def _place(self, part: Part, of_content: bool = True) -> dict[str, Any]:
-        place = {"item_id": self._item(part).id, "output_index": part.number, "sequence_number": -1}
-        return place | ({"content_index": 0} if of_content else {})
+    def _event(self, name: str, of: Part, /, **fields: Any) -> Any:
+        """An event of the stream with those of the places that its class has."""
+        made = EVENTS[f"response.{name}"]
+        places = {"item_id": self._id(of), "output_index": of.number, "content_index": 0, "sequence_number": -1}
+        fields |= {place: value for place, value in places.items() if place in made.model_fields}
+        return made(type=f"response.{name}", **fields)
 
-    def _added(self, part: Part) -> ResponseOutputItemAddedEvent:
-        return ResponseOutputItemAddedEvent(
-            type="response.output_item.added",
-            output_index=part.number,
-            sequence_number=-1,
-            item=self._item(part, empty=True),
-        )
-
-    def _done(self, part: Part) -> ResponseOutputItemDoneEvent:
-        return ResponseOutputItemDoneEvent(
-            type="response.output_item.done", output_index=part.number, sequence_number=-1, item=self._item(part)
-        )
-
-    def _content_added(self, part: Part, content: Any) -> ResponseContentPartAddedEvent:
-        return ResponseContentPartAddedEvent(type="response.content_part.added", part=content, **self._place(part))
-
-    def _content_done(self, part: Part, content: Any) -> ResponseContentPartDoneEvent:
-        return ResponseContentPartDoneEvent(type="response.content_part.done", part=content, **self._place(part))
-
-    def _answer_begun(self, part: Part, _: str) -> list[Any]:
-        return [self._added(part), self._content_added(part, _output_text(""))]
-
-    def _answer_more(self, part: Part, text: str) -> list[Any]:
-        return [ResponseTextDeltaEvent(type="response.output_text.delta", delta=text, logprobs=[], **self._place(part))]
-
-    def _answer_ended(self, part: Part, _: str) -> list[Any]:
-        done = ResponseTextDoneEvent(type="response.output_text.done", text=part.text, logprobs=[], **self._place(part))
-        return [done, self._content_done(part, _output_text(part.text)), self._done(part)]
-
-    def _reasoning_begun(self, part: Part, _: str) -> list[Any]:
-        return [self._added(part), self._content_added(part, {"type": "reasoning_text", "text": ""})]
-
-    def _reasoning_more(self, part: Part, text: str) -> list[Any]:
-        return [ResponseReasoningTextDeltaEvent(type="response.reasoning_text.delta", delta=text, **self._place(part))]
-
-    def _reasoning_ended(self, part: Part, _: str) -> list[Any]:
-        done = ResponseReasoningTextDoneEvent(type="response.reasoning_text.done", text=part.text, **self._place(part))
-        content = {"type": "reasoning_text", "text": part.text}  # each event has a class of its own for it
-        return [done, self._content_done(part, content), self._done(part)]
-
-    def _call_begun(self, part: Part, _: str) -> list[Any]:
-        return [self._added(part)]
-
-    def _call_more(self, part: Part, text: str) -> list[Any]:
-        place = self._place(part, of_content=False)
-        return [
-            ResponseFunctionCallArgumentsDeltaEvent(type="response.function_call_arguments.delta", delta=text, **place)
-        ]
-
-    def _call_ended(self, part: Part, _: str) -> list[Any]:
-        done = ResponseFunctionCallArgumentsDoneEvent(
-            type="response.function_call_arguments.done",
-            arguments=part.text,
-            name=part.name,  # newer clients want it, older ones leave it aside
-            **self._place(part, of_content=False),
-        )
-        return [done, self._done(part)]
+    def _shown(self, event: Event) -> list[Any]:
+        part, name = event.part, TEXT[event.part.kind]
+        has_content = part.kind is not Kind.CALL
+        logprobs = {"logprobs": []} if part.kind is Kind.ANSWER else {}
+        if event.what == "begun":
+            shown = [self._event("output_item.added", part, item=self._item(part, empty=True))]
+            if has_content:
+                shown.append(self._event("content_part.added", part, part=_content(part.kind, "")))
+            return shown
+        if event.what == "more":
+            return [self._event(f"{name}.delta", part, delta=event.text, **logprobs)]
+        if has_content:
+            content = _content(part.kind, part.text)
+            shown = [self._event(f"{name}.done", part, text=part.text, **logprobs)]
+            shown.append(self._event("content_part.done", part, part=content))
+        else:  # newer clients want the name, older ones leave it aside
+            shown = [self._event(f"{name}.done", part, arguments=part.text, name=part.name)]
+        return [*shown, self._event("output_item.done", part, item=self._item(part))]
 
 
-_TELL: dict[tuple[Kind, str], Callable[[Answer, Part, str], list[Any]]] = {
-    (Kind.ANSWER, "begun"): Answer._answer_begun,
-    (Kind.ANSWER, "more"): Answer._answer_more,
-    (Kind.ANSWER, "ended"): Answer._answer_ended,
-    (Kind.REASONING, "begun"): Answer._reasoning_begun,
-    (Kind.REASONING, "more"): Answer._reasoning_more,
-    (Kind.REASONING, "ended"): Answer._reasoning_ended,
-    (Kind.CALL, "begun"): Answer._call_begun,
-    (Kind.CALL, "more"): Answer._call_more,
-    (Kind.CALL, "ended"): Answer._call_ended,
-}
+def _content(kind: Kind, text: str) -> dict[str, Any]:
+    """An item's content part: items and events have classes of their own for it."""
+    return {"type": TEXT[kind], "text": text} | ({"annotations": [], "logprobs": []} if kind is Kind.ANSWER else {})
 
 
 @repair(

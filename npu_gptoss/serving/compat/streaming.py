@@ -67,10 +67,7 @@ def _pieces(completion: CompletionOutput) -> Iterator[CompletionOutput]:
 
 
 class OneTokenAtATime:
-    """An engine client whose streamed generations yield one token an output; anything else goes to the client.
-
-    Stop strings of what it generates end the answer (`stops`).
-    """
+    """An engine client that takes its streams apart and has stop strings end the answer (`stops`)."""
 
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client

@@ -50,7 +50,7 @@ def install_bitmask(module: ModuleType) -> None:
         original(scheduler_output, input_batch, wide, device)
         logits.copy_(wide)
 
-    replace(module, "apply_grammar_bitmask", apply_grammar_bitmask, copies=("vllm.v1.worker.gpu_model_runner",))
+    replace(module, "apply_grammar_bitmask", apply_grammar_bitmask, copies=(RUNNER,))
 
 
 def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:

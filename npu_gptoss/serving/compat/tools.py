@@ -1,16 +1,10 @@
-"""Tool calls: in the whole (not streamed) answer of a chat, the grammar of forced ones, tools without a description.
-
-0.11.0 extracts calls from whole answers only under `--enable-auto-tool-choice --tool-call-parser openai`, whereas the
-stream always does; loses an answer that `max_tokens` cut off; writes the arguments anew; answers `tool_choice`
-"required" or a named function with the JSON that it made the model write, as content; and shows the model its tools
-under `tool_choice` "none". `turn` reads all of that.
-"""
+"""Tool calls: in the whole (not streamed) answer of a chat, the grammar of forced ones, tools without a description."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
@@ -93,17 +87,13 @@ def install_definition(harmony_utils: ModuleType) -> None:
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-def one_call_at_most(request: Any) -> bool:
-    """Whether the client has said `parallel_tool_calls: false`; vLLM 0.11.0's default for chat, false, says nothing."""
-    return request.parallel_tool_calls is False and "parallel_tool_calls" in request.model_fields_set
-
-
-def forced_schema(reading: Reading, tools: Sequence[Any], *, one: bool = False) -> dict[str, Any] | None:
+def forced_schema(request: Any, tools: Sequence[Any]) -> dict[str, Any] | None:
     """The JSON schema of the answer that `turn.forced_calls` reads; None when no call is forced.
 
-    `tools` are functions with `name` and `parameters`; `one`: no more than one call. Raises ValueError for a function
-    that is not among them, and for two different definitions under one name of `$defs`.
+    `tools` are functions with `name` and `parameters`. Raises ValueError for a function that is not among them, and for
+    two different definitions under one name of `$defs`.
     """
+    reading = Reading(*choice_of(request.tool_choice))
     if not reading.forced:
         return None
     parameters = {tool.name: dict(tool.parameters or NO_PARAMETERS) for tool in tools}
@@ -126,6 +116,8 @@ def forced_schema(reading: Reading, tools: Sequence[Any], *, one: bool = False) 
         for name, own in parameters.items()
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    # false is vLLM 0.11.0's default for chat, too
+    one = request.parallel_tool_calls is False and "parallel_tool_calls" in request.model_fields_set
     return schema | ({"maxItems": 1} if one else {}) | ({"$defs": definitions} if definitions else {})
 
 
@@ -147,13 +139,11 @@ def install_schema(protocol: ModuleType) -> None:
     def _get_json_schema_from_tool(self) -> dict[str, Any] | None:
         if self.tool_choice == "none" or self.tools is None:
             return None
-        reading, tools = Reading(*choice_of(self.tool_choice)), [tool.function for tool in self.tools]
-        return forced_schema(reading, tools, one=one_call_at_most(self))
+        return forced_schema(self, [tool.function for tool in self.tools])
 
     @functools.wraps(original)
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        reading, tools = Reading(*choice_of(self.tool_choice)), allowed_functions(self)
-        schema = forced_schema(reading, tools, one=one_call_at_most(self))
+        schema = forced_schema(self, allowed_functions(self))
         wants_object = self.text is not None and self.text.format is not None and self.text.format.type == "json_object"
         request = self.model_copy(update={"text": None}) if schema is not None or wants_object else self
         parameters = original(request, *args, **kwargs)
@@ -182,11 +172,7 @@ def allowed_tools(request: Any) -> list[Any]:
 
 
 def allowed_functions(request: Any) -> list[Any]:
-    return [
-        SimpleNamespace(name=tool.name, parameters=tool.parameters)
-        for tool in allowed_tools(request)
-        if tool.type == "function"
-    ]
+    return [tool for tool in allowed_tools(request) if tool.type == "function"]
 
 
 @repair(
@@ -204,7 +190,7 @@ def install_responses_choice(serving_responses: ModuleType) -> None:
 
     @functools.wraps(original)
     def _make_request_with_harmony(self, request: Any, prev_response: Any) -> Any:
-        forced_schema(Reading(*choice_of(request.tool_choice)), allowed_functions(request))  # refused here with 400
+        forced_schema(request, allowed_functions(request))  # refused here with 400
         shown = request.model_copy(update={"tool_choice": "auto", "tools": allowed_tools(request)})
         return original(self, shown, prev_response)
 

@@ -140,4 +140,4 @@ def install(serving_engine: ModuleType) -> None:
         return original_get()
 
     replace(serving, "__init__", __init__)
-    replace(harmony_utils, "get_encoding", get_encoding, copies=("vllm.entrypoints.context",))
+    replace(harmony_utils, "get_encoding", get_encoding, copies=(CONTEXT,))

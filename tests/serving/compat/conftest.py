@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gpt-oss's tokenizer.json as a checkpoint has it, without the vocabulary of openai-harmony."""
+    from tests.harmony.conftest import tokenizer_files
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).symlink_to(tokenizer_files(tmp_path_factory.getbasetemp()) / name)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The harmony encoding, from the packaged vocabulary; vLLM's own copy of it is filled too."""
     pytest.importorskip("bpe_openai")
@@ -98,6 +110,54 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
         environment.setenv(BASE_VARIABLE, str(directory))
         with _patched():
             return harmony_utils.get_encoding()
+
+
+READING = ("harmony-parser", "harmony-channels", "tool-answers")
+# The repairs of how a turn is told, at both entrances
+TELLING = (
+    *READING,
+    *("chat-stream-tokens", "chat-stream-channels", "tools-without-flags", "reasoning-name"),
+    *("responses-stream-tokens", "responses-stream-end", "responses-outputs", "responses-items"),
+    *("forced-call-schema", "responses-tool-choice", "tool-description"),
+)
+
+
+@pytest.fixture
+def everywhere(tokens: Callable[[str], list[int]], patched: Callable[..., Any]) -> Callable[..., tuple]:
+    """(content, reasoning, [[function, arguments]], finish reason) of a turn that the model writes.
+
+    Chat and, unless `responses` is false, /v1/responses, each whole and streamed in bites, must tell the same.
+    """
+    from tests.serving.compat import fake_engine
+
+    def ask(text: str, finish: str | None = None, responses: bool = True, **fields: Any) -> tuple:
+        fields.setdefault("tools", [fake_engine.WEATHER])
+        own = fields | {"tools": [fake_engine.flat(tool) for tool in fields["tools"]]}
+        if isinstance(fields.get("tool_choice"), dict):
+            own["tool_choice"] = fake_engine.flat(fields["tool_choice"])
+
+        def engine(bite: int = 1) -> Any:
+            return fake_engine.FakeEngine(tokens(text), bite, finish=finish)
+
+        with patched(*TELLING):
+            answer = fake_engine.chat(engine(), **fields)
+            whole = fake_engine.of_chat(answer)
+            message = answer["choices"][0]["message"]
+            assert message["reasoning"] == message["reasoning_content"]
+            answers = [fake_engine.respond(engine(), **own)] if responses else []
+            for bite in (1, 3, 100):
+                streamed = fake_engine.told(fake_engine.stream_chat(engine(bite), **fields))
+                assert streamed == {
+                    **{"content": whole[0] or "", "reasoning": whole[1] or "", "calls": whole[2]},
+                    **{"finish": whole[3], "error": None},
+                }
+                if responses:
+                    answers.append(fake_engine.stream_responses(engine(bite), **own)[-1].response.model_dump())
+        for response in answers:
+            assert fake_engine.of_response(response) == whole
+        return whole
+
+    return ask
 
 
 @pytest.fixture

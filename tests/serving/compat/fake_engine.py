@@ -16,6 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 MODEL = "gpt-oss"
+LIMIT = 4096  # tokens of the context
 TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
 
 
@@ -86,7 +87,7 @@ class FakeEngine:
 
 def _common(engine: FakeEngine, model_type: str) -> dict[str, Any]:
     config = types.SimpleNamespace(
-        max_model_len=4096,
+        max_model_len=LIMIT,
         hf_config=types.SimpleNamespace(model_type=model_type),
         model=MODEL,
         tokenizer=MODEL,
@@ -127,25 +128,31 @@ WEATHER = {
 }
 
 
+async def ask_chat(engine: FakeEngine, tool_flags: bool = True, **fields: Any) -> Any:
+    """What vLLM answers a chat request with."""
+    fields.setdefault("messages", [{"role": "user", "content": "Hello"}])
+    request = ChatCompletionRequest.model_validate({"model": MODEL} | fields)
+    return await chat_serving(engine, tool_flags).create_chat_completion(request)
+
+
+async def ask_responses(engine: FakeEngine, **fields: Any) -> Any:
+    """What vLLM answers a request of /v1/responses with."""
+    request = ResponsesRequest.model_validate({"model": MODEL, "input": "Hello"} | fields)
+    return await responses_serving(engine).create_responses(request)
+
+
+async def _all_of(answer: Any) -> list[Any]:
+    return [part async for part in await answer]
+
+
 def chat(engine: FakeEngine, tool_flags: bool = True, **fields: Any) -> dict[str, Any]:
     """The answer to a chat request as the client would get it: the response, or the error, as JSON."""
-    fields.setdefault("messages", [{"role": "user", "content": "Hello"}])
-    serving = chat_serving(engine, tool_flags)
-    return asyncio.run(
-        serving.create_chat_completion(ChatCompletionRequest.model_validate({"model": MODEL} | fields))
-    ).model_dump()
+    return asyncio.run(ask_chat(engine, tool_flags, **fields)).model_dump()
 
 
 def stream_chat(engine: FakeEngine, tool_flags: bool = True, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a streamed chat; an error chunk is one with the key "error"."""
-    fields.setdefault("messages", [{"role": "user", "content": "Hello"}])
-
-    async def collect() -> list[str]:
-        request = ChatCompletionRequest.model_validate({"model": MODEL, "stream": True} | fields)
-        answer = await chat_serving(engine, tool_flags).create_chat_completion(request)
-        return [line async for line in answer]
-
-    lines = asyncio.run(collect())
+    lines = asyncio.run(_all_of(ask_chat(engine, tool_flags, stream=True, **fields)))
     assert lines[-1] == "data: [DONE]\n\n"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
@@ -171,18 +178,36 @@ def told(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     return result
 
 
+def of_chat(answer: dict[str, Any]) -> tuple[str | None, str | None, list[list[str]], str]:
+    """(content, reasoning, [[function, arguments]], finish reason) of a whole chat."""
+    choice = answer["choices"][0]
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+    return message["content"], message["reasoning_content"], calls, choice["finish_reason"]
+
+
+def of_response(answer: dict[str, Any]) -> tuple[str | None, str | None, list[list[str]], str]:
+    """The same of a response, whose status tells less than a finish reason."""
+
+    def text(kind: str) -> str | None:
+        texts = [item["content"][0]["text"] for item in answer["output"] if item["type"] == kind]
+        return "\n".join(filter(None, texts)) if texts else None
+
+    calls = [[item["name"], item["arguments"]] for item in answer["output"] if item["type"] == "function_call"]
+    finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[answer["status"]]
+    return text("message"), text("reasoning"), calls, finish
+
+
+def flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or a choice of one, as /v1/responses spells it."""
+    return {"type": "function"} | tool["function"]
+
+
 def respond(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
     """The answer of /v1/responses as JSON."""
-    request = ResponsesRequest.model_validate({"model": MODEL, "input": "Hello"} | fields)
-    return asyncio.run(responses_serving(engine).create_responses(request)).model_dump()
+    return asyncio.run(ask_responses(engine, **fields)).model_dump()
 
 
 def stream_responses(engine: FakeEngine, **fields: Any) -> list[Any]:
     """The events of a streamed /v1/responses."""
-
-    async def collect() -> list[Any]:
-        request = ResponsesRequest.model_validate({"model": MODEL, "input": "Hello", "stream": True} | fields)
-        answer = await responses_serving(engine).create_responses(request)
-        return [event async for event in answer]
-
-    return asyncio.run(collect())
+    return asyncio.run(_all_of(ask_responses(engine, stream=True, **fields)))

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -173,13 +174,19 @@ def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(
 
 
 def test_equal_requests_come_in_the_order_of_their_arrival(patched):
-    from npu_gptoss.serving.compat.priority import Arrival
+    def arrived(*times: float) -> list[float]:
+        scheduler = SimpleNamespace(policy=SchedulingPolicy.PRIORITY, requests={})
+        scheduler.waiting = SimpleNamespace(add_request=lambda request: None)
+        scheduler.log_stats = False
+        for number, time in enumerate(times):
+            scheduler_module.Scheduler.add_request(
+                scheduler, SimpleNamespace(request_id=str(number), arrival_time=time)
+            )
+        return [request.arrival_time for request in scheduler.requests.values()]
 
-    first, second, later = Arrival(1.0), Arrival(1.0), Arrival(2.0)
-    assert sorted([later, second, first]) == [first, second, later]
-    assert first != second
-    assert first <= second < later
-    assert first == 1.0
+    with patched("priority-order"):
+        first, later, second, third = arrived(1.0, 2.0, 1.0, 1.0)
+    assert 1.0 == first < second < third < 1.001 < later == 2.0
 
 
 def test_a_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, patched):

@@ -6,49 +6,45 @@ import asyncio
 import logging
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.renderer import CompletionRenderer, RenderConfig
 
+from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.serving.compat import vocabulary
 from tests.serving.compat import fake_engine
-from tests.serving.compat.fake_engine import FakeEngine
+from tests.serving.compat.conftest import HERE
+from tests.serving.compat.fake_engine import LIMIT, FakeEngine, ask_chat, ask_responses
 
 pytestmark = pytest.mark.serving
 
 PATCHES = ("context-length", "harmony-rendering", "chat-prompt", "responses-prompt", "effort-words", "harmony-parser")
-LIMIT = 4096  # of the fake server
 LONG = "word " * 5000
 
 
 @pytest.fixture
-def fake(harmony) -> FakeEngine:
-    return FakeEngine(harmony.encode("<|channel|>final<|message|>Hi.<|return|>", allowed_special="all"))
+def fake(tokens) -> FakeEngine:
+    return FakeEngine(tokens("<|channel|>final<|message|>Hi.<|return|>"))
 
 
-def ask(fake: FakeEngine, api: str, text: str, most: int | None, stream: bool) -> Any:
+async def ask(fake: FakeEngine, api: str, text: str, most: int | None = None, stream: bool = False) -> Any:
     """The answer's object, which the HTTP server dumps with the status `error.code`."""
-    from vllm.entrypoints.openai import protocol
-
-    async def answered() -> Any:
-        if api == "chat":
-            fields = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": most}
-            request = protocol.ChatCompletionRequest.model_validate({"model": "gpt-oss", "stream": stream} | fields)
-            return await fake_engine.chat_serving(fake).create_chat_completion(request)
-        fields = {"input": text, "max_output_tokens": most}
-        request = protocol.ResponsesRequest.model_validate({"model": "gpt-oss", "stream": stream} | fields)
-        return await fake_engine.responses_serving(fake).create_responses(request)
-
-    return asyncio.run(answered())
+    if api == "chat":
+        messages = [{"role": "user", "content": text}]
+        return await ask_chat(fake, messages=messages, max_completion_tokens=most, stream=stream)
+    return await ask_responses(fake, input=text, max_output_tokens=most, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("api", "param"), [("chat", "messages"), ("responses", "input")])
 def test_a_long_conversation_is_refused_with_both_numbers(patched, fake, api, param, stream, caplog):
     with patched():
-        assert "max_tokens must be at least 1" in ask(fake, api, LONG, None, stream).error.message
+        assert "max_tokens must be at least 1" in asyncio.run(ask(fake, api, LONG, stream=stream)).error.message
     with patched(*PATCHES), caplog.at_level(logging.INFO):
         caplog.clear()
-        refused = ask(fake, api, LONG, None, stream)
+        refused = asyncio.run(ask(fake, api, LONG, stream=stream))
     assert refused.error.code == 400
     shown = refused.model_dump()["error"]
     assert shown["message"].startswith(f"This model's maximum context length is {LIMIT} tokens. However, ")
@@ -61,50 +57,28 @@ def test_a_long_conversation_is_refused_with_both_numbers(patched, fake, api, pa
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_a_prompt_and_its_completion_have_to_fit_together(patched, fake, api):
     with patched(*PATCHES):
-        refused = ask(fake, api, "Hello", LIMIT, False)
-        assert "context length" in refused.error.message
-        assert str(LIMIT) in refused.error.message
+        refused = asyncio.run(ask(fake, api, "Hello", LIMIT)).error.message
+        assert f"maximum context length is {LIMIT} tokens" in refused
         assert fake.prompts == []
-        assert not hasattr(ask(fake, api, "Hello", 100, False), "error") or fake.prompts
+        asyncio.run(ask(fake, api, "Hello", 100))
+        assert len(fake.prompts) == 1
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-def test_minimal_effort_is_low_and_an_unknown_word_is_refused(patched, fake, harmony, api):
-    from vllm.entrypoints.openai import protocol
-
-    async def answered(word: str) -> Any:
-        if api == "chat":
-            fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": word}
-            request = protocol.ChatCompletionRequest.model_validate({"model": "gpt-oss"} | fields)
-            return await fake_engine.chat_serving(fake).create_chat_completion(request)
-        request = protocol.ResponsesRequest.model_validate(
-            {"model": "gpt-oss", "input": "Hi", "reasoning": {"effort": word}}
-        )
-        return await fake_engine.responses_serving(fake).create_responses(request)
-
+@pytest.mark.parametrize(
+    ("api", "field"),
+    [
+        (ask_chat, lambda word: {"reasoning_effort": word}),
+        (ask_responses, lambda word: {"reasoning": {"effort": word}}),
+    ],
+    ids=["chat", "responses"],
+)
+def test_minimal_effort_is_low_and_an_unknown_word_is_refused(patched, fake, harmony, api, field):
     with patched(*PATCHES):
-        asyncio.run(answered("minimal"))
+        asyncio.run(api(fake, **field("minimal")))
         assert "Reasoning: low\n" in harmony.decode(fake.prompts[0])
         for word in ("none", "huge"):
             with pytest.raises(ValueError, match="medium"):  # FastAPI answers 400 with what it says
-                asyncio.run(answered(word))
-
-
-class Renderer:
-    """What vLLM's completion renderer needs of its surroundings."""
-
-    def __new__(cls) -> Any:
-        from types import SimpleNamespace
-
-        from vllm.entrypoints.renderer import CompletionRenderer
-
-        made = CompletionRenderer(SimpleNamespace(max_model_len=LIMIT, encoder_config=None))
-
-        async def tokenize(text: str, **_: Any) -> Any:
-            return SimpleNamespace(input_ids=[1] * len(text.split()))
-
-        made.async_tokenizer = tokenize
-        return made
+                asyncio.run(api(fake, **field(word)))
 
 
 @pytest.mark.parametrize(
@@ -112,58 +86,42 @@ class Renderer:
     [(LONG, 16, ("5000",)), ("word " * 4090, 16, ("4106", "4090", "16")), (" " * (128 * LIMIT + 1), 16, ("4097",))],
 )
 def test_a_completion_is_refused_with_the_models_context_not_what_is_left_of_it(patched, text, most, numbers):
-    from vllm.entrypoints.renderer import RenderConfig
+    async def tokenize(text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=[1] * len(text.split()))
 
-    def render() -> Any:
-        config = RenderConfig(max_length=LIMIT - most)
-        return asyncio.run(Renderer().render_prompt(prompt_or_prompts=text, config=config))
-
+    renderer = CompletionRenderer(SimpleNamespace(max_model_len=LIMIT, encoder_config=None))
+    renderer.async_tokenizer = tokenize
+    config = RenderConfig(max_length=LIMIT - most)
     with patched(*PATCHES), pytest.raises(ValueError, match=f"maximum context length is {LIMIT} tokens") as refusal:
-        render()
+        asyncio.run(renderer.render_prompt(prompt_or_prompts=text, config=config))
     assert all(number in str(refusal.value) for number in numbers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_other_requests_are_answered_while_a_long_prompt_is_encoded(patched, fake, monkeypatch, tmp_path, api):
+def test_other_requests_are_answered_while_a_long_prompt_is_encoded(
+    patched, fake, monkeypatch, tokenizer_directory, api
+):
     """The event loop must turn meanwhile, as /health needs it, and with every patch in: some copy the request."""
-    from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
-    from npu_gptoss.serving.compat import vocabulary
-    from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
-    from tests.serving.compat.conftest import HERE
-
-    write_tokenizer_files(tmp_path)
-    text_tokenizer(tmp_path)
-    monkeypatch.setattr(vocabulary, "_served", [tmp_path])
+    text_tokenizer(tokenizer_directory)
+    monkeypatch.setattr(vocabulary, "_served", [tokenizer_directory])
+    monkeypatch.setattr(fake_engine, "LIMIT", 131_072)
     gaps: list[float] = []
     encoded = []
     original = Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(threading.get_ident()) or original(*args))
 
-    async def watched() -> None:
-        from vllm.entrypoints.openai import protocol
-
-        async def beat() -> None:
+    async def beat() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last)
             last = time.monotonic()
-            while True:
-                await asyncio.sleep(0.01)
-                gaps.append(time.monotonic() - last)
-                last = time.monotonic()
 
-        text = "a word, and more " * 20_000
-        if api == "chat":
-            serving = fake_engine.chat_serving(fake)
-            fields = {"model": "gpt-oss", "messages": [{"role": "user", "content": text}]}
-            asked = serving.create_chat_completion(protocol.ChatCompletionRequest.model_validate(fields))
-        else:
-            serving = fake_engine.responses_serving(fake)
-            asked = serving.create_responses(
-                protocol.ResponsesRequest.model_validate({"model": "gpt-oss", "input": text})
-            )
-        monkeypatch.setattr(serving, "max_model_len", 131_072)
+    async def watched() -> None:
         beating = asyncio.create_task(beat())
         await asyncio.sleep(0.05)
-        await asked
+        await ask(fake, api, "a word, and more " * 20_000)
         beating.cancel()
 
     with patched(*(patch.name for patch in HERE if patch.name != "harmony-vocabulary")):

@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 from openai_harmony import HarmonyError, Role, StreamableParser, StreamState
 
-from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, text_of
+from npu_gptoss.harmony.parser import Kind, TolerantParser, text_of
 from npu_gptoss.serving.compat.turn import Turn
-from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, respond, stream_chat, stream_responses, told
+from tests.serving.compat.conftest import READING
+from tests.serving.compat.fake_engine import (
+    WEATHER,
+    FakeEngine,
+    chat,
+    of_chat,
+    respond,
+    stream_chat,
+    stream_responses,
+    told,
+)
 
 pytestmark = pytest.mark.serving
 
-PARSER = ("harmony-parser",)
-READING = ("harmony-parser", "harmony-channels", "tool-answers")
 ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
 
 
@@ -44,18 +52,8 @@ AFTER_THE_TURN = [
 
 
 @pytest.mark.parametrize("rest", AFTER_THE_TURN)
-def test_tokens_after_the_end_of_the_turn_change_nothing(patched, tokens, rest):
-    generated = tokens(ANSWER + rest)
-    with patched(*READING, "chat-stream-tokens", "chat-stream-channels", "responses-stream-tokens"):
-        message = chat(FakeEngine(generated), ignore_eos=True)["choices"][0]["message"]
-        assert (message["content"], message["reasoning_content"]) == ("Four.", "hm")
-        for bite in (1, 4):
-            answer = told(stream_chat(FakeEngine(generated, bite), ignore_eos=True))
-            assert (answer["content"], answer["reasoning"], answer["error"]) == ("Four.", "hm", None)
-        assert [item["type"] for item in respond(FakeEngine(generated))["output"]] == ["reasoning", "message"]
-        events = [event.type for event in stream_responses(FakeEngine(generated))]
-        assert events.count("response.output_item.done") == 2
-        assert events[-1] == "response.completed"
+def test_tokens_after_the_end_of_the_turn_change_nothing(everywhere, rest):
+    assert everywhere(ANSWER + rest)[:3] == ("Four.", "hm", [])
 
 
 def test_stock_vllm_fails_such_requests(patched, tokens):
@@ -76,53 +74,33 @@ def test_stock_vllm_fails_such_requests(patched, tokens):
         ("<|channel|>analysis–<|message|>hm", Kind.REASONING, "hm"),
         ("<|start|>assistant<|channel|>final<|message|>Four.<|return|>", Kind.ANSWER, "Four."),
         ("<|channel|>final<|start|>assistant<|channel|>analysis<|message|>hm", Kind.REASONING, "hm"),
-        ("<|message|>Four.<|return|>", Kind.ANSWER, "Four."),
     ],
 )
 def test_a_badly_spelled_first_header_is_read_as_far_as_possible(read, text, kind, expected):
     assert read(text)[kind] == [expected]
 
 
+HM, FOUR = "<|channel|>analysis<|message|>hm<|end|>", "<|message|>Four.<|return|>"
+
+
 @pytest.mark.parametrize(
-    "header",
+    "rest",
     [
-        "assistant–commentary<|channel|>final x y z",
-        "robot<|channel|>final",
-        "assistant<|start|>assistant<|channel|>final",
-        "assistant<|channel|>final <|constrain|>json and more",
+        "<|start|>assistant–commentary<|channel|>final x y z" + FOUR,
+        "<|start|>robot<|channel|>final" + FOUR,
+        "<|start|>assistant<|start|>assistant<|channel|>final" + FOUR,
+        "<|start|>assistant<|channel|>final <|constrain|>json and more" + FOUR,
+        # dropped, and what follows is not
+        "<|start|>user foo bar baz<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
+        "<|start|>nonsense 1 2 3<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
+        "<|start|>user<|channel|>final x y z<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
+        "noise<|start|>assistant<|channel|>final" + FOUR,
     ],
 )
-def test_a_badly_spelled_later_header_is_read_as_far_as_possible(harmony, read, tokens, header):
-    text = f"<|channel|>analysis<|message|>hm<|end|><|start|>{header}<|message|>Four.<|return|>"
+def test_a_badly_spelled_later_header_is_read_as_far_as_possible(harmony, read, tokens, rest):
     with pytest.raises(HarmonyError):
-        feed(StreamableParser(harmony, Role.ASSISTANT), tokens(text))
-    texts = read(text)
-    assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
-
-
-def test_a_call_with_a_badly_spelled_header_is_still_a_call(patched, tokens):
-    header = "<|channel|>commentary to=functions.get_weather <|constrain|>json now"
-    generated = tokens(header + '<|message|>{"city": 1}<|call|>')
-    with patched(), pytest.raises(HarmonyError):
-        chat(FakeEngine(generated), tools=[WEATHER])
-    with patched(*READING):
-        (call,) = chat(FakeEngine(generated), tools=[WEATHER])["choices"][0]["message"]["tool_calls"]
-    assert (call["function"]["name"], call["function"]["arguments"]) == ("get_weather", '{"city": 1}')
-
-
-@pytest.mark.parametrize("header", ["user foo bar baz", "nonsense 1 2 3", "user<|channel|>final x y z"])
-def test_what_cannot_be_read_is_dropped_and_what_follows_is_not(read, header):
-    texts = read(
-        f"<|channel|>analysis<|message|>hm<|end|><|start|>{header}<|message|>???<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-    )
-    assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
-
-
-def test_text_between_messages_belongs_to_none(read):
-    texts = read(
-        "<|channel|>analysis<|message|>hm<|end|>noise<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-    )
+        feed(StreamableParser(harmony, Role.ASSISTANT), tokens(HM + rest))
+    texts = read(HM + rest)
     assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
 
 
@@ -157,88 +135,83 @@ def test_a_turn_goes_on_after_a_tool_of_the_server(harmony, tokens):
     assert text_of(feed(parser, answer).messages[-1]) == "Found."
 
 
-@pytest.mark.parametrize(
-    ("role", "channel", "recipient", "kind"),
-    [
-        ("assistant", "final", None, Kind.ANSWER),
-        ("assistant", "analysis", None, Kind.REASONING),
-        ("assistant", "commentary", "functions.f", Kind.CALL),
-        ("assistant", "analysis", "functions.f", Kind.CALL),
-        ("assistant", "commentary", None, Kind.ANSWER),
-        ("assistant", "commentary", "python", Kind.REASONING),
-        ("assistant", None, None, Kind.ANSWER),
-        ("user", None, None, None),
-        ("tool", "commentary", "assistant", None),
-        (None, "final", None, None),
-    ],
-)
-def test_kinds(role, channel, recipient, kind):
-    assert kind_of(role, channel, recipient) is kind
+# name: what the model writes after <|start|>assistant, and what both APIs tell of it
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+PREAMBLE = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
+PARIS, NEXT = ["get_weather", '{"city": "Paris"}'], "<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TURNS = {
+    "answer": (ANSWER, ("Four.", "hm", [], "stop")),
+    "answer without reasoning": (FINAL + "Four.<|return|>", ("Four.", None, [], "stop")),
+    "empty answer": (FINAL + "<|return|>", ("", None, [], "stop")),
+    "several of each": (
+        f"<|channel|>analysis<|message|>one{NEXT}<|channel|>analysis<|message|>two{NEXT}"
+        f"<|channel|>commentary<|message|>First.{NEXT}{FINAL}Second.<|return|>",
+        ("First.\nSecond.", "one\ntwo", [], "stop"),
+    ),
+    "call": (CALL, (None, None, [PARIS], "tool_calls")),
+    "preamble and call": (PREAMBLE + CALL, ("Let me look.", None, [PARIS], "tool_calls")),
+    "call among the reasoning": (
+        CALL.replace("commentary", "analysis").replace("<|constrain|>", ""),
+        (None, None, [PARIS], "tool_calls"),
+    ),
+    "two calls": (CALL.replace("<|call|>", NEXT) + CALL, (None, None, [PARIS, PARIS], "tool_calls")),
+    "no arguments": (CALL.replace(PARIS[1], ""), (None, None, [["get_weather", "{}"]], "tool_calls")),
+    "call with a bad header": (CALL.replace("json<", "json now<"), (None, None, [PARIS], "tool_calls")),
+    "call of nobody": ("<|channel|>commentary to=nobody<|message|>{}<|call|>", (None, "{}", [], "stop")),
+    "no channel": ("<|message|>Four.<|return|>", ("Four.", None, [], "stop")),
+    "no such channel": ("<|channel|>nonsense<|message|>Four.<|return|>", ("Four.", None, [], "stop")),
+    "cut in the answer": (ANSWER.removesuffix(".<|return|>"), ("Four", "hm", [], "length")),
+    "cut in the reasoning": ("<|channel|>analysis<|message|>h", (None, "h", [], "length")),
+    "cut in the preamble": ("<|channel|>commentary<|message|>Let me", ("Let me", None, [], "length")),
+    "cut in a call": (CALL[:-12], (None, None, [["get_weather", '{"city": "Par']], "length")),
+    "cut in a header": (ANSWER[: ANSWER.index("al<")], (None, "hm", [], "length")),
+    "no message": ("no message at all", (None, None, [], "length")),
+    "nothing": ("<|return|>", (None, None, [], "stop")),
+}
 
 
-def message_of(generated: list[int], **fields) -> tuple:
-    answer = chat(FakeEngine(generated), **fields)["choices"][0]
-    return answer["message"]["reasoning_content"], answer["message"]["content"], answer["finish_reason"]
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn_is_told_alike_at_every_entrance(everywhere, name):
+    text, expected = TURNS[name]
+    assert everywhere(text) == expected
 
 
-def test_an_answer_without_reasoning_is_an_answer(patched, tokens):
-    generated = tokens("<|channel|>final<|message|>Four.<|return|>")
+def test_stock_vllm_takes_answers_for_reasoning_and_loses_them(patched, tokens):
+    def message_of(text: str, **fields) -> tuple:
+        content, reasoning, _, _ = of_chat(chat(FakeEngine(tokens(text)), **fields))
+        return reasoning, content
+
     with patched():
-        assert message_of(generated) == ("Four.", "Four.", "stop")
-        assert message_of(generated, tool_flags=False) == ("Four.", "", "stop")
+        assert message_of(TURNS["answer without reasoning"][0]) == ("Four.", "Four.")
+        assert message_of(TURNS["answer without reasoning"][0], tool_flags=False) == ("Four.", "")
+        assert message_of(TURNS["cut in the answer"][0]) == ("hm", None)  # with the tool parser the text is gone
+        with pytest.raises(HarmonyError):
+            message_of(TURNS["call with a bad header"][0], tools=[WEATHER])
     with patched(*READING):
-        assert message_of(generated) == (None, "Four.", "stop")
-        assert message_of(generated, tool_flags=False) == (None, "Four.", "stop")
-
-
-def test_an_empty_answer_is_an_answer(patched, tokens):
-    generated = tokens("<|channel|>final<|message|><|return|>")
-    with patched(*READING):
-        for flags in (True, False):
-            assert message_of(generated, tool_flags=flags) == (None, "", "stop")
-
-
-def test_an_answer_that_is_cut_off_keeps_its_text(patched, tokens):
-    cut = tokens(ANSWER)[:-2]
-    with patched():
-        assert message_of(cut) == ("hm", None, "length")  # with the tool parser the text is gone
-    with patched(*READING):
-        assert message_of(cut) == ("hm", "Four", "length")
-        assert message_of(cut, tool_flags=False) == ("hm", "Four", "length")
-        assert message_of(tokens("<|channel|>final<|message|>Fo"), tool_flags=False) == (None, "Fo", "length")
-        assert message_of(tokens("<|channel|>analysis<|message|>h")) == ("h", None, "length")
-
-
-def test_reasoning_can_be_left_out(patched, tokens):
-    with patched(*READING):
-        assert message_of(tokens(ANSWER), include_reasoning=False) == (None, "Four.", "stop")
-
-
-def test_a_response_with_a_preamble_is_not_an_error(patched, tokens):
-    preamble = tokens(
-        "<|channel|>commentary<|message|>Let me look.<|end|>"
-        "<|start|>assistant<|channel|>analysis to=functions.get_weather json<|message|>{}<|call|>"
-    )
-    with patched():
-        assert "Unknown recipient: None" in respond(FakeEngine(preamble))["error"]["message"]
-    with patched(*READING):
-        output = respond(FakeEngine(preamble))["output"]
-    assert [item["type"] for item in output] == ["message", "function_call"]
-    assert output[0]["content"][0]["text"] == "Let me look."
-    assert (output[1]["name"], output[1]["arguments"]) == ("get_weather", "{}")
+        for name in ("answer without reasoning", "empty answer", "cut in the answer", "cut in the reasoning"):
+            text, (content, reasoning, *_) = TURNS[name]
+            assert message_of(text, tool_flags=False) == (reasoning, content)
+        assert message_of(ANSWER, include_reasoning=False) == (None, "Four.")
 
 
 @pytest.mark.parametrize(
-    ("text", "kinds"),
+    ("name", "kinds"),
     [
-        ("<|channel|>commentary<|message|>Let me", ["message"]),
-        ("<|message|>no channel", ["message"]),
-        ("<|channel|>nonsense<|message|>no such channel<|return|>", ["message"]),
-        ("<|channel|>commentary to=functions.f json<|message|>{", []),
-        ("<|channel|>commentary to=nobody<|message|>{}<|call|>", ["reasoning"]),
-        ("no message at all", []),
+        ("preamble and call", ["message", "function_call"]),
+        ("cut in the preamble", ["message"]),
+        ("no channel", ["message"]),
+        ("no such channel", ["message"]),
+        ("call of nobody", ["reasoning"]),
+        ("cut in a call", []),
+        ("no message", []),
     ],
 )
-def test_every_output_makes_a_response(patched, tokens, text, kinds):
+def test_every_output_makes_a_response_by_vllms_own_items(patched, tokens, name, kinds):
+    """Which a server with tools of its own has."""
+    engine = FakeEngine(tokens(TURNS[name][0]))
+    if name == "preamble and call":
+        with patched():
+            assert "Unknown recipient: None" in respond(engine)["error"]["message"]
     with patched(*READING):
-        assert [item["type"] for item in respond(FakeEngine(tokens(text)))["output"]] == kinds
+        assert [item["type"] for item in respond(engine)["output"]] == kinds

@@ -11,22 +11,24 @@ from pydantic import TypeAdapter
 from vllm.entrypoints.openai.protocol import ResponsesRequest
 from vllm.sampling_params import SamplingParams
 
-from tests.serving.compat.fake_engine import MODEL, FakeEngine, respond, responses_serving, stream_responses
+from tests.serving.compat.conftest import TELLING
+from tests.serving.compat.fake_engine import (
+    MODEL,
+    WEATHER,
+    FakeEngine,
+    flat,
+    respond,
+    responses_serving,
+    stream_responses,
+)
+from tests.serving.compat.test_reading import ANSWER, CALL, NEXT, PREAMBLE, TURNS
 from tests.serving.compat.test_streaming import through_the_client
 
 pytestmark = pytest.mark.serving
 
 STOCK = ("harmony-parser", "harmony-channels", "responses-stream-tokens", "responses-stream-end")
-RESPONSES = (
-    *STOCK,
-    *("responses-outputs", "responses-items", "responses-store", "responses-tool-choice", "forced-call-schema"),
-    "tool-description",
-)
-THOUGHT = "<|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant"
-CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
-ANSWER = "<|channel|>final<|message|>Hello 🜁!<|return|>"
-PREAMBLE = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
-WEATHER = {"type": "function", "name": "get_weather", "description": "Weather", "parameters": {"type": "object"}}
+THOUGHT = f"<|channel|>analysis<|message|>I need the weather.{NEXT}"
+WEATHER = flat(WEATHER)
 NOW = {"type": "function", "name": "now"}
 NAMED = {"type": "function", "name": "get_weather"}
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -42,26 +44,12 @@ def sent(events: list) -> list[dict]:
     return [json.loads(event.model_dump_json()) for event in events]
 
 
-TURNS = {
-    "call": (THOUGHT + CALL, "completed"),
-    "answer": (THOUGHT + ANSWER, "completed"),
-    "preamble and call": (THOUGHT + PREAMBLE + CALL, "completed"),
-    "two calls": (CALL.replace("<|call|>", "<|end|><|start|>assistant") + CALL, "completed"),
-    "no arguments": (CALL.replace('{"city": "Paris"}', ""), "completed"),
-    "cut in the reasoning": ("<|channel|>analysis<|message|>I ne", "incomplete"),
-    "cut in the arguments": (THOUGHT + CALL[:-12], "incomplete"),
-    "cut in the answer": (THOUGHT + ANSWER[:-12], "incomplete"),
-    "cut in a header": (THOUGHT + "<|channel|>fin", "incomplete"),
-    "empty answer": ("<|channel|>final<|message|><|return|>", "completed"),
-    "nothing": ("<|return|>", "completed"),
-}
-
-
 @pytest.mark.parametrize("bite", [1, 3, 100])
 @pytest.mark.parametrize("name", TURNS)
 def test_the_events_of_a_stream_build_the_response(patched, tokens, name, bite):
-    text, status = TURNS[name]
-    with patched(*RESPONSES):
+    text, (*_, finish) = TURNS[name]
+    status = "incomplete" if finish == "length" else "completed"
+    with patched(*TELLING):
         whole = respond(FakeEngine(tokens(text)), tools=[WEATHER])
         events = sent(stream_responses(FakeEngine(tokens(text), bite), tools=[WEATHER]))
     response = events[-1]["response"]
@@ -126,7 +114,7 @@ def test_a_response_that_generating_ends_with_an_error_says_so(patched, tokens):
 
     with patched(*STOCK), pytest.raises(RuntimeError):
         stream_responses(Broken(tokens(THOUGHT + ANSWER), 3))  # the connection breaks
-    with patched(*RESPONSES):
+    with patched(*TELLING):
         last = sent(stream_responses(Broken(tokens(THOUGHT + ANSWER), 3)))[-1]
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"] == {"code": "server_error", "message": "the wheels came off"}
@@ -136,36 +124,20 @@ def test_a_response_that_generating_ends_with_an_error_says_so(patched, tokens):
         assert respond(Broken(tokens(THOUGHT + ANSWER)))["error"]["code"] == 400
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "written", "expected"),
-    [
-        (
-            "required",
-            '[{"name": "get_weather", "parameters": {"city":  "Rome"}}]',
-            [("get_weather", '{"city":  "Rome"}')],
-        ),
-        (NAMED, '{"city": "Rome"}', [("get_weather", '{"city": "Rome"}')]),
-        (
-            {"type": "allowed_tools", "mode": "required", "tools": [NAMED]},
-            '[{"name": "get_weather", "parameters": {}}]',
-            [("get_weather", "{}")],
-        ),
-    ],
-)
-def test_a_forced_call_is_a_function_call(patched, tokens, choice, written, expected, streamed):
+@pytest.mark.parametrize("choice", ["required", NAMED, {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}])
+def test_a_forced_call_is_a_function_call(patched, tokens, choice):
+    """test_turn.py has what a call is read from."""
+    written = '{"city": "Rome"}' if choice is NAMED else '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
     engine = FakeEngine(tokens(f"{THOUGHT}<|channel|>final <|constrain|>json<|message|>{written}<|return|>"), 2)
+    fields = {"tools": [WEATHER, NOW], "tool_choice": choice}
     with patched(*STOCK):
-        assert "'auto' tool_choice" in respond(engine, tools=[WEATHER, NOW], tool_choice=choice)["error"]["message"]
-    with patched(*RESPONSES):
-        if streamed:
-            response = sent(stream_responses(engine, tools=[WEATHER, NOW], tool_choice=choice))[-1]["response"]
-        else:
-            response = respond(engine, tools=[WEATHER, NOW], tool_choice=choice)
-    calls = [(item["name"], item["arguments"]) for item in response["output"] if item["type"] == "function_call"]
-    assert calls == expected
-    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
-    assert len(response["tools"]) == 2  # the response shows the request's own
+        assert "'auto' tool_choice" in respond(engine, **fields)["error"]["message"]
+    with patched(*TELLING):
+        for response in (respond(engine, **fields), sent(stream_responses(engine, **fields))[-1]["response"]):
+            reasoning, made = response["output"]
+            assert (reasoning["type"], made["type"]) == ("reasoning", "function_call")
+            assert (made["name"], made["arguments"]) == ("get_weather", '{"city": "Rome"}')
+            assert len(response["tools"]) == 2  # the response shows the request's own
 
 
 def grammar(**fields) -> SamplingParams:
@@ -204,7 +176,7 @@ def test_a_forced_call_has_a_grammar(patched):
     ],
 )
 def test_a_choice_that_cannot_be_is_the_clients_error(patched, tokens, choice):
-    with patched(*RESPONSES):
+    with patched(*TELLING):
         assert respond(FakeEngine(tokens(ANSWER)), tools=[WEATHER], tool_choice=choice)["error"]["code"] == 400
         assert respond(FakeEngine(tokens(ANSWER)), tools=[], tool_choice="required")["error"]["code"] == 400
 
@@ -215,14 +187,12 @@ def test_tool_choice_none_and_allowed_tools_hide_tools_from_the_model(patched, h
         assert respond(engine, tools=[WEATHER, NOW], **fields)["status"] == "completed"
         return harmony.decode(engine.prompts[0])
 
-    with patched(*RESPONSES, "responses-prompt"):
+    with patched(*TELLING, "responses-prompt"):
         assert "get_weather" in prompt()
         assert "functions" not in prompt(tool_choice="none")
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
         assert "get_weather" not in prompt(tool_choice=allowed)
         assert "now" in prompt(tool_choice=allowed)
-        none = respond(FakeEngine(tokens(CALL)), tools=[WEATHER], tool_choice="none")
-    assert [item["type"] for item in none["output"]] == ["message"]
 
 
 def test_a_missing_response_says_how_responses_are_stored(patched, tokens):
@@ -234,7 +204,7 @@ def test_a_missing_response_says_how_responses_are_stored(patched, tokens):
             await serving.cancel_responses("resp_1"),
         ]
 
-    with patched(*RESPONSES):
+    with patched("responses-store"):
         answers = asyncio.run(ask(responses_serving(FakeEngine(tokens(ANSWER)))))
     for answer in answers:
         assert answer.error.code == 404
@@ -256,20 +226,20 @@ def test_a_stored_stream_ends_whatever_became_of_it(patched, monkeypatch, tokens
         assert stored.status == events[-1].response.status
         return events
 
-    with patched(*RESPONSES):
+    with patched(*TELLING):
         events = asyncio.run(asyncio.wait_for(collect(), 10))
     assert events[-1].type in ("response.completed", "response.incomplete")
 
 
 def test_openais_client_reads_a_streamed_call(patched, tokens):
-    with patched(*RESPONSES):
+    with patched(*TELLING):
         through_the_client(stream_responses(FakeEngine(tokens(THOUGHT + PREAMBLE + CALL), 4), tools=[WEATHER]))
 
 
 @pytest.mark.parametrize("field", ["parallel_tool_calls", "background", "truncation"])
 def test_a_field_that_may_be_null_is_taken_as_its_default(patched, tokens, field):
-    with patched(*RESPONSES):
+    with patched(*TELLING):
         assert respond(FakeEngine(tokens(ANSWER)), **{field: None})["error"] is not None
-    with patched(*RESPONSES, "responses-nulls"):
+    with patched(*TELLING, "responses-nulls"):
         assert respond(FakeEngine(tokens(ANSWER)), **{field: None})["status"] == "completed"
         assert stream_responses(FakeEngine(tokens(ANSWER)), **{field: None})[-1].type == "response.completed"

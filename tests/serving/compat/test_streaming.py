@@ -14,32 +14,28 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from npu_gptoss.serving.compat.streaming import OneTokenAtATime
+from tests.serving.compat.conftest import TELLING
 from tests.serving.compat.fake_engine import (
     MODEL,
     WEATHER,
     FakeEngine,
-    chat,
     chat_serving,
     respond,
     stream_chat,
     stream_responses,
     told,
 )
+from tests.serving.compat.test_reading import TURNS
 
 pytestmark = pytest.mark.serving
 
 TOKENS = ("harmony-parser", "chat-stream-tokens")
-CHAT = (*TOKENS, "harmony-channels", "chat-stream-channels", "tool-answers")
 RESPONSES = ("harmony-parser", "harmony-channels", "responses-stream-tokens", "responses-stream-end")
 BITES = (1, 2, 3, 5, 100)
 
 ANSWER = (
     "<|channel|>analysis<|message|>The user greets me, so I greet back.<|end|>"
     "<|start|>assistant<|channel|>final<|message|>Hello there! 🜁 How are you?<|return|>"
-)
-CALL = (
-    "<|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant<|channel|>commentary "
-    'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
 )
 
 
@@ -58,107 +54,31 @@ def test_a_chat_stream_loses_no_text_when_several_tokens_come_at_once(patched, t
             assert [chunk["choices"] for chunk in chunks] == [chunk["choices"] for chunk in one_by_one]
 
 
-def test_a_tool_call_within_one_output_is_streamed(patched, tokens):
+def told_of(name: str, tokens, **options) -> dict:
+    return told(stream_chat(FakeEngine(tokens(TURNS[name][0]), **options), tools=[WEATHER]))
+
+
+def test_stock_streams_drop_calls_and_preambles_and_break_where_a_call_is_cut_off(patched, tokens):
+    """test_reading.py shows what the repaired stream tells of these turns."""
     with patched():
-        assert told(stream_chat(FakeEngine(tokens(CALL), bite=100), tools=[WEATHER]))["calls"] == []
+        assert told_of("call", tokens, bite=100)["calls"] == []
+        assert told_of("cut in a call", tokens)["error"] is not None
     with patched(*TOKENS):
-        for bite in BITES:
-            answer = told(stream_chat(FakeEngine(tokens(CALL), bite), tools=[WEATHER]))
-            assert answer["calls"] == [["get_weather", '{"city": "Paris"}']]
-            assert answer["reasoning"] == "I need the weather."
-            assert (answer["finish"], answer["error"]) == ("tool_calls", None)
+        assert told_of("call", tokens, bite=100)["calls"] == TURNS["call"][1][2]
+        assert told_of("preamble and call", tokens)["content"] == ""
 
 
-def test_usage_logprobs_and_token_ids_fit_the_tokens(patched, tokens):
-    expected = tokens(ANSWER)
-    with patched(*CHAT):
-        chunks = stream_chat(
-            FakeEngine(expected, bite=4),
-            logprobs=True,
-            top_logprobs=1,
-            return_token_ids=True,
-            stream_options={"include_usage": True},
-        )
-    assert chunks[-1]["usage"]["completion_tokens"] == len(expected)
-    streamed = [choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
-    assert all(len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 1 for choice in streamed)
-    assert all(f"<{choice['token_ids'][0]}>" == choice["logprobs"]["content"][0]["token"] for choice in streamed)
-
-
-def test_two_choices_keep_their_texts_apart(patched, tokens):
-    with patched(*CHAT):
-        for bite in BITES:
-            chunks = stream_chat(FakeEngine([tokens(ANSWER), tokens(CALL)], bite), n=2, tools=[WEATHER])
-            assert told(chunks, 0)["content"] == "Hello there! 🜁 How are you?"
-            assert told(chunks, 0)["finish"] == "stop"
-            assert told(chunks, 1)["calls"] == [["get_weather", '{"city": "Paris"}']]
-            assert told(chunks, 1)["content"] == ""
-
-
-def test_reasoning_can_be_left_out(patched, tokens):
-    with patched(*CHAT):
+def test_reasoning_can_be_left_out_of_a_stream(patched, tokens):
+    with patched(*TELLING):
         answer = told(stream_chat(FakeEngine(tokens(ANSWER), bite=3), include_reasoning=False))
-    assert answer["reasoning"] == ""
-    assert answer["content"] == "Hello there! 🜁 How are you?"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.get_weather json<|message|>{"city": "Rome"}<|call|>',
-        '<|channel|>analysis to=functions.get_weather json<|message|>{"city": "Rome"}<|call|>',
-        "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>"
-        "<|start|>assistant<|channel|>commentary<|message|>First.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>Second.<|return|>",
-        "<|channel|>final<|message|>cut o",
-        "<|channel|>analysis<|message|>cut o",
-        '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Ro',
-        "<|message|>No channel at all.<|return|>",
-        "<|channel|>final<|message|><|return|>",
-        ANSWER,
-        CALL,
-    ],
-)
-def test_the_stream_tells_what_the_whole_answer_tells(patched, tokens, text):
-    with patched(*CHAT):
-        message = chat(FakeEngine(tokens(text)), tools=[WEATHER])["choices"][0]["message"]
-        for bite in (1, 3, 100):
-            answer = told(stream_chat(FakeEngine(tokens(text), bite), tools=[WEATHER]))
-            assert answer["error"] is None
-            assert answer["content"] == (message["content"] or "")
-            assert answer["reasoning"] == (message["reasoning_content"] or "")
-            if text.endswith("<|call|>"):
-                assert answer["calls"] == [
-                    [call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]
-                ]
-
-
-def test_a_preamble_is_streamed_as_content(patched, tokens):
-    text = "<|channel|>commentary<|message|>Let me look.<|end|>" + "<|start|>assistant" + CALL
-    with patched(*TOKENS):
-        assert told(stream_chat(FakeEngine(tokens(text)), tools=[WEATHER]))["content"] == ""
-    with patched(*CHAT):
-        answer = told(stream_chat(FakeEngine(tokens(text)), tools=[WEATHER]))
-    assert answer["content"] == "Let me look."
-    assert answer["calls"] == [["get_weather", '{"city": "Paris"}']]
-
-
-def test_a_call_that_max_tokens_cuts_off_does_not_break_the_stream(patched, tokens):
-    cut = tokens(CALL)[:-3]
-    with patched():
-        assert told(stream_chat(FakeEngine(cut), tools=[WEATHER]))["error"] is not None
-    with patched(*CHAT):
-        answer = told(stream_chat(FakeEngine(cut), tools=[WEATHER]))
-    assert answer["error"] is None
-    assert answer["calls"][0][0] == "get_weather"
+    assert (answer["content"], answer["reasoning"]) == ("Hello there! 🜁 How are you?", "")
 
 
 def test_an_output_without_tokens_repeats_nothing(patched, tokens):
     cut = tokens("<|channel|>final<|message|>cut off")
     with patched():
         assert told(stream_chat(FakeEngine(cut, finish="abort", empty_end=True)))["content"] == "cut off off"
-    with patched(*CHAT):
+    with patched(*TELLING):
         answer = told(stream_chat(FakeEngine(cut, finish="abort", empty_end=True)))
     assert (answer["content"], answer["finish"]) == ("cut off", "abort")
 
@@ -174,7 +94,7 @@ def test_a_client_that_goes_away_ends_the_generation(patched, tokens):
         await answer.aclose()
         await asyncio.sleep(0.01)
 
-    with patched(*CHAT):
+    with patched(*TELLING):
         asyncio.run(leave())
     assert engine.closed
 
@@ -193,7 +113,7 @@ def test_taking_outputs_apart_hands_the_end_on_at_once(tokens):
 
 
 def test_other_models_keep_their_engine_client(patched):
-    with patched(*CHAT):
+    with patched(*TELLING):
         engine = FakeEngine([1])
         assert chat_serving(engine, tool_flags=False, model_type="llama").engine_client is engine
 
@@ -279,7 +199,7 @@ def through_the_client(events: list) -> list[str]:
 def test_openais_client_can_put_a_response_together(patched, tokens):
     with patched(*RESPONSES), pytest.raises(IndexError):
         through_the_client(stream_responses(FakeEngine(tokens(ANSWER))))
-    with patched(*RESPONSES, "responses-outputs", "responses-items"):
+    with patched(*TELLING):
         events = stream_responses(FakeEngine(tokens(ANSWER), bite=4))
         assert through_the_client(events)[-1] == "Hello there! 🜁 How are you?"
     done = [event for event in events if event.type == "response.output_item.done"]

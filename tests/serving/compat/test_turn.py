@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from openai_harmony import Role
+from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -11,38 +12,14 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.serving.compat.stops import mark
 from npu_gptoss.serving.compat.turn import Reading, Turn, forced_calls
+from tests.serving.compat.conftest import TELLING
 from tests.serving.compat.fake_engine import WEATHER, FakeEngine, chat, stream_chat, told
 
 pytestmark = pytest.mark.serving
 
-CHAT = (
-    *("harmony-parser", "harmony-channels", "chat-stream-tokens", "chat-stream-channels", "tool-answers"),
-    *("tools-without-flags", "forced-call-schema", "reasoning-name", "tool-description"),
-)
 THOUGHT = "<|channel|>analysis<|message|>STOP is a word.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.fixture
-def both(tokens):
-    """(content, reasoning, [[function, arguments]], finish reason) of a chat; streams must agree with the whole one."""
-
-    def ask(text: str, finish: str | None = None, bites: tuple[int, ...] = (1, 3, 100), **fields) -> tuple:
-        fields.setdefault("tools", [WEATHER])
-        choice = chat(FakeEngine(tokens(text), finish=finish), **fields)["choices"][0]
-        message = choice["message"]
-        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
-        whole = (message["content"], message["reasoning_content"], calls, choice["finish_reason"])
-        assert message["reasoning"] == message["reasoning_content"]
-        for bite in bites:
-            answer = told(stream_chat(FakeEngine(tokens(text), bite, finish=finish), **fields))
-            assert answer["error"] is None
-            assert (answer["content"], answer["reasoning"]) == (whole[0] or "", whole[1] or "")
-            assert (answer["calls"], answer["finish"]) == (calls, whole[3])
-        return whole
-
-    return ask
 
 
 def final(text: str) -> str:
@@ -53,21 +30,28 @@ def call(arguments: str, end: str = "<|call|>") -> str:
     return f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{arguments}{end}"
 
 
-def test_a_forced_call_has_the_shape_of_a_call_streamed_too(patched, tokens, both):
+def test_a_forced_call_has_the_shape_of_a_call_streamed_too(patched, tokens, everywhere):
     written = final('[ {"name": "get_weather", "parameters": {"city":  "Zürich"}}, {"parameters":{}, "name":"other"}]')
     with patched("harmony-parser", "chat-stream-tokens"):
         stock = told(stream_chat(FakeEngine(tokens(written)), tools=[WEATHER], tool_choice="required"))
         assert (stock["calls"], stock["content"][0]) == ([], "[")
-    with patched(*CHAT):
-        calls = [["get_weather", '{"city":  "Zürich"}'], ["other", "{}"]]
-        assert both(THOUGHT + written, tool_choice="required") == (None, "STOP is a word.", calls, "tool_calls")
-        found = both(final('{"city": "Rome"}'), tool_choice=NAMED)
-        assert found == (None, None, [["get_weather", '{"city": "Rome"}']], "tool_calls")
+    calls = [["get_weather", '{"city":  "Zürich"}'], ["other", "{}"]]
+    assert everywhere(THOUGHT + written, tool_choice="required") == (None, "STOP is a word.", calls, "tool_calls")
+    found = everywhere(final('{"city": "Rome"}'), tool_choice=NAMED)
+    assert found == (None, None, [["get_weather", '{"city": "Rome"}']], "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize(
+    "before", ["", '<|channel|>commentary<|message|>{"city": "Oslo"}<|end|><|start|>assistant'], ids=["", "preamble"]
+)
+def test_a_forced_call_that_the_model_makes_by_itself_is_left_as_it_is(everywhere, choice, before):
+    assert everywhere(before + call('{"city": "Rome"}'), tool_choice=choice)[2] == [["get_weather", '{"city": "Rome"}']]
 
 
 def test_a_delta_has_one_entry_of_a_call(patched, tokens):
     """instructor reads the first entry of a delta: arguments in a second one were lost."""
-    with patched(*CHAT):
+    with patched(*TELLING):
         chunks = stream_chat(FakeEngine(tokens(final('{"city": "Rome"}'))), tools=[WEATHER], tool_choice=NAMED)
     deltas = [choice["delta"].get("tool_calls", []) for chunk in chunks for choice in chunk["choices"]]
     (entry,) = next(entries for entries in deltas if entries)
@@ -76,41 +60,38 @@ def test_a_delta_has_one_entry_of_a_call(patched, tokens):
 
 def test_a_stream_does_not_open_with_an_answer_of_no_text(patched, tokens):
     """pydantic-ai 1 took the empty text for the whole answer and did not run the tool."""
-    with patched(*CHAT):
+    with patched(*TELLING):
         chunks = stream_chat(FakeEngine(tokens(THOUGHT + call('{"city": "Rome"}'))), tools=[WEATHER])
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
     assert all(choice["delta"].get("content") is None for chunk in chunks for choice in chunk["choices"])
 
 
 @pytest.mark.parametrize("written", ['[{"name": "get_wea', '["get_weather"]', "Sorry.", "{}", '[{"name": 1}]', ""])
-def test_what_is_no_call_is_told_as_written(patched, both, written):
-    with patched(*CHAT):
-        assert both(final(written), tool_choice="required") == (written, None, [], "stop")
+def test_what_is_no_call_is_told_as_written(everywhere, written):
+    assert everywhere(final(written), tool_choice="required") == (written, None, [], "stop")
 
 
-def test_arguments_are_the_models_own_text(patched, both):
+def test_arguments_are_the_models_own_text(everywhere):
     odd = '{ "city" :"Z\\u00fcrich",\n"n": 1.0}'
-    with patched(*CHAT):
-        assert both(call(odd))[2] == [["get_weather", odd]]
-        assert both(call(""))[2] == [["get_weather", "{}"]]  # clients read JSON
+    assert everywhere(call(odd))[2] == [["get_weather", odd]]
+    nobody_forced = '[{"name": "get_weather", "parameters": {}}]'
+    assert everywhere(final(nobody_forced))[:3] == (nobody_forced, None, [])
 
 
-def test_tool_choice_none_calls_no_tool(patched, tokens, both):
+def test_tool_choice_none_calls_no_tool(patched, tokens, everywhere):
+    def is_shown(choice: str) -> bool:
+        engine = FakeEngine(tokens(final("4")))
+        chat(engine, tools=[WEATHER], tool_choice=choice)
+        return "get_weather" in decoded(tokens, engine)
+
     with patched():
-        hidden = FakeEngine(tokens(final("4")))
-        chat(hidden, tools=[WEATHER], tool_choice="none")
-        assert "get_weather" in decoded(tokens, hidden)
-        assert chat(FakeEngine(tokens(call("{}"))), tools=[WEATHER], tool_choice="none")["choices"][0]["message"][
-            "tool_calls"
-        ]
-    with patched(*CHAT, "chat-prompt"):
-        shown, hidden = FakeEngine(tokens(final("4"))), FakeEngine(tokens(final("4")))
-        chat(shown, tools=[WEATHER])
-        chat(hidden, tools=[WEATHER], tool_choice="none")
-        assert "get_weather" in decoded(tokens, shown)
-        assert "get_weather" not in decoded(tokens, hidden)
-        content, _, calls, finish = both(THOUGHT + call('{"city": "Rome"}'), tool_choice="none")
-        assert (content, calls, finish) == ('{"city": "Rome"}', [], "stop")
+        assert is_shown("none")
+        answer = chat(FakeEngine(tokens(call("{}"))), tools=[WEATHER], tool_choice="none")
+        assert answer["choices"][0]["message"]["tool_calls"]
+    with patched(*TELLING, "chat-prompt"):
+        assert (is_shown("auto"), is_shown("none")) == (True, False)
+    told_all = everywhere(THOUGHT + call('{"city": "Rome"}'), tool_choice="none")
+    assert told_all == ('{"city": "Rome"}', "STOP is a word.", [], "stop")
 
 
 def decoded(tokens, engine: FakeEngine) -> str:
@@ -119,16 +100,9 @@ def decoded(tokens, engine: FakeEngine) -> str:
     return get_encoding().decode(engine.prompts[0])
 
 
-def test_a_call_that_is_cut_off_is_the_same_in_both_and_counts_as_cut_off(patched, both):
-    with patched(*CHAT):
-        assert both(call('{"city": "Ro', end="")) == (None, None, [["get_weather", '{"city": "Ro']], "length")
-
-
-def test_several_calls_have_indices_and_ids_of_their_own(patched, tokens, both):
+def test_several_calls_have_indices_and_ids_of_their_own(patched, tokens):
     text = call('{"city": "Rome"}', "<|end|>") + "<|start|>assistant" + call('{"city": "Oslo"}')
-    calls = [["get_weather", '{"city": "Rome"}'], ["get_weather", '{"city": "Oslo"}']]
-    with patched(*CHAT):
-        assert both(text)[2:] == (calls, "tool_calls")
+    with patched(*TELLING):
         chunks = stream_chat(
             FakeEngine([tokens(text), tokens(final("4"))], bite=2),
             n=2,
@@ -136,23 +110,38 @@ def test_several_calls_have_indices_and_ids_of_their_own(patched, tokens, both):
             stream_options={"include_usage": True},
         )
     deltas = [part for chunk in chunks for choice in chunk["choices"] for part in choice["delta"].get("tool_calls", ())]
-    ids = [part["id"] for part in deltas if part.get("id")]
     assert [part["index"] for part in deltas if part.get("id")] == [0, 1]
-    assert len(set(ids)) == 2
+    assert len({part["id"] for part in deltas if part.get("id")}) == 2
     assert (told(chunks, 0)["finish"], told(chunks, 1)["finish"]) == ("tool_calls", "stop")
-    assert told(chunks, 1)["content"] == "4"
+    assert (told(chunks, 0)["content"], told(chunks, 1)["content"], told(chunks, 1)["calls"]) == ("", "4", [])
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == len(tokens(text)) + len(tokens(final("4")))
 
 
 def test_streamed_log_probabilities_are_those_of_the_whole_answer(patched, tokens):
     text = tokens(THOUGHT + final("4"))
-    with patched(*CHAT):
-        whole = chat(FakeEngine(text), logprobs=True, top_logprobs=1)["choices"][0]["logprobs"]["content"]
-        chunks = stream_chat(FakeEngine(text, 3), logprobs=True, top_logprobs=1)
-    streamed = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
-    assert [token for part in streamed for token in part["content"]] == whole
-    assert len(whole) == len(text)
+    fields = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    with patched(*TELLING):
+        whole = chat(FakeEngine(text), **fields)["choices"][0]["logprobs"]["content"]
+        chunks = stream_chat(FakeEngine(text, 3), **fields)
+    streamed = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert [token for choice in streamed for token in choice["logprobs"]["content"]] == whole
+    assert [[f"<{token}>"] for token in text] == [[t["token"] for t in c["logprobs"]["content"]] for c in streamed]
+    assert [[token] for token in text] == [choice["token_ids"] for choice in streamed]
+
+
+def test_clients_find_the_reasoning_by_both_names(patched, tokens):
+    text = tokens(THOUGHT + FINAL + "4<|return|>")
+
+    def by_the_other_name() -> tuple[str | None, str]:
+        deltas = [choice["delta"] for chunk in stream_chat(FakeEngine(text)) for choice in chunk["choices"]]
+        whole = chat(FakeEngine(text))["choices"][0]["message"].get("reasoning")
+        return whole, "".join(delta.get("reasoning") or "" for delta in deltas)
+
+    with patched():
+        assert by_the_other_name() == (None, "")
+    with patched("reasoning-name", "chat-stream-channels"):
+        assert by_the_other_name() == ("STOP is a word.", "STOP is a word.")
 
 
 def test_a_tool_needs_no_description_and_no_parameters(patched, tokens):
@@ -160,7 +149,7 @@ def test_a_tool_needs_no_description_and_no_parameters(patched, tokens):
     engine = FakeEngine(tokens(final("4")))
     with patched():
         assert "error" in chat(engine, tools=[bare])
-    with patched(*CHAT):
+    with patched(*TELLING):
         assert chat(engine, tools=[bare])["choices"][0]["message"]["content"] == "4"
         assert "type now = () => any;" in decoded(tokens, engine)
 
@@ -180,35 +169,29 @@ def test_a_tool_needs_no_description_and_no_parameters(patched, tokens):
         ("Two\n\nlines", "\n\n", "Two"),
     ],
 )
-def test_a_stop_string_is_not_in_the_answer_and_ends_it(patched, both, text, stop, told_text):
-    with patched(*CHAT):
-        content, reasoning, _, finish = both(THOUGHT + FINAL + text, finish="stop", stop=stop)
-        assert (content, reasoning, finish) == (told_text, "STOP is a word.", "stop")
+def test_a_stop_string_is_not_in_the_answer_and_ends_it(everywhere, text, stop, told_text):
+    found = everywhere(THOUGHT + FINAL + text, finish="stop", responses=False, stop=stop)
+    assert found == (told_text, "STOP is a word.", [], "stop")
 
 
-def test_a_stop_string_can_be_asked_for_and_min_tokens_puts_it_off(patched, tokens, both):
-    with patched(*CHAT):
-        text = FINAL + "One, two, three."
-        assert both(text, finish="stop", stop=["two"], include_stop_str_in_output=True)[0] == "One, two"
-        assert both(text, finish="stop", stop=["two"], min_tokens=len(tokens(text)) - 2)[0] == "One, two, three."
-
-
-def test_a_stop_string_does_not_cut_the_arguments_of_a_call(patched, both):
-    with patched(*CHAT):
-        assert both(call('{"city": "Rome"}'), stop=["Rome"])[2] == [["get_weather", '{"city": "Rome"}']]
-        forced = both(final('{"city": "Rome"}'), stop=["Rome"], tool_choice=NAMED)
-        assert forced[2] == [["get_weather", '{"city": "Rome"}']]
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [
+        (FINAL + "One, two.", {"include_stop_str_in_output": True}, ("One, two", [])),
+        (FINAL + "One, two.", {"min_tokens": 100}, ("One, two.", [])),
+        (call('{"city": "two"}'), {}, (None, [["get_weather", '{"city": "two"}']])),
+        (final('{"city": "two"}'), {"tool_choice": NAMED}, (None, [["get_weather", '{"city": "two"}']])),
+    ],
+    ids=["asked for", "min_tokens", "arguments", "forced call"],
+)
+def test_a_stop_string_that_is_asked_for_or_not_looked_for_stays(everywhere, text, fields, expected):
+    content, _, calls, _ = everywhere(text, finish="stop", responses=False, stop=["two"], **fields)
+    assert (content, calls) == expected
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    from transformers import PreTrainedTokenizerFast
-
-    from npu_gptoss.tiny.checkpoint import write_tiny
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tiny(folder, trained=True, mxfp4=True)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+def tokenizer(tokenizer_directory):
+    return PreTrainedTokenizerFast.from_pretrained(tokenizer_directory)
 
 
 def tokens_until_stop(tokenizer, generated: list[int], marked: bool, bite: int, **fields) -> int | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm.entrypoints import harmony_utils
+from vllm.entrypoints.openai.serving_responses import OpenAIServingResponses
 
 from npu_gptoss.harmony.vocabulary import (
     BASE_VARIABLE,
@@ -19,36 +19,17 @@ from npu_gptoss.harmony.vocabulary import (
     is_published_vocabulary,
 )
 from npu_gptoss.serving.compat import vocabulary
-from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary, write_tokenizer_files
+from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from tests.serving.compat.fake_engine import FakeEngine, _common
+from tests.serving.compat.in_process import in_a_fork
 
 pytestmark = pytest.mark.serving
-
-SERVE = """
-    import types
-    from npu_gptoss.serving import compat
-    compat.apply()
-    from tests.serving.compat.fake_engine import FakeEngine, _common
-    from vllm.entrypoints.openai.serving_responses import OpenAIServingResponses
-    common = _common(FakeEngine([1]), "gpt_oss")
-    common["model_config"].model = common["model_config"].tokenizer = {model!r}
-    serving = OpenAIServingResponses(**common)
-    print(serving.default_sampling_params)
-"""
 
 
 @pytest.fixture(scope="module")
 def published() -> bytes:
     pytest.importorskip("bpe_openai")
     return packaged_vocabulary()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, published: bytes) -> Path:
-    """A directory with gpt-oss's tokenizer.json, and without the vocabulary of openai-harmony."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer_files(directory)
-    (directory / VOCABULARY_FILE).unlink(missing_ok=True)
-    return directory
 
 
 @pytest.fixture(autouse=True)
@@ -64,35 +45,36 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
-def serve(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SERVE.format(model=model))],
-        env=os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "INFO"} | environment,
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def serve(patched) -> Callable[..., str]:
+    """The stop tokens of a new server for a model, or its error. In another process: it changes the environment."""
+
+    def start(model: str, *patches: str) -> str:
+        def serving() -> object:
+            harmony_utils._harmony_encoding = None
+            common = _common(FakeEngine([1]), "gpt_oss")
+            common["model_config"].model = common["model_config"].tokenizer = model
+            with patched(*patches):
+                return OpenAIServingResponses(**common).default_sampling_params
+
+        return in_a_fork(serving)
+
+    return start
 
 
-def test_a_server_without_network_takes_the_vocabulary_from_the_checkpoint(checkpoint, tmp_path):
-    stock = serve(str(checkpoint), NPU_GPTOSS_SKIP_PATCHES="harmony-vocabulary")
-    assert stock.returncode != 0
-    assert "error downloading or loading vocab file" in stock.stderr
-    ours = serve(str(checkpoint))
-    assert ours.returncode == 0, ours.stderr
-    assert "200002" in ours.stdout
+def test_a_server_without_network_takes_the_vocabulary_from_the_checkpoint(serve, tokenizer_directory, tmp_path):
+    assert "error downloading or loading vocab file" in serve(str(tokenizer_directory))
+    assert "200002" in serve(str(tokenizer_directory), "harmony-vocabulary")
     assert is_published_vocabulary(tmp_path / "cache" / "npu_gptoss" / VOCABULARY_FILE)
-    assert not (checkpoint / VOCABULARY_FILE).exists()  # the checkpoint is the user's
+    assert not (tokenizer_directory / VOCABULARY_FILE).exists()  # the checkpoint is the user's
 
 
-def test_a_vocabulary_that_cannot_be_had_is_one_sentence(tmp_path):
-    result = serve("openai/gpt-oss-20b")
-    assert result.returncode != 0
-    (last,) = result.stderr.strip().splitlines()[-1:]
-    assert last.startswith("npu_gptoss.harmony.vocabulary.VocabularyError: openai-harmony needs o200k_base.tiktoken")
-    assert f"$TIKTOKEN_ENCODINGS_BASE (unset), {tmp_path / 'cache' / 'npu_gptoss'}" in last
-    assert "Run `npu-gptoss vocabulary MODEL_DIR`" in last
+def test_a_vocabulary_that_cannot_be_had_is_one_sentence(serve, tmp_path):
+    said = serve("openai/gpt-oss-20b", "harmony-vocabulary")
+    assert said.startswith("VocabularyError: openai-harmony needs o200k_base.tiktoken")
+    assert f"$TIKTOKEN_ENCODINGS_BASE (unset), {tmp_path / 'cache' / 'npu_gptoss'}" in said
+    assert "Run `npu-gptoss vocabulary MODEL_DIR`" in said
+    assert "\n" not in said
 
 
 def test_a_checkpoint_with_another_tokenizer_says_so(tmp_path):
@@ -121,8 +103,6 @@ def test_a_setting_that_leads_nowhere_does_not_stop_the_server(tmp_path, monkeyp
 
 
 def test_a_broken_file_is_named(tmp_path, monkeypatch, patched):
-    from vllm.entrypoints import harmony_utils
-
     (tmp_path / VOCABULARY_FILE).write_text("YQ== 0\n")
     monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(harmony_utils, "_harmony_encoding", None)
