@@ -144,11 +144,12 @@ def child(job: dict[str, Any]) -> None:
 def main() -> None:
     for name in LONG_IMPORTS:
         importlib.import_module(name)
-    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models import ModelRegistry, registry
     from vllm.plugins import load_general_plugins
 
+    registry._run_in_subprocess = lambda look: look()  # at the model's class; vLLM's way imports everything once more
     load_general_plugins()
-    assert ModelRegistry._try_inspect_model_cls("GptOssForCausalLM") is not None  # vLLM does it in a process of its own
+    assert ModelRegistry._try_inspect_model_cls("GptOssForCausalLM") is not None
     gc.collect()
     gc.freeze()
     print("READY", flush=True)
