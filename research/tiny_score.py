@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +85,3 @@ def tally(examples: Sequence[Example], right: Iterable[bool]) -> Score:
         total[example.task] = total.get(example.task, 0) + 1
         count[example.task] = count.get(example.task, 0) + bool(ok)
     return Score(count, total)
-
-
-def score_generator(
-    examples: Sequence[Example],
-    generate: Callable[[list[list[int]]], list[list[int]]],
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-    style: Style | None = None,
-) -> Score:
-    """Scores anything that generates. `generate`: prompts' token ids -> token ids after `<|start|>assistant`, greedy.
-
-    `encode` and `decode` must know the harmony special tokens as such. 80 new tokens are enough for every reply.
-    """
-    replies = generate([encode(example.prompt(style)) for example in examples])
-    return tally(examples, [e.is_right(decode(reply)) for e, reply in zip(examples, replies, strict=True)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -57,18 +56,6 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-def imported_modules(path: Path, modules: Collection[str]) -> set[str]:
-    """Those of `modules` that a file imports; `from a import b` is a.b where that is a module, else a."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            whole = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules else node.module for name in whole.values()}
-    return found & set(modules)
-
-
 def imported_parts(path: Path) -> set[str]:
     """The parts of npu_gptoss among them; "" stands for the package itself."""
     parts = {p.stem for p in PACKAGE.iterdir()} | {""}
@@ -99,9 +86,6 @@ def test_foreign_serving_code_is_imported_by_serving_only():
         roots = {name.split(".")[0] for name in imported_names(path)}
         if path.relative_to(PACKAGE).parts[0] not in ("serving", "plugin.py"):
             assert not roots & {"vllm", "vllm_ascend", "transformers"}, path
-
-
-BASE = {"cann", "errors", "envs", "files", "nominal", "progress", "tables", ""}
 
 
 def test_importing_the_package_and_its_plugin_imports_neither_torch_nor_vllm():

@@ -44,13 +44,6 @@ def test_the_tools_are_those_of_pyproject() -> None:
     assert [str(r) for r in wanted if not r.specifier.contains(TOOLS.get(canonical(r.name), "0"))] == []
 
 
-def test_every_version_is_exact_and_listed_once() -> None:
-    for name in ("cpu.txt", "dev.txt"):
-        lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]
-        assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), name
-        assert len({canonical(line.split("==")[0]) for line in lines}) == len(lines), name
-
-
 @pytest.mark.serving
 def test_nothing_that_vllm_asks_for_is_missing_from_the_lock() -> None:
     """The set-up installs the lock without a resolver, so an incomplete lock would fail only when it is imported."""

@@ -102,8 +102,8 @@ def calm_pair(tmp_path_factory) -> tuple[Engine, list[dict[str, list[int]]]]:
     path = tmp_path_factory.mktemp("calm")
     config = random_config(layers=8, hidden=256, intermediate=256, vocab_size=4096, experts=16)
     write_checkpoint(path, config, calm_tensors(config, 0, CPU))
-    options = {"num_blocks": 60, "max_batch_size": 6}
-    prompts = random_prompts(6, 128, config.vocab_size, 5)
+    options = {"num_blocks": 60, "max_batch_size": 4}
+    prompts = random_prompts(4, 128, config.vocab_size, 5)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     results = Engine(path, dtype="float32", **options).generate(prompts, params)
     rows = [

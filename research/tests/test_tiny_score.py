@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from research.tiny_data import TASKS, evaluation_set
-from research.tiny_score import Example, Score, score_generator, tally
+from research.tiny_data import evaluation_set
+from research.tiny_score import Example, Score, tally
 from research.tiny_text import Reply, render_reply
 
 
@@ -68,16 +68,3 @@ def test_every_task_counts_alike_however_many_examples_it_has():
     score = Score(right={"sum": 1, "choice": 0}, total={"sum": 1, "choice": 3})
     assert score.overall == 0.5
     assert str(score) == "50.0 % (sum 100.0 choice 0.0)"
-
-
-def test_generator_is_scored_by_what_it_says():
-    examples = evaluation_set(0, 12)
-    texts = [example.completion() for example in examples[:6]] + [said("I do not know.")] * 6
-    score = score_generator(
-        examples,
-        generate=lambda prompts: [[i] for i in range(len(prompts))],
-        encode=lambda text: [len(text)],
-        decode=lambda ids: texts[ids[0]],
-    )
-    assert score.right == dict.fromkeys(TASKS, 1)
-    assert score.total == dict.fromkeys(TASKS, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -98,15 +97,3 @@ def test_the_table_of_vllms_options_has_what_the_scripts_pass() -> None:
                 assert option in named, f"the page lacks {option}"
                 if not value.startswith("--") and "{" not in value:
                     assert value in named[option][column], f"{option} {value}"
-
-
-def test_speeds_in_the_table_of_features_are_those_of_the_committed_sweep() -> None:
-    text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
-    for row, size, context, batch, layouts in (
-        ("X16", "20b", 1024, 1, ("tp1", "tp2")),
-        ("P37", "20b", 8192, 8, ("ep4",)),
-    ):
-        records = json.loads((ROOT / f"docs/benchmarks/sweep_{size}/decode.json").read_text())["records"]
-        found = {r["layout"]: r["tpot_ms"] for r in records if (r["context"], r["batch"]) == (context, batch)}
-        (shown,) = re.findall(rf"^\| {row} \|.*$", text, re.M)
-        assert [layout for layout in layouts if f"{1e3 / found[layout]:.0f}" not in shown] == []

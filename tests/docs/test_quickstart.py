@@ -51,7 +51,8 @@ def test_make_serve_answers_the_pages_request(request_: Command, port: int) -> N
             assert holds(choice["message"][key], value), f"{key}: {choice['message'][key]}"
 
 
-LOADS = [command for command in ALL_COMMANDS if command.text.startswith("vllm bench serve ")]
+# the one of chats: tests/serving/test_openai_api.py
+LOADS = [c for c in ALL_COMMANDS if c.text.startswith("vllm bench serve ") and "openai-chat" not in c.text]
 
 
 @pytest.mark.serving

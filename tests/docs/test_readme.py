@@ -41,21 +41,6 @@ def test_every_make_target_is_listed_with_its_meaning() -> None:
     assert {line.split()[1] for line in listed.splitlines()} == phony
 
 
-def test_the_tour_names_every_folder_and_at_most_ten_files_from_http_to_a_kernel() -> None:
-    """That each place exists, test_names.py looks."""
-    way, rest = (ROOT / "docs/tour.md").read_text(encoding="utf-8").split("## Where is …")
-    assert 8 <= len(set(re.findall(r"`(npu_gptoss/[\w/]+\.py)`", way))) <= 11  # the last two are the experts' way
-    assert rest.partition("## The tree")[0].count("\n| ") >= 20
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    folders = {
-        "/".join(name.split("/")[: 2 if name.startswith("npu_gptoss/") else 1]) + "/" for name in listed if "/" in name
-    }
-    places = {folder for folder in folders if not folder.startswith(".") and not folder.endswith(".py/")}
-    assert {place for place in places - {"npu_gptoss/"} if f"`{place}`" not in rest} == set()
-
-
 @pytest.mark.slow
 def test_the_kernel_of_the_guide_is_found_verified_and_selected(tmp_path: Path) -> None:
     """Steps 2 to 5 of "Add a kernel in five steps", with the import of step 3 done by pytest's -p."""

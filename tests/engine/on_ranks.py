@@ -1,4 +1,4 @@
-"""One rank of an engine, as test_parallel.py starts it: DEVICE DIRECTORY RANK SIZE PORT EXPERTS GRAPHS.
+"""One rank of engines, as test_parallel.py starts it: DEVICE DIRECTORY RANK SIZE PORT, and EXPERTS GRAPHS of each.
 
 On a CPU in fp32 over gloo, graphs by running again; on GPUs in bf16 over NCCL, with real graphs.
 """
@@ -37,7 +37,7 @@ def answers(engine: Engine) -> dict[str, list]:
     }
 
 
-def main(device: str, directory: str, rank: str, size: str, port: str, experts: str, graphs: str) -> None:
+def main(device: str, directory: str, rank: str, size: str, port: str, *layouts: str) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(80, exit=True)  # a rank that hangs says where
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
@@ -50,13 +50,16 @@ def main(device: str, directory: str, rank: str, size: str, port: str, experts: 
         device = f"cuda:{rank}"
         torch.cuda.set_device(int(rank))
         dist.init_process_group("nccl")
-    ranks = Ranks.of_this_process(experts)
     # each rank believes in another number of free blocks; they must agree
     engine_module.default_num_blocks = lambda *_: 100 + int(rank)
-    engine = Engine(directory, device=device, dtype=dtype, graphs=graphs, graph_sizes=(1, 2, 4), ranks=ranks)
-    assert engine.scheduler.allocator.num_blocks == 100
-    print(json.dumps(answers(engine)))
-    engine.close()
+    given = []
+    for experts, graphs in zip(layouts[::2], layouts[1::2], strict=True):
+        ranks = Ranks.of_this_process(experts)
+        engine = Engine(directory, device=device, dtype=dtype, graphs=graphs, graph_sizes=(1, 2, 4), ranks=ranks)
+        assert engine.scheduler.allocator.num_blocks == 100
+        given.append(answers(engine))
+        engine.close()
+    print(json.dumps(given))
     dist.destroy_process_group()
 
 

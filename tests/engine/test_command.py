@@ -179,35 +179,30 @@ def test_text_without_json_is_readable(capsys, worded_directory, directory, tmp_
     assert len(out.split(",")) == 2
 
 
-def test_chat_renders_harmony_and_parses_the_answer(capsys, chat_directory, tmp_path) -> None:
+def test_chats_are_rendered_as_harmony_and_their_answers_parsed(capsys, chat_directory, tmp_path) -> None:
+    """One run for all forms of prompts: a tokenizer of 201 088 words takes seconds to read."""
+    options = ("--date", "2025-11-20", "--reasoning-effort", "low", "--max-tokens", "2", "--ignore-eos")
+    hi = {"messages": [{"role": "user", "content": "Hi"}]}
+    plain = {"prompt": "<|start|>user<|message|>Hé"}
+    file = prompts_file(tmp_path, hi, {**hi, "reasoning_effort": "high"}, plain, {"prompt_token_ids": [1]})
+    low, high, text, ids = rows(capsys, chat_directory, "--prompts-file", file, *options)
     encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    options = ("--date", "2025-11-20", "--max-tokens", "3")
-    (row,) = rows(capsys, chat_directory, "--prompt", "Hi", "--chat", "--reasoning-effort", "low", *options)
-    text = encoding.decode(row["prompt_token_ids"])
-    assert "Current date: 2025-11-20\n\nReasoning: low" in text
-    assert text.endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
-    assert row["messages"] == []
-    assert row["format_error"]  # random weights write no harmony, which is said and not hidden
-    line = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "high"}
-    (from_file,) = rows(capsys, chat_directory, "--prompts-file", prompts_file(tmp_path, line), *options)
-    assert "Reasoning: high" in encoding.decode(from_file["prompt_token_ids"])
+    rendered = encoding.decode(low["prompt_token_ids"])
+    assert "Current date: 2025-11-20\n\nReasoning: low" in rendered
+    assert rendered.endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
+    assert "Reasoning: high" in encoding.decode(high["prompt_token_ids"])  # what a line says about itself comes first
+    assert low["messages"] == []
+    assert low["format_error"]  # random weights write no harmony, which is said and not hidden
+    assert {"messages", "format_error"} == low.keys() - text.keys() == low.keys() - ids.keys()
+    assert text["prompt_token_ids"][:3] == [200_006, 1428, 200_008]  # special tokens in a plain prompt are such
     _, out, _ = generate(capsys, chat_directory, "--prompt", "Hi", "--chat", *options)
     assert out.startswith("[not harmony from here: ")
-
-
-def test_only_chats_are_parsed_as_such(capsys, chat_directory, tmp_path) -> None:
-    file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt_token_ids": [1]})
-    chat, plain = rows(capsys, chat_directory, "--prompts-file", file, "--max-tokens", "2", "--ignore-eos")
-    assert {"messages", "format_error"} == chat.keys() - plain.keys()
-    _, out, _ = generate(capsys, chat_directory, "--prompts-file", file, "--max-tokens", "2", "--ignore-eos")
-    assert out.count("not harmony from here") == 1  # a random model's chat; the other one need not be harmony
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat_directory, tmp_path, ignore) -> None:
     """Also where the checkpoint lists fewer stop tokens; a prompt that is no chat has those of the checkpoint only."""
     asked: list[SamplingParams] = []
-    rendered: list[list[int]] = []
 
     class Recording:
         device = "cpu"
@@ -217,7 +212,7 @@ def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat
             pass
 
         def check_length(self, ids: list[int]) -> None:
-            rendered.append(ids)
+            pass
 
         def generate(self, prompts: list[list[int]], each: list[SamplingParams], on_step: object) -> NoReturn:
             asked.extend(each)
@@ -225,27 +220,15 @@ def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat
 
     monkeypatch.setattr(command, "Engine", Recording)
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    file = prompts_file(tmp_path, chat, {"prompt_token_ids": [1]}, {**chat, "reasoning_effort": "high"})
+    file = prompts_file(tmp_path, chat, {"prompt_token_ids": [1]})
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = ["--reasoning-effort", "low", "--date", "2025-11-20", *(["--ignore-eos"] if ignore else [])]
+    options = ["--ignore-eos"] if ignore else []
     with pytest.raises(InputError, match="enough"):
         command.run(parser.parse_args(["--model", str(chat_directory), "--prompts-file", file, *options]))
     stops = set() if ignore else {200002, 200012}  # return and call
-    assert [set(params.stop_token_ids) for params in asked] == [stops, set(), stops]
+    assert [set(params.stop_token_ids) for params in asked] == [stops, set()]
     assert all(params.ignore_eos is ignore for params in asked)
-    encoding = openai_harmony.load_harmony_encoding("HarmonyGptOss")
-    low, high = (encoding.decode(rendered[i]) for i in (0, 2))
-    assert "Current date: 2025-11-20" in low
-    assert "Reasoning: low" in low
-    assert "Reasoning: high" in high  # what a line says about itself comes first
-    assert rendered[1] == [1]
-
-
-def test_a_plain_prompt_is_tokenized_with_its_special_tokens(capsys, chat_directory) -> None:
-    (row,) = rows(capsys, chat_directory, "--prompt", "<|start|>user<|message|>Hé", "--max-tokens", "1")
-    assert row["prompt_token_ids"][:3] == [200_006, 1428, 200_008]
-    assert "messages" not in row
 
 
 def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None:

@@ -364,15 +364,6 @@ def test_a_mode_that_does_not_exist_is_refused(directory: Path) -> None:
         Engine(directory, num_blocks=4, graphs="partial")
 
 
-def test_a_format_that_does_not_exist_is_refused(directory: Path) -> None:
-    with pytest.raises(InputError, match=r"weights must be one of .*, got 'int4'"):
-        Engine(directory, num_blocks=4, weights="int4")
-
-
-def test_a_cpu_has_no_graphs_by_default(plain: Engine) -> None:
-    assert plain.graphs is None
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "features"),
     [("cuda", torch.float32, {"triton"}), ("cuda", torch.bfloat16, set()), ("npu", torch.bfloat16, {"triton"})],

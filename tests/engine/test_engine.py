@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from npu_gptoss.engine.request import Request
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import assembly
 from npu_gptoss.model.checkpoint import iterate_tensors
-from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
+from tests.checkpoints import write_random_checkpoint
 from tests.oracle import oracle_greedy, oracle_logits, random_prompts
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 130, 255, 300, 700)
-GREEDY = 64
+GREEDY = 32
 
 if TYPE_CHECKING:
     from transformers import GptOssForCausalLM
@@ -100,14 +99,6 @@ def test_greedy_tokens_equal_transformers_one_by_one(engine, prompts, expected_t
     assert tokens(alone) == expected_tokens
 
 
-def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None:
-    logits = []
-    for mxfp4 in (True, False):
-        write_random_checkpoint(tmp_path / str(mxfp4), layers=2, mxfp4=mxfp4)
-        logits.append(Engine(tmp_path / str(mxfp4), num_blocks=20).logits(random_prompts([150], 512)[0]))
-    assert torch.equal(*logits)
-
-
 # Step by step
 
 
@@ -148,8 +139,8 @@ def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(engine, prom
 
 
 def test_a_full_cache_delays_requests_but_loses_nothing(directory, prompts, expected_tokens) -> None:
-    """48 blocks of 16 hold the longest request (764 tokens) and nothing beside it."""
-    engine = Engine(directory, dtype="float32", num_blocks=48, max_batch_tokens=300)
+    """46 blocks of 16 hold the longest request (732 tokens) and nothing beside it."""
+    engine = Engine(directory, dtype="float32", num_blocks=46, max_batch_tokens=300)
     assert tokens(engine.generate(prompts, SamplingParams(max_tokens=GREEDY))) == expected_tokens
     assert is_idle(engine)
 
@@ -267,14 +258,6 @@ def test_stop_tokens_come_from_both_configurations(tmp_path, generation_config, 
     assert Engine(tmp_path, num_blocks=1).stop_token_ids == expected
 
 
-@pytest.mark.parametrize("text", ["[1]", '{"eos_token_id": "x"}', "{", "\xff"])
-def test_an_unreadable_generation_config_is_an_error(tmp_path: Path, text: str) -> None:
-    write_random_checkpoint(tmp_path, layers=1)
-    (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=r"generation_config\.json: "):
-        Engine(tmp_path, num_blocks=1)
-
-
 # Log-probabilities
 
 
@@ -368,12 +351,6 @@ def test_params_must_match_the_prompts(engine: Engine) -> None:
     assert {token for token, _ in entry.top} == set(range(512))
 
 
-@pytest.mark.parametrize("settings", [{"num_blocks": 0}, {"block_size": 0, "num_blocks": 1}, {"max_batch_tokens": 0}])
-def test_a_cache_or_step_of_nothing_is_refused(directory: Path, settings: dict[str, int]) -> None:
-    with pytest.raises(InputError, match="at least one"):
-        Engine(directory, **{"num_blocks": 1, **settings})
-
-
 # Failures on the way
 
 
@@ -441,15 +418,6 @@ def test_the_dtype_follows_the_checkpoint(tmp_path: Path) -> None:
         engine = Engine(tmp_path / dtype, num_blocks=1)
         assert str(engine.model.dtype) == f"torch.{dtype}"
         assert engine.logits([1, 2]).dtype == torch.float32  # whatever they were computed in
-
-
-def test_random_checkpoints_differ_by_seed_only() -> None:
-    """The helper under all of these tests."""
-    config = random_config(layers=1)
-    first, again, other = (random_tensors(config, seed) for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    assert json.dumps(config.to_dict())
 
 
 WITHOUT_CHATS = """

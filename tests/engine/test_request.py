@@ -35,7 +35,13 @@ def test_settings_without_meaning_are_refused_in_words(settings: dict[str, objec
 
 @pytest.mark.parametrize(
     ("tokens", "max_length", "expected"),
-    [([5], 100, [None]), ([5, 6, 7], 100, [None, None, "length"]), ([9], 100, ["stop"]), ([5, 5], 4, [None, "length"])],
+    [
+        ([5], 100, [None]),
+        ([5, 6, 7], 100, [None, None, "length"]),
+        ([9], 100, ["stop"]),
+        ([5, 5], 4, [None, "length"]),
+        ([5, 9], 4, [None, "stop"]),
+    ],
 )
 def test_a_request_ends_at_a_stop_token_at_max_tokens_or_at_its_longest(tokens, max_length, expected) -> None:
     request = Request(
@@ -51,12 +57,6 @@ def test_a_request_ends_at_a_stop_token_at_max_tokens_or_at_its_longest(tokens, 
         request.append(token)
         reasons.append(request.finish_reason)
     assert reasons == expected
-
-
-def test_a_stop_token_at_the_last_place_is_a_stop() -> None:
-    request = Request(1, [1], SamplingParams(max_tokens=1), 0, frozenset({9}), max_length=2)
-    request.append(9)
-    assert request.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

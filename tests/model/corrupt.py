@@ -227,26 +227,9 @@ def index(directory: Path, chance: random.Random) -> str:
     weight_map = content["weight_map"]
     name = chance.choice(sorted(weight_map))
     shard = weight_map[name]
-    places = [
-        "../../etc/passwd",
-        "../x.safetensors",
-        "/etc/passwd",
-        "sub/x.safetensors",
-        "x.bin",
-        "",
-        ".",
-        "..",
-        7,
-        None,
-    ]
-    places += [
-        "x" * 300 + ".safetensors",
-        "\x1b[2J.safetensors",
-        "a\0b.safetensors",
-        "\ud800.safetensors",
-        [shard],
-        "/dev/zero",
-    ]
+    odd = ("x" * 300, "\x1b[2J", "a\0b", "\ud800", "../x", "sub/x")
+    places = ["../../etc/passwd", "/etc/passwd", "/dev/zero", "x.bin", "", ".", "..", 7, None, [shard]]
+    places += [f"{name}.safetensors" for name in odd]
     changes: dict[str, Callable[[], Any]] = {
         **{f"place {place!r:.30}": lambda place=place: weight_map.update({name: place}) for place in places},
         "unlisted": lambda: weight_map.pop(name),

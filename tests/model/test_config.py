@@ -277,20 +277,11 @@ def test_contradicting_dtypes_are_refused() -> None:
     assert GptOssConfig.from_dict(changed({"torch_dtype": "torch.float32", "dtype": "float32"})).dtype == "float32"
 
 
-def test_more_experts_a_token_than_there_are_is_refused() -> None:
-    text = refusal({"num_experts_per_tok": 33, "experts_per_token": 33})
-    assert "num_experts_per_tok must be at most num_local_experts (32), got 33" in text
-
-
-def test_a_token_may_go_to_all_experts_there_are() -> None:
+def test_a_token_goes_to_no_more_experts_than_there_are() -> None:
     values = changed({"num_experts_per_tok": 32, "experts_per_token": 32})
     assert GptOssConfig.from_dict(values).num_experts_per_tok == 32
-
-
-def test_a_long_value_does_not_bury_the_sentence() -> None:
-    long = ["sliding_attention"] * 5000
-    for field in ("layer_types", "num_experts_per_tok", "torch_dtype", "rope_theta", "initial_context_length"):
-        assert len(refusal({field: long})) < 800, field
+    text = refusal({"num_experts_per_tok": 33, "experts_per_token": 33})
+    assert "num_experts_per_tok must be at most num_local_experts (32), got 33" in text
 
 
 def test_sizes_that_mxfp4_cannot_group_are_fine_in_bf16() -> None:

@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 from npu_gptoss.model import safetensors_reader
 from npu_gptoss.model.safetensors_reader import CheckpointError, find_tensors, listed, read_header, read_tensor
 
+INDEX, FIRST, SECOND = (
+    f"model{part}" for part in (".safetensors.index.json", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
+)
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
     "b": torch.arange(7, dtype=torch.uint8),
@@ -46,7 +49,7 @@ def sharded(directory: Path, shards: dict[str, dict[str, torch.Tensor]]) -> dict
 
 
 def write_index(directory: Path, weight_map: object) -> None:
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_tensors_are_read_as_the_library_wrote_them(tmp_path: Path) -> None:
@@ -77,10 +80,9 @@ def test_the_header_may_name_tensors_in_any_order(tmp_path: Path) -> None:
 
 
 def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    sharded(tmp_path, {first: {"b": TENSORS["b"]}, second: {"a": TENSORS["a"], "c": TENSORS["c"]}})
+    sharded(tmp_path, {FIRST: {"b": TENSORS["b"]}, SECOND: {"a": TENSORS["a"], "c": TENSORS["c"]}})
     found = find_tensors(tmp_path)
-    assert {name: stored.file.name for name, stored in found.items()} == {"a": second, "b": first, "c": second}
+    assert {name: stored.file.name for name, stored in found.items()} == {"a": SECOND, "b": FIRST, "c": SECOND}
     assert torch.equal(read_tensor(found["c"]), TENSORS["c"])
 
 
@@ -160,83 +162,47 @@ def test_file_that_shrinks_after_the_check_is_an_error_not_garbage(tmp_path: Pat
         read_tensor(stored)
 
 
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+REPEATED = f'{{"weight_map": {{"a": "{SECOND}", "b": "{FIRST}", "c": "{FIRST}", "c": "{SECOND}"}}}}'
+# what is done to a directory with shards and this weight map, and what is said of it
+DISAGREEING: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
+    "absent": (lambda p, names: (p / SECOND).unlink(), rf"expected 2 shards, but {SECOND} is not there"),
+    "in the other shard": (
+        lambda p, names: write_index(p, names | {"c": FIRST}),
+        rf"expected c in {FIRST}, got it in {SECOND}",
+    ),
+    "in no shard": (lambda p, names: write_index(p, names | {"d": FIRST}), rf"expected d in {FIRST}, got it in no"),
+    "unlisted": (lambda p, names: write_index(p, {"a": SECOND, "b": FIRST}), rf"got c in {SECOND} unlisted"),
+    "twice": (
+        lambda p, names: save_file({"a": TENSORS["a"], "b": TENSORS["b"]}, p / FIRST),
+        rf"a should be in one shard, got it in {FIRST} and in {SECOND}",
+    ),
+    "left over": (
+        lambda p, names: save_file({"z": TENSORS["a"]}, p / "model-00003-of-00009.safetensors"),
+        r"got model-00003-of-00009\.safetensors too.*Delete",
+    ),
+    "single beside": (
+        lambda p, names: save_file(TENSORS, p / "model.safetensors"),
+        r"got model\.safetensors too.*Delete",
+    ),
+    "elsewhere": (
+        lambda p, names: write_index(p, names | {"c": "../" + SECOND}),
+        r"c should lie in a safetensors file of this directory, got '\.\./",
+    ),
+    "pickle": (
+        lambda p, names: write_index(p, names | {"c": "pytorch_model.bin"}),
+        r"c should lie in a safetensors file of this directory, got 'pytorch_model\.bin'",
+    ),
+    "no map": (lambda p, names: write_index(p, []), "weight_map"),
+    "empty map": (lambda p, names: write_index(p, {}), "expected a `weight_map`"),
+    "repeated": (lambda p, names: (p / INDEX).write_text(REPEATED), "JSON in UTF-8, but 'c' is there twice"),
+    "no json": (lambda p, names: (p / INDEX).write_text("{"), "expected JSON"),
+}
 
 
-def _absent(directory: Path, _: dict[str, str]) -> None:
-    (directory / SECOND).unlink()
-
-
-def _in_the_other_shard(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, weight_map | {"c": FIRST})
-
-
-def _in_no_shard(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, weight_map | {"d": FIRST})
-
-
-def _unlisted(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, {name: shard for name, shard in weight_map.items() if name != "c"})
-
-
-def _twice(directory: Path, weight_map: dict[str, str]) -> None:
-    save_file({"a": TENSORS["a"], "b": TENSORS["b"]}, directory / FIRST)
-
-
-def _left_over(directory: Path, weight_map: dict[str, str]) -> None:
-    save_file({"z": TENSORS["a"]}, directory / "model-00003-of-00009.safetensors")
-
-
-def _single_beside(directory: Path, weight_map: dict[str, str]) -> None:
-    save_file(TENSORS, directory / "model.safetensors")
-
-
-def _elsewhere(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, weight_map | {"c": "../" + SECOND})
-
-
-def _pickle(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, weight_map | {"c": "pytorch_model.bin"})
-
-
-def _no_map(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, [])
-
-
-def _empty_map(directory: Path, weight_map: dict[str, str]) -> None:
-    write_index(directory, {})
-
-
-def _repeated(directory: Path, weight_map: dict[str, str]) -> None:
-    text = f'{{"weight_map": {{"a": "{SECOND}", "b": "{FIRST}", "c": "{FIRST}", "c": "{SECOND}"}}}}'
-    (directory / "model.safetensors.index.json").write_text(text)
-
-
-def _no_json(directory: Path, weight_map: dict[str, str]) -> None:
-    (directory / "model.safetensors.index.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (_absent, rf"expected 2 shards, but {SECOND} is not there"),
-        (_in_the_other_shard, rf"expected c in {FIRST}, got it in {SECOND}"),
-        (_in_no_shard, rf"expected d in {FIRST}, got it in no shard"),
-        (_unlisted, rf"got c in {SECOND} unlisted"),
-        (_twice, rf"a should be in one shard, got it in {FIRST} and in {SECOND}"),
-        (_left_over, r"got model-00003-of-00009\.safetensors too.*Delete"),
-        (_single_beside, r"got model\.safetensors too.*Delete"),
-        (_elsewhere, r"c should lie in a safetensors file of this directory, got '\.\./"),
-        (_pickle, r"c should lie in a safetensors file of this directory, got 'pytorch_model\.bin'"),
-        (_no_map, "weight_map"),
-        (_empty_map, "expected a `weight_map`"),
-        (_repeated, "expected JSON in UTF-8, but 'c' is there twice"),
-        (_no_json, "expected JSON"),
-    ],
-)
-def test_index_and_shards_that_disagree_are_refused(tmp_path, damage, expected) -> None:
-    shards = {FIRST: {"b": TENSORS["b"]}, SECOND: {"a": TENSORS["a"], "c": TENSORS["c"]}}
-    damage(tmp_path, sharded(tmp_path, shards))
+@pytest.mark.parametrize("case", DISAGREEING)
+def test_index_and_shards_that_disagree_are_refused(tmp_path: Path, case: str) -> None:
+    damage, expected = DISAGREEING[case]
+    damage(tmp_path, sharded(tmp_path, {FIRST: {"b": TENSORS["b"]}, SECOND: {"a": TENSORS["a"], "c": TENSORS["c"]}}))
     with pytest.raises(CheckpointError, match=expected):
         find_tensors(tmp_path)
 

@@ -53,21 +53,17 @@ def test_what_cannot_run_is_refused_by_name(options: str, words: str, capsys: py
     assert words in capsys.readouterr().err
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
+@pytest.mark.serving
+@pytest.mark.slow
+def test_it_answers_and_writes_a_trace(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
     from npu_gptoss.tiny.checkpoint import write_tiny
 
     write_tiny(tmp_path / "model", trained=True)
-    return str(tmp_path / "model")
-
-
-@pytest.mark.serving
-@pytest.mark.slow
-def test_it_answers_and_writes_a_trace(model: str, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    options = ["--model", model, "--on", "cpu", "--prompt", "What is 3 + 4?", "--profile", str(tmp_path / "trace")]
+    where = ["--model", str(tmp_path / "model"), "--on", "cpu", "--profile", str(tmp_path / "trace")]
+    options = [*where, "--prompt", "What is 3 + 4?", "--max-len", "1024"]
     command = [sys.executable, str(SCRIPTS / "offline.py"), *options]
-    variables = {**environment(), "OMP_NUM_THREADS": "1"}
+    variables = {**environment(), "OMP_NUM_THREADS": "1", "VLLM_TORCH_PROFILER_WITH_STACK": "0"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "thought: Let me think. 3 + 4 = 7." in done.stdout
@@ -75,17 +71,3 @@ def test_it_answers_and_writes_a_trace(model: str, tmp_path: Path) -> None:
     traces = list((tmp_path / "trace").glob("*.pt.trace.json*"))
     assert traces
     assert all(trace.stat().st_size > 10_000 for trace in traces)
-
-
-@pytest.mark.emulated
-@pytest.mark.slow
-def test_it_answers_with_captured_graphs_on_the_emulated_910b(model: str) -> None:
-    from emulator.tests.machine import emulate
-
-    options = ("--model", model, "--prompt", "What is 3 + 4?", "--max-len", "2048")
-    done = emulate(str(SCRIPTS / "offline.py"), *options, timeout=600, PYTHONPATH=str(SCRIPTS.parent))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = done.stdout + done.stderr
-    assert "Platform plugin ascend is activated" in said
-    assert "Starting to capture ACL graphs for cases: [16, 4, 2, 1], mode: PIECEWISE" in said
-    assert "answer: 3 + 4 = 7." in done.stdout

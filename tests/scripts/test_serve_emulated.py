@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT = 600  # seconds; 40 on two idle cores
-EXAMPLES = evaluation_set(101, 60)
+EXAMPLES = evaluation_set(101, 30)
 FEW = 3  # replies that bfloat16's rounding may turn
 
 

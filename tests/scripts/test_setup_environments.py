@@ -45,14 +45,11 @@ def test_a_missing_compiler_is_named_before_anything_is_made(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "missing"), [("docs", "mkdocs"), ("emulated", "torch==2.7.1")])
-def test_without_the_wheels_it_fails_with_the_reason(name: str, missing: str, tmp_path: Path) -> None:
+def test_without_the_wheels_it_fails_with_the_reason(tmp_path: Path) -> None:
     variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
-    done = run(name, tmp_path / "it's a venv", CXX=sys.executable, **variables)
+    done = run("docs", tmp_path / "it's a venv", **variables)
     assert done.returncode == 1, done.stdout
-    if "Python 3.11 is needed" in done.stderr:
-        pytest.skip("there is no Python 3.11 here")
-    assert f"No matching distribution found for {missing}" in done.stderr
+    assert "No matching distribution found for mkdocs" in done.stderr
     assert "what is finished is not done twice" in done.stderr
 
 

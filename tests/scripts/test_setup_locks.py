@@ -17,7 +17,7 @@ from scripts.setup.machine import ROOT, read_pins
 
 HASHED = locks()
 IMAGES = [name for name in HASHED if name != "docs"]
-EXACT = ["evalscope", *(f"clients-{year}" for year in CLIENTS)]
+EXACT = ["cpu", "dev", "evalscope", *(f"clients-{year}" for year in CLIENTS)]
 A, B = "a" * 64, "b" * 64
 # what evalscope asks for and only other benchmarks import, and two programs of the command line
 LEFT_OUT = {"jieba", "nltk", "rouge-chinese", "rouge-score", "sacrebleu", "zhconv", "typer", "hf-xet"}
