@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
+from setuptools import find_packages
 
 PACKAGE = Path(__file__).parent.parent / "npu_gptoss"
 
@@ -86,6 +88,17 @@ def test_foreign_serving_code_is_imported_by_serving_only():
         roots = {name.split(".")[0] for name in imported_names(path)}
         if path.relative_to(PACKAGE).parts[0] not in ("serving", "plugin.py"):
             assert not roots & {"vllm", "vllm_ascend", "transformers"}, path
+
+
+def test_product_and_emulator_are_two_distributions_that_know_nothing_of_each_other():
+    """But for the command `npu-gptoss emulate`, which calls the other one's where it is installed."""
+    root = PACKAGE.parent
+    found = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {name.split(".")[0] for name in find_packages(str(root), **found)} == {"npu_gptoss"}
+    ours = [path.name for path in PACKAGE.rglob("*.py") if "ascend_emulator" in path.read_text()]
+    assert ours == ["emulate.py"]
+    theirs = [path.name for path in (root / "emulator/ascend_emulator").rglob("*.py") if imported_parts(path)]
+    assert theirs == []
 
 
 def test_importing_the_package_and_its_plugin_imports_neither_torch_nor_vllm():

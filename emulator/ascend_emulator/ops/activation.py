@@ -1,4 +1,4 @@
-"""Gated activations: plain swiglu, gpt-oss's clipped swiglu (from CANN 8.5), and the one between two int8 matmuls."""
+"""Gated activations: plain swiglu, the clipped one (from CANN 8.5), and the one between two int8 matmuls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused grouped matmuls: for integer weights only, so a bfloat16 gpt-oss meets their refusals."""
+"""The fused grouped matmuls: for integer weights only; bfloat16 meets their refusals."""
 
 from __future__ import annotations
 
