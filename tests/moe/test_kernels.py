@@ -15,8 +15,9 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route, small_ops
 from npu_gptoss.moe.activation import activation_name, swigluoai
+from npu_gptoss.verify.calls import Inputs, Outputs, widened
 from npu_gptoss.verify.cases import expert_inputs
-from npu_gptoss.verify.moe_checks import define_experts, run_experts
+from npu_gptoss.verify.moe_checks import run_experts
 from npu_gptoss.verify.mutations import mutations_of
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, close, local_share, make_layer
 from tests.tolerances import assert_close
@@ -121,6 +122,10 @@ def test_definition_equals_transformers():
         want = theirs(layer.hidden_states[None])[0][0]
         layer.logits = F.linear(layer.hidden_states, theirs.router.weight, theirs.router.bias)
     assert_close(layer.run("reference"), want, scale=4)  # sums of 96 products of magnitude ten
+
+
+def define_experts(inputs: Inputs) -> Outputs:
+    return run_experts(widened(inputs), "moe.experts.reference")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

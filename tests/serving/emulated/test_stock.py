@@ -21,7 +21,7 @@ from ascend_emulator.launch import Machine
 from emulator.tests.machine import emulate
 from npu_gptoss.tiny.checkpoint import write_tiny
 from research.tiny_data import evaluation_set
-from research.tiny_score import score_generator
+from research.tiny_score import tally
 from tests.oracle import load_oracle, oracle_logits
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -105,19 +105,15 @@ def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(
     checkpoint: Path, encode: Callable[[str], list[int]], harmony: Any, tmp_path: Path
 ) -> None:
     """The controls with our plugin: the next test, and tests/scripts/test_serve_emulated.py."""
-    prompts, kept = [], {}
-
-    def generate(asked: list[list[int]]) -> list[list[int]]:
-        prompts.extend(asked)
-        kept["said"], kept["printed"] = answer(tmp_path, checkpoint, asked, STOCK)
-        return [one["tokens"] for one in kept["said"]]
-
-    score = score_generator(EXAMPLES, generate, encode, harmony.decode)
+    prompts = [encode(example.prompt()) for example in EXAMPLES]
+    said, printed = answer(tmp_path, checkpoint, prompts, STOCK)
+    replies = [harmony.decode(one["tokens"]) for one in said]
+    score = tally(EXAMPLES, [example.is_right(reply) for example, reply in zip(EXAMPLES, replies, strict=True)])
     assert score.overall < 0.1, str(score)
-    far = worst_of_first(kept["said"][:6], prompts[:6], checkpoint)
+    far = worst_of_first(said[:6], prompts[:6], checkpoint)
     assert float(far.median()) > 1
     complaints = r"(?i)(warning|error).*(sink|bias|swiglu|activation|sliding|mxfp4|missing|unexpected)"
-    assert [line for line in kept["printed"].splitlines() if re.search(complaints, line)] == []
+    assert [line for line in printed.splitlines() if re.search(complaints, line)] == []
 
 
 def test_with_the_plugin_the_same_prompts_are_near_transformers(
