@@ -33,18 +33,29 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_files(tmp_path_factory.getbasetemp())
 
 
-@pytest.fixture(scope="session")
+@functools.cache
+def _encoding() -> harmony.HarmonyEncoding:
+    return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+@pytest.fixture(scope="module")
 def library(directory: Path) -> Iterator[harmony.HarmonyEncoding]:
+    """For each file anew: the variable, by which vLLM finds the vocabulary too, is of one file only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BASE_VARIABLE, str(directory))
-        yield harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        yield _encoding()
 
 
-@pytest.fixture(scope="session")
-def chat(directory: Path, library: harmony.HarmonyEncoding) -> Chat:
+@functools.cache
+def _chat(directory: Path) -> Chat:
     return Chat(directory)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def chat(directory: Path, library: harmony.HarmonyEncoding) -> Chat:
+    return _chat(directory)
+
+
+@pytest.fixture(scope="module")
 def encoder(directory: Path, library: harmony.HarmonyEncoding) -> Encoder:
     return Encoder(library, text_tokenizer(directory))
