@@ -42,9 +42,10 @@ def expert_calls(spec: CallSpec) -> Iterator[Call]:
             ("no expert of theirs here", 5, {"share": (6, 8), "same": True}),
             ("padding rows of NaN", 11, {"padding": True}),
             ("one expert a token", 9, {"top_k": 1}),
+            ("90 tokens, the same 2 of 16 experts", 90, {"same": True, "experts": 16, "top_k": 2}),
             ("32 experts", 20, {"experts": 32, "inner": 64}),
         ]
-        for tokens, experts in ((1, 4), (3, 4), (5, 4), (40, 4), (130, 2), (400, 3), (1600, 1)):
+        for tokens, experts in ((1, 4), (3, 4), (5, 4), (40, 4), (90, 8), (400, 3), (1600, 1)):
             shared = {"experts": experts, "top_k": min(experts, 2)}
             for name, hidden, inner in (("hidden", GPT_OSS, 128), ("intermediate", 192, GPT_OSS)):
                 label = f"{tokens} tokens, {name} size {GPT_OSS}"

@@ -34,8 +34,9 @@ def _constants(matrix: TiledMatrix, shape: Tiles) -> dict[str, Any]:
         "BM": shape.rows,
         "BN": shape.columns,
         "UNROLL": unrolled,
-        # never a single product of a packed tile in a loop: see `Tiles.halves`
-        "HALVES": shape.halves or (matrix.scales is not None and unrolled == 1 and shape.columns >= 16),
+        # From 16 columns on products run beside what follows. One for a step of a packed format would read registers
+        # that the next step opens its weights into; of two, the second begins when the first has ended.
+        "HALVES": matrix.scales is not None and unrolled == 1 and shape.columns >= 16,
         # never more stages than steps: with Triton 3.6 a loop of two steps in three stages gave other numbers in each
         # run on an H200 (128 columns, intermediate size 128)
         "STAGES": min(shape.stages, steps),

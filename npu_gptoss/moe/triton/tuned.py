@@ -17,8 +17,6 @@ class Tiles:
     unroll: input tiles of 64 in one step of the loop: 2, or the largest divisor of their number up to this.
     stages: steps under way at once. warps: of a program.
     splits: shares of the inputs that `down` sums apart, for more programs in small batches.
-    halves: whether a tile of inputs is multiplied in two halves. With 16 columns and more, a packed format wants that
-        or an unrolled loop: with one product in it, Triton 3.6 reuses registers that the matrix units still read.
     """
 
     rows: int
@@ -27,7 +25,6 @@ class Tiles:
     stages: int
     warps: int
     splits: int = 1
-    halves: bool = False
 
 
 # A single token has few programs, all under way at once. Their stages fill a third of a multiprocessor's shared memory,
@@ -38,15 +35,16 @@ TABLE: dict[str, tuple[tuple[str, int, Tiles, Tiles], ...]] = {
     "mxfp4": (
         ("few", 1, Tiles(64, 8, 2, 10, 4), Tiles(64, 8, 2, 10, 4, splits=2)),
         ("few", 48, Tiles(64, 8, 2, 4, 2), Tiles(64, 8, 2, 4, 2)),
-        ("few", UNBOUNDED, Tiles(128, 32, 2, 4, 4), Tiles(128, 32, 1, 4, 4, halves=True)),
-        ("many", 768, Tiles(128, 64, 1, 4, 4, halves=True), Tiles(128, 64, 1, 4, 4, halves=True)),
-        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4, halves=True), Tiles(128, 128, 1, 3, 4, halves=True)),
+        ("few", UNBOUNDED, Tiles(128, 32, 2, 4, 4), Tiles(128, 32, 2, 4, 4)),
+        ("many", 512, Tiles(128, 64, 1, 4, 4), Tiles(128, 64, 1, 4, 4)),
+        ("many", UNBOUNDED, Tiles(128, 128, 2, 3, 4), Tiles(128, 128, 2, 3, 4)),
     ),
     "float8_e4m3fn": (
         ("few", 1, Tiles(64, 8, 3, 5, 4), Tiles(64, 8, 3, 5, 4, splits=2)),
         ("few", 48, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
         ("few", UNBOUNDED, Tiles(128, 32, 3, 3, 4), Tiles(128, 32, 3, 3, 4)),
-        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4, halves=True), Tiles(128, 128, 1, 3, 4, halves=True)),
+        ("many", 512, Tiles(128, 64, 2, 3, 4), Tiles(128, 64, 2, 3, 4)),
+        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4), Tiles(128, 128, 1, 3, 4)),
     ),
     "bfloat16": (
         ("few", 1, Tiles(64, 8, 1, 8, 4), Tiles(64, 8, 1, 8, 4, splits=2)),

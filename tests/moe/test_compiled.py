@@ -1,0 +1,166 @@
+"""What Triton makes of the kernels that open packed weights, read in the PTX for a GPU that is not there.
+
+Opened are pairs: the instructions take the third codes of words 2i and 2i + 1 from one register (`layout.mxfp4_words`).
+Triton packs whatever lies side by side in a thread; if it ever dealt words out singly, weights would be wrong without
+an error. And a register that the tensor cores still read is not written: they run beside what follows them until
+`wgmma.wait_group`, and Triton lets a product run on into the loop's next step, where its weights are opened anew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PAIR_OPENED = re.compile(r"\s*and\.b32 a, (%r\d+), 0x81C081C0")
+# a whole register straight from memory, or the zeros of a tile that is not there
+WHOLE = re.compile(r"(@!?%p\d+ )?(ld\.shared(\.v\d)?\.b32|ldmatrix\.|ld\.global(\.\w+)*\.b32|mov\.b32\s+%r\d+, 0;)")
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from npu_gptoss.moe.triton import device, few, launches, many
+from npu_gptoss.moe.triton.layout import TiledMatrix
+from npu_gptoss.moe.triton.tuned import TABLE
+
+@triton.jit
+def at_once(sums, NATIVE):
+    return sums
+
+most_of_all, formats = sys.argv[1], sys.argv[2:]
+if most_of_all == "without waiting":
+    device._read = at_once
+types = {
+    "words": "*u16", "bias": "*bf16", "inner": "*bf16", "limit": "fp32", "x": "*bf16", "out": "*bf16",
+    "shares": "*fp32", "topk_weights": "*fp32", "topk_ids": "*i64", "expert_map": "*i32", "lists": "*i32",
+    "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32",
+}
+for form, (path, most, *both) in ((form, row) for form in formats for row in TABLE[form]):
+    scales = {"scales": "*i32" if form == "mxfp4" else "*fp32"}
+    for tiles, name, rows in zip(both, ("gate_up", "down"), (5760, 2880)):
+        if most_of_all == "without waiting" and path != "many":
+            continue
+        kernel = many.grouped if path == "many" else getattr(few, name)
+        arguments = {each: (types | scales)[each] for each in kernel.arg_names if each in types | scales}
+        constants = launches._constants(TiledMatrix(None, scales, None, rows, 2880), tiles) | {
+            "FORMAT": form, "TOP_K": 4, "EXPERTS": 32, "BE": 32, "SPLITS": tiles.splits,
+            "GATE_UP": name == "gate_up", "HAS_MAP": False, "ONE": most == 1, "PDL": True, "NATIVE": True,
+        }
+        constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
+        aligned = {
+            (at,): [["tt.divisibility", 16]]
+            for at, each in enumerate(kernel.arg_names)
+            if "*" in arguments.get(each, "")
+        }
+        source = ASTSource(kernel, arguments | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        options = {"num_warps": tiles.warps, "launch_pdl": True}
+        print(f"== {form} {path} {most} {name}", "halves" if constants["HALVES"] else "")
+        print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def opened_otherwise(ptx: str) -> tuple[int, list[str]]:
+    """How many registers are opened, and what made those that are not two words as they lie in memory."""
+    made: dict[str, str] = {}
+    opened, otherwise = 0, []
+    for line in map(str.strip, ptx.splitlines()):
+        if pair := PAIR_OPENED.match(line):
+            opened += 1
+            if not WHOLE.match(made.get(pair[1], "")):
+                otherwise.append(made.get(pair[1], f"nothing makes {pair[1]}"))
+        elif line.endswith(";") and "%r" in line:
+            targets = line.split("{", 1)[1].split("}")[0] if re.match(r"[^,]*\{", line) else line.split(",")[0]
+            made.update(dict.fromkeys(re.findall(r"%r\d+", targets), line))
+    return opened, otherwise
+
+
+def test_words_put_together_by_hand_are_seen():
+    for line, fine in (
+        ("ld.shared.v2.b32 {%r1, %r2}, [%r9];", True),
+        ("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r9];", True),
+        ("mov.b32 %r2, {%rs1, %rs2};", False),
+        ("prmt.b32 %r2, %r7, %r8, 0x5410;", False),
+    ):
+        opened, otherwise = opened_otherwise(f"{line}\n and.b32 a, %r2, 0x81C081C0;")
+        assert (opened, otherwise) == (1, [] if fine else [line])
+
+
+def written_while_read(ptx: str) -> tuple[int, list[str]]:
+    """How many products of registers with shared memory run beside other instructions, and the instructions in loops
+    that write one of those registers before a wait has ended its product."""
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if line.startswith("$") and line.endswith(":")}
+    products, found = set(), []
+    for end, line in enumerate(lines):
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if jump and labels.get(jump[1], end) < end:
+            for at, writer, running in _two_rounds(lines, labels[jump[1]], end):
+                products.add(at)
+                found += [writer] if running else []
+    return len(products), found
+
+
+def _two_rounds(lines: list[str], begin: int, end: int) -> Iterator[tuple[int, str, bool]]:
+    """(product, "", False) for each, and (product, instruction, True) for an instruction that writes what it reads."""
+    committed: list[list[tuple[int, set[str]]]] = []
+    issued: list[tuple[int, set[str]]] = []
+    for at in [*range(begin, end)] * 2:
+        line = re.sub(r"^@!?%p\d+\s+", "", lines[at])
+        if product := re.match(r"wgmma\.mma_async\S*\s+\{[^}]*\}\s*,\s*\{([^}]*)\}", line):
+            issued.append((at, set(re.findall(r"%\w+", product[1]))))
+            yield at, "", False
+        elif line.startswith("wgmma.commit_group"):
+            committed, issued = [*committed, issued], []
+        elif wait := re.match(r"wgmma\.wait_group\S*\s+(\d+);", line):
+            committed = committed[len(committed) - int(wait[1]) :] if int(wait[1]) else []
+        elif not re.match(r"(st|bra|cp|bar|red|setp|wgmma)\b", line):
+            target = re.match(r"[a-z]\S*\s+(\{[^}]*\}|%\w+)", line)
+            written = set(re.findall(r"%\w+", target[1])) if target else set()
+            running = [one for group in (*committed, issued) for one in group]
+            yield from ((product, line, True) for product, read in running if read & written)
+
+
+def compiled(folder: Path, how: str, *formats: str) -> list[str]:
+    """The PTX of every tile of the formats' tables, each after a line that names it."""
+    script = folder / "compile.py"
+    script.write_text(COMPILE)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(script), how, *formats]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split("== ")[1:]
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+def test_every_tile_of_the_tables_opens_pairs_and_nothing_that_is_still_read(tmp_path):
+    kernels = compiled(tmp_path, "as it is", "mxfp4", "float8_e4m3fn")
+    assert {ptx.split()[3] for ptx in kernels} == {"gate_up", "down"}
+    beside = 0
+    for ptx in kernels:
+        name = ptx.splitlines()[0]
+        if name.startswith("mxfp4"):
+            opened, otherwise = opened_otherwise(ptx)
+            assert opened, f"nothing is opened in {name}"
+            assert otherwise == [], name
+        products, overwritten = written_while_read(ptx)
+        assert overwritten == [], name
+        beside += products > 0
+    assert beside >= 6, "the large tiles' products run beside what follows"
+
+
+@needs_triton
+def test_a_step_that_does_not_wait_for_its_halves_is_seen(tmp_path):
+    """So it was until an H200 gave other bits in each run."""
+    for ptx in compiled(tmp_path, "without waiting", "mxfp4"):
+        assert bool(written_while_read(ptx)[1]) == ("halves" in ptx.splitlines()[0])
