@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
+from npu_gptoss.kernels.triton_launch import let_next_start, product_ended, wait_for_inputs
 
 
 @triton.jit
@@ -50,6 +50,8 @@ def skinny_kernel(
             x + token[None, :] * IN + (start + at)[:, None], mask=real_token[None, :] & within[:, None], other=0.0
         )
         total = tl.dot(tile.to(DTYPE), columns, total, input_precision="ieee")
+        if SCALED:
+            total = product_ended(total, PDL)
     if SCALED:
         total *= tl.load(weight_scale + row, mask=real_row, other=0.0)[:, None]
     if HAS_BIAS:

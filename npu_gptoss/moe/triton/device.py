@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_gptoss.kernels.triton_launch import product_ended
 from npu_gptoss.moe.activation import ALPHA
 from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
@@ -115,14 +116,6 @@ def _dot(a, b, sums, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _read(sums, NATIVE: tl.constexpr):
-    """The same sums, used: so the tensor cores have ended, and read what was in registers for them."""
-    if NATIVE:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
-    return sums
-
-
-@triton.jit
 def _left(words, exponents, FORMAT: tl.constexpr, BM: tl.constexpr, NATIVE: tl.constexpr):
     """A tile of weights as bfloat16 in two halves, [BM, 32] each: the inputs 0 to 31, and 32 to 63.
 
@@ -219,9 +212,7 @@ def product(
                 x_high = tl.load(column + (k + INPUTS // 2)[:, None], mask=high, other=0.0)
                 left_low, left_high = _left(w, shifted, FORMAT, BM, NATIVE)
                 sums = _dot(left_low, x_low, sums, NATIVE)
-                # Triton lets this product run on while the next step opens its weights, both halves at once, into
-                # the registers that the product still reads: about one call in a hundred was wrong on an H200.
-                sums = _read(_dot(left_high, x_high, sums, NATIVE), NATIVE)
+                sums = product_ended(_dot(left_high, x_high, sums, NATIVE), NATIVE)  # the next step opens both at once
             else:
                 k = tile * INPUTS + whole
                 inside = reads if K % INPUTS == 0 else reads & (k < K)[:, None]
