@@ -15,11 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from npu_gptoss.kernels.gluon_names import barrier, load_tile
 
 ROWS = gl.constexpr(64)  # of one group of warps: what one matrix instruction takes
 CONSUMERS = gl.constexpr(3)  # groups of warps that compute; a tile has CONSUMERS * ROWS // GROUP positions
@@ -87,10 +88,10 @@ def fetch(
                 row = place + (steps - 1 - step) * BLOCK_N
                 mbarrier.wait(key_empty.index(stage), phase ^ 1)
                 mbarrier.expect(key_full.index(stage), BLOCK_N * DIM * 2)
-                tma.async_copy_global_to_shared(keys, [row, 0], key_full.index(stage), key_tiles.index(stage))
+                load_tile(keys, [row, 0], key_full.index(stage), key_tiles.index(stage))
                 mbarrier.wait(value_empty.index(stage), phase ^ 1)
                 mbarrier.expect(value_full.index(stage), BLOCK_N * DIM * 2)
-                tma.async_copy_global_to_shared(values, [row, 0], value_full.index(stage), value_tiles.index(stage))
+                load_tile(values, [row, 0], value_full.index(stage), value_tiles.index(stage))
             done += steps
 
 
@@ -154,7 +155,7 @@ def compute(
             source = (row * query_row + q_head * query_head)[:, None] + dim
             q_tile.store(gl.load(query + source, mask=real[:, None], other=0.0))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
 
             row_at = position + begin + row_s // GROUP
             sink = gl.load(sinks + head * HEADS + row_s % GROUP, mask=row_s % GROUP < HEADS, other=0.0)
@@ -168,7 +169,7 @@ def compute(
             scores = warpgroup_mma(q_tile, key_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             give_turn(turns, NUMBER)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores = hidden(scores, (steps - 1) * BLOCK_N, row_at, BEFORE, BLOCK_N, S)
             weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
@@ -187,13 +188,13 @@ def compute(
                 result = warpgroup_mma(weights, value_tiles.index(last), result, is_async=True)
                 give_turn(turns, NUMBER)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(key_empty.index(stage), count=1)
                 if step < masked:
                     scores = hidden(scores, (steps - 1 - step) * BLOCK_N, row_at, BEFORE, BLOCK_N, S)
                 next_weights, shrink, largest, weight = softmax(scores, scale, largest, weight)
                 result = warpgroup_mma_wait(0, deps=[result])
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(value_empty.index(last), count=1)
                 result = result * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
                 weights = gl.convert_layout(next_weights.to(gl.bfloat16), P)
@@ -203,15 +204,15 @@ def compute(
             mbarrier.wait(value_full.index(last), (done - 1) // STAGES & 1)
             result = warpgroup_mma(weights, value_tiles.index(last), result, is_async=True)
             result = warpgroup_mma_wait(0, deps=[result])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(value_empty.index(last), count=1)
             result = result * gl.convert_layout(1.0 / weight, gl.SliceLayout(1, O))[:, None]
             # through the memory of the queries, so that whole rows are written
             q_tile.store(result.to(gl.bfloat16))
-            gl.thread_barrier()
+            barrier()
             target = (row * out_row + q_head * out_head)[:, None] + dim
             gl.store(out + target, q_tile.load(WIDE).to(out.dtype.element_ty), mask=real[:, None])
-            gl.thread_barrier()
+            barrier()
 
 
 @gluon.jit
@@ -254,7 +255,7 @@ def prefill_kernel(
     for number in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(number), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     # the arguments stand here each time, because a tuple with a name would turn its constants into values
     gl.warp_specialize(

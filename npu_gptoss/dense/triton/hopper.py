@@ -1,6 +1,7 @@
 """Projections of a few rows for Hopper, in Gluon: much of the weights is in shared memory before the kernel waits.
 
-As `skinny.py`: the weight's rows are the long side of the product, 64 of them a program, and each weight is read once.
+The weight's rows are the long side of the product (out.T = weight @ x.T), 64 of them a program, and each weight is read
+once: a handful of tokens wastes little of a tile.
 Here the schedule is written out. The tensor memory accelerator fills a ring of tiles; its first round is asked for
 before the kernel waits for its predecessor, so that the memory works while that one ends, and what is left to read
 afterwards is the lesser part. A library's kernel would begin with all of it.
@@ -17,12 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from npu_gptoss.kernels.gluon_names import barrier, load_tile
 
 ROWS = gl.constexpr(64)  # of the weight, in one program: what one matrix instruction takes
 
@@ -43,11 +45,11 @@ def begin(
         mbarrier.init(tiles_full.index(each), count=1)
         mbarrier.init(columns_full.index(each), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     for each in gl.static_range(min(STAGES, STEPS)):
         full = tiles_full.index(each)
         mbarrier.expect(full, ROWS * BLOCK_K * 2)
-        tma.async_copy_global_to_shared(weights, [row, first + each * BLOCK_K], full, tiles.index(each))
+        load_tile(weights, [row, first + each * BLOCK_K], full, tiles.index(each))
     return tiles, columns, tiles_full, columns_full
 
 
@@ -60,7 +62,7 @@ def product(
     for each in gl.static_range(min(STAGES, STEPS)):
         full = columns_full.index(each)
         mbarrier.expect(full, BLOCK_T * BLOCK_K * 2)
-        tma.async_copy_global_to_shared(x, [token, first + each * BLOCK_K], full, columns.index(each))
+        load_tile(x, [token, first + each * BLOCK_K], full, columns.index(each))
     sums = gl.zeros([ROWS, BLOCK_T], gl.float32, LAYOUT)
     for step in range(STEPS):
         stage = step % STAGES
@@ -70,12 +72,12 @@ def product(
         sums = warpgroup_mma(tiles.index(stage), columns.index(stage).permute((1, 0)), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
         if step + STAGES < STEPS:
-            gl.thread_barrier()  # all warps have read the stage
+            barrier()  # all warps have read the stage
             at = first + (step + STAGES) * BLOCK_K
             mbarrier.expect(tiles_full.index(stage), ROWS * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(weights, [row, at], tiles_full.index(stage), tiles.index(stage))
+            load_tile(weights, [row, at], tiles_full.index(stage), tiles.index(stage))
             mbarrier.expect(columns_full.index(stage), BLOCK_T * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(x, [token, at], columns_full.index(stage), columns.index(stage))
+            load_tile(x, [token, at], columns_full.index(stage), columns.index(stage))
     return sums
 
 
@@ -136,7 +138,7 @@ def qkv_kernel(
     )
     packed = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     packed.store((sums + shift[:, None]).to(gl.bfloat16))
-    gl.thread_barrier()
+    barrier()
     first = packed.slice(0, HALF, 0).load(PAIRS)
     second = packed.slice(HALF, HALF, 0).load(PAIRS)
     if head < HEADS + KV_HEADS:
@@ -202,7 +204,7 @@ def linear_kernel(
         series = gl.program_id(1) * gl.num_programs(0) + tile
         share = shares + series.to(gl.int64) * (SPLITS * BLOCK_T * ROWS) + column[None, :] * ROWS + lane[:, None]
         gl.store(share + split * (BLOCK_T * ROWS), total)
-        gl.thread_barrier()  # all threads' sums, before one thread says that they are there
+        barrier()  # all threads' sums, before one thread says that they are there
         last = gl.atomic_add(arrived + series, 1, sem="acq_rel") == SPLITS - 1
         if last:
             gl.store(arrived + series, 0)

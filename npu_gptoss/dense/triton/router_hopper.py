@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from npu_gptoss.kernels.gluon_names import barrier
+
 ROWS = gl.constexpr(8)  # of a program, as many as the instruction has columns
 SHARE = gl.constexpr(32)  # experts of a program
 NOTHING = gl.constexpr(-(2**31))  # below the key of any logit
@@ -85,7 +87,7 @@ def router_kernel(
         column = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
         expert = part * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
         gl.store(sums + column * EXPERTS + expert[:, None], value, mask=column < tokens)
-        gl.thread_barrier()  # all of this program's sums are on their way before its arrival is counted
+        barrier()  # all of this program's sums are on their way before its arrival is counted
         last = gl.atomic_add(arrived + group, 1, sem="acq_rel") == PROGRAMS - 1
     if last:
         line = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))[:, None]

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from npu_gptoss.kernels.gluon_names import barrier
 from npu_gptoss.moe.triton.launches import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
 from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
@@ -230,7 +231,7 @@ def products(x, lists, expert, slots, done, count, words, scales, bias, first_ro
         gdc_wait()
         gdc_launch_dependents()
     stage(x, lists, expert, slots, done, count, x_chunks, PER_ROW, K, SLOTS)
-    gl.thread_barrier()  # here, or the compiler puts one into the loop
+    barrier()  # here, or the compiler puts one into the loop
     x_groups = x_chunks._reinterpret(
         gl.bfloat16, [chunks_of(K) * CHUNK, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from npu_gptoss.kernels.gluon_names import barrier, load_elements
 from npu_gptoss.moe.activation import ALPHA as SWIGLU_ALPHA
 from npu_gptoss.moe.triton import layout
 from npu_gptoss.moe.triton.device import OPEN_MXFP4
@@ -104,9 +105,9 @@ def fetch(
         for step in range(STEPS):
             stage = (done + step) % STAGES
             mbarrier.wait(empty.index(stage), ((done + step) // STAGES & 1) ^ 1)
-            async_copy.async_copy_global_to_shared(word_tiles.index(stage), word + step * (ROWS * WORDS))
-            async_copy.async_copy_global_to_shared(scale_tiles.index(stage), scale + step // 2 * ROWS)
-            async_copy.async_copy_global_to_shared(x_tiles.index(stage), source + step * INPUTS)
+            load_elements(word_tiles.index(stage), word + step * (ROWS * WORDS))
+            load_elements(scale_tiles.index(stage), scale + step // 2 * ROWS)
+            load_elements(x_tiles.index(stage), source + step * INPUTS)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         done += STEPS
 
@@ -170,13 +171,13 @@ def one_tile(
         # it, half of the weights were opened after that wait.
         mbarrier.wait(full.index(after), (now + 1) // STAGES & 1)
         sums, left = warpgroup_mma_wait(0, deps=[sums, left])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         left = next_left
     stage = (done + STEPS - 1) % STAGES
     sums = warpgroup_mma(left, x_tiles.index(stage).slice(0, WIDTH).permute((1, 0)), sums, is_async=True)
     sums, left = warpgroup_mma_wait(0, deps=[sums, left])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty.index(stage), count=1)
 
     m = block * HEIGHT + gl.arange(0, HEIGHT, gl.SliceLayout(1, SUMS))
@@ -213,7 +214,7 @@ def passed(full, empty, done, STEPS: gl.constexpr, STAGES: gl.constexpr):
     for step in range(STEPS):
         stage = (done + step) % STAGES
         mbarrier.wait(full.index(stage), (done + step) // STAGES & 1)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(stage), count=1)
 
 
@@ -278,7 +279,7 @@ def product(
         mbarrier.init(full.index(stage), count=128)  # threads of the producer
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (compute, (order, ends, topk_weights, bias, out, limit, x_tiles, word_tiles, scale_tiles, full, empty,

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from npu_gptoss.kernels.gluon_names import barrier
 from npu_gptoss.moe.activation import ALPHA as _ALPHA
 from npu_gptoss.moe.triton import layout
 from npu_gptoss.moe.triton.launches import Call
@@ -213,7 +214,7 @@ def products(word, scale, x, begin, WAIT: gl.constexpr, STEPS: gl.constexpr, DEE
         gl.bfloat16, [power_of_2(STEPS), GROUPS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     load_inputs(x, x_tiles, begin, STEPS, K, WARPS)
-    gl.thread_barrier()  # here, or the compiler puts one into the loop
+    barrier()  # here, or the compiler puts one into the loop
     sums = gl.zeros([16 * WARPS, GROUPS], gl.float32, sums_layout(WARPS))
     for first in range(0, STEPS - DEEP, DEEP):
         after = ()
