@@ -56,21 +56,17 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_cpu.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
+# beside each other, each telling its story when it is done; the first has the CPU's environment, which all need
+ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,emulated) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs)
+
 .PHONY: test
-test: check ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
-ifneq ($(EMULATED),0)
-	@$(SETUP) --tools emulated || { echo "make test: the emulated Ascend 910B could not be set up, so its tests cannot run. \
-	Without them: make test EMULATED=0"; exit 1; }
-endif
-ifneq ($(EVALSCOPE),0)
-	@$(SETUP) evalscope || { echo "make test: evalscope could not be set up, so its tests cannot run. \
-	Without them: make test EVALSCOPE=0"; exit 1; }
-endif
-ifneq ($(DOCS),0)
-	@$(SETUP) docs || { echo "make test: MkDocs could not be set up, so the site's tests cannot run. \
-	Without them: make test DOCS=0"; exit 1; }
-endif
+test: setup ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
+	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
+
+environment-%:
+	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
+	Without them: make test $$(echo $* | tr a-z A-Z)=0"; exit 1; }
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)

@@ -21,7 +21,7 @@ from tests.scripts.test_eval_sh import SIZES
 from tests.serving.server import START_LIMIT, Server, free_port
 
 pytestmark = [pytest.mark.evalscope, pytest.mark.serving, pytest.mark.slow, needs_evalscope]
-QUESTIONS = 40
+QUESTIONS = 24
 LIMIT = 240  # seconds for one run of a script; 10 to 25 on two idle cores
 
 

@@ -1,17 +1,13 @@
 """Our metrics on /metrics: counted where the model runs, and carried through vLLM's own processes unharmed.
 
-What a live server shows is compared with vLLM's own counters here; graphs are replayed by the server of
-tests/scripts/test_serve_emulated.py.
+What a live server shows is compared with vLLM's own counters in test_openai_api.py; graphs are replayed by the server
+of tests/scripts/test_serve_emulated.py.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import pickle
-import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +16,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
-from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -29,9 +24,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving import metrics
 from npu_gptoss.serving.steps import ATTRIBUTE, KEY, Step, StepObserver, put, take
-from npu_gptoss.tiny.checkpoint import write_tiny
 from tests.serving.compat.conftest import patched  # noqa: F401
-from tests.serving.server import Server, serve
 
 pytestmark = pytest.mark.serving
 
@@ -229,72 +222,3 @@ def test_without_the_receiver_nothing_is_sent(patched, monkeypatch):  # noqa: F8
     monkeypatch.setattr(compat, "status", lambda: (skipped,))
     with pytest.raises(Mismatch, match="the patch stat-logger is left out"), patched("step-statistics"):
         pass
-
-
-PROMPTS = [[number + 5] * (3 + 7 * number) for number in range(6)]  # none is another's beginning
-ANSWER = 9  # tokens
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("metrics")
-    write_tiny(folder / "model", trained=True)
-    with serve(folder / "model", folder / "server.log", "--max-model-len", "256", "--max-num-seqs", "8") as running:
-        yield running
-
-
-def complete(server: Server, prompt: list[int]) -> None:
-    body = {"model": server.name, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == ANSWER
-
-
-@pytest.mark.slow
-def test_a_live_server_on_a_cpu_counts_every_row_as_eager_and_none_as_padding(server):
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        list(pool.map(lambda prompt: complete(server, prompt), PROMPTS))
-    own = {"model_name": server.name, "engine": "0"}
-    rows = sum(map(len, PROMPTS)) + len(PROMPTS) * (ANSWER - 1)  # the last token of an answer is never fed again
-    assert server.metric("vllm:prompt_tokens_total") == sum(map(len, PROMPTS))
-    assert server.metric("npu_gptoss_tokens_total", mode="eager", **own) == rows
-    assert server.metric("npu_gptoss_tokens_total") == rows
-    assert server.metric("npu_gptoss_padding_tokens_total") == 0
-    steps = server.metric("npu_gptoss_steps_total", mode="eager", bucket="none", **own)
-    assert ANSWER <= steps <= len(PROMPTS) * ANSWER
-    assert steps == server.metric("npu_gptoss_steps_total")
-
-
-@pytest.mark.slow
-def test_a_live_server_tells_the_kernel_of_each_operation(server):
-    complete(server, [1, 2, 3])
-    operations = ("attention.paged", "attention.write_kv", "moe.experts", "moe.route")
-    for operation in operations:
-        kernel = f"{operation}.small_ops"
-        labels = {"operation": operation, "kernel": kernel, "solution": "small_ops", "engine": "0"}
-        assert server.metric("npu_gptoss_kernel_info", **labels) == 1, operation
-    assert server.metric("npu_gptoss_kernel_info") == len(operations)
-
-
-@pytest.mark.slow
-def test_every_series_and_label_that_the_dashboard_asks_for_is_there(server):
-    pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
-    from tests.docker.dashboard import missing, queries
-
-    complete(server, [1, 2, 3])
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    exposed: dict[str, set[str]] = {}
-    for sample in (sample for family in families for sample in family.samples):
-        exposed.setdefault(sample.name, set()).update(sample.labels)
-    assert {query.expression: missing(query.expression, exposed) for query in queries()} == {
-        query.expression: [] for query in queries()
-    }
-
-
-@pytest.mark.slow
-def test_vllms_own_log_of_statistics_goes_on(server):
-    assert "AttributeError" not in server.log.read_text()
-    assert server.is_alive()

@@ -5,12 +5,14 @@ One server for all tests, in bfloat16, the default. The model was trained so tha
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shlex
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -393,3 +395,82 @@ def test_a_completion_keeps_to_the_structure_that_was_asked(client: OpenAI, aske
         model="gpt-oss-tiny", prompt="The season is ", max_tokens=20, temperature=0, extra_body=asked
     ).choices
     assert choice.text.strip('"') in ("spring", "autumn")
+
+
+# --- metrics
+
+PROMPTS = [[number + 5] * (3 + 7 * number) for number in range(6)]  # none is another's beginning
+ANSWER = 9  # tokens
+
+
+def complete(server: Server, prompt: list[int]) -> None:
+    body = {"model": server.name, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == ANSWER
+
+
+def test_every_row_is_counted_as_eager_and_none_as_padding(server: Server) -> None:
+    own = {"model_name": server.name, "engine": "0"}
+
+    def counted() -> tuple[float, ...]:
+        return (
+            server.metric("vllm:prompt_tokens_total"),
+            server.metric("npu_gptoss_tokens_total", mode="eager", **own),
+            server.metric("npu_gptoss_steps_total", mode="eager", bucket="none", **own),
+        )
+
+    before = counted()
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        list(pool.map(lambda prompt: complete(server, prompt), PROMPTS))
+    prompts, rows, steps = (now - then for now, then in zip(counted(), before, strict=True))
+    assert prompts == sum(map(len, PROMPTS))
+    assert rows == prompts + len(PROMPTS) * (ANSWER - 1), "the last token of an answer is never fed again"
+    assert ANSWER <= steps <= len(PROMPTS) * ANSWER
+    assert server.metric("npu_gptoss_tokens_total") == server.metric("npu_gptoss_tokens_total", mode="eager", **own)
+    assert server.metric("npu_gptoss_steps_total") == server.metric("npu_gptoss_steps_total", bucket="none", **own)
+    assert server.metric("npu_gptoss_padding_tokens_total") == 0
+
+
+def test_a_live_server_tells_the_kernel_of_each_operation(server: Server) -> None:
+    complete(server, [1, 2, 3])
+    operations = ("attention.paged", "attention.write_kv", "moe.experts", "moe.route")
+    for operation in operations:
+        kernel = f"{operation}.small_ops"
+        labels = {"operation": operation, "kernel": kernel, "solution": "small_ops", "engine": "0"}
+        assert server.metric("npu_gptoss_kernel_info", **labels) == 1, operation
+    assert server.metric("npu_gptoss_kernel_info") == len(operations)
+
+
+def test_every_series_and_label_that_the_dashboard_asks_for_is_there(server: Server) -> None:
+    pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from tests.docker.dashboard import missing, queries
+
+    complete(server, [1, 2, 3])
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    exposed: dict[str, set[str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        exposed.setdefault(sample.name, set()).update(sample.labels)
+    assert {query.expression: missing(query.expression, exposed) for query in queries()} == {
+        query.expression: [] for query in queries()
+    }
+
+
+def test_a_connection_stays_open_for_longer_than_clients_keep_theirs(server: Server) -> None:
+    """Stock closes it after 5 s, at times under the request that is being sent on it."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    for pause in (0, 7):
+        time.sleep(pause)
+        connection.request("GET", "/ping")
+        assert connection.getresponse().read() == b""
+    connection.close()
+
+
+def test_vllms_own_log_of_statistics_goes_on(server: Server) -> None:
+    assert "AttributeError" not in server.log.read_text()
+    assert server.is_alive()

@@ -17,7 +17,7 @@ from tests.soak.honest import KINDS, Wrong, read_chat_stream, read_response_stre
 from tests.soak.run import Findings, Soak, ask, refuse_other_machines
 from tests.soak.server import Sample, Stack, start
 
-REQUESTS = 200
+REQUESTS = 120
 HEALTH_LIMIT = 10.0  # seconds; other tests have the same two cores
 
 

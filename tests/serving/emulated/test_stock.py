@@ -30,8 +30,8 @@ SCRIPT = Path(__file__).with_name("greedy.py")
 STOCK = "ascend,ascend_enhanced_model,ascend_kv_connector"  # all of vllm-ascend's plugins, none of ours
 WITH_OURS = f"{STOCK},npu_gptoss"
 RETURN, CALL = 200002, 200012
-LONG = 1500  # tokens of a prompt
-EXAMPLES = evaluation_set(104, 24)
+LONG = 700  # tokens of a prompt
+EXAMPLES = evaluation_set(104, 12)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def worst_of_first(said: list[dict[str, Any]], prompts: list[list[int]], checkpo
 def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(
     checkpoint: Path, encode: Callable[[str], list[int]], harmony: Any, tmp_path: Path
 ) -> None:
-    """The controls with our plugin: the next test, and tests/scripts/test_serve_emulated.py."""
+    """The controls with our plugin: tests/scripts/test_serve_emulated.py."""
     prompts = [encode(example.prompt()) for example in EXAMPLES]
     said, printed = answer(tmp_path, checkpoint, prompts, STOCK)
     replies = [harmony.decode(one["tokens"]) for one in said]
@@ -114,15 +114,6 @@ def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(
     assert float(far.median()) > 1
     complaints = r"(?i)(warning|error).*(sink|bias|swiglu|activation|sliding|mxfp4|missing|unexpected)"
     assert [line for line in printed.splitlines() if re.search(complaints, line)] == []
-
-
-def test_with_the_plugin_the_same_prompts_are_near_transformers(
-    checkpoint: Path, encode: Callable[[str], list[int]], tmp_path: Path
-) -> None:
-    prompts = [encode(example.prompt()) for example in EXAMPLES[:6]]
-    said, _ = answer(tmp_path, checkpoint, prompts, WITH_OURS, tokens=1)
-    far = worst_of_first(said, prompts, checkpoint)
-    assert float(far.median()) < 0.5
 
 
 def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(checkpoint: Path, tmp_path: Path) -> None:
