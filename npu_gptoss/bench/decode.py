@@ -173,9 +173,9 @@ def measure(running: Running, batch: int, context: int) -> dict[str, Any]:
 
 def record(running: Running, run: DecodeRun, batch: int, context: int) -> dict[str, Any]:
     """The run beside its floors, as `records` wants it."""
-    config, seconds, fp8 = running.engine.config, run.mean_s, running.args.fp8_projections
-    work = decode_work(config, run.contexts, running.form, run.distinct, fp8_projections=fp8)
-    uniform = decode_work(config, [context] * batch, running.form, fp8_projections=fp8)
+    config, seconds = running.engine.config, run.mean_s
+    work = decode_work(config, run.contexts, running.form, run.distinct)
+    uniform = decode_work(config, [context] * batch, running.form)
     milliseconds = np.array(run.step_s) * 1e3
     low, middle, high = map(float, np.percentile(milliseconds, (10, 50, 90)))
     return {

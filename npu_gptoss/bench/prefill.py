@@ -54,7 +54,7 @@ def measure(running: Running, tokens: int) -> dict[str, Any]:
     engine, args = running.engine, running.args
     times = run_prefill(engine, tokens, args.repeats)
     seconds = statistics.median(times)
-    work = prefill_work(engine.config, tokens, running.form, fp8_projections=args.fp8_projections)
+    work = prefill_work(engine.config, tokens, running.form)
     return {
         **running.priced(work, seconds, tokens),
         "prompt_tokens": tokens,

@@ -55,13 +55,13 @@ class Kind:
 
 KINDS = {
     "decode": Kind(
-        ("model", "weights", "projections", "layout", "batch", "context"),
+        ("model", "weights", "layout", "batch", "context"),
         "tpot_ms",
         ("floor_ms", 1.0),
         ("steps", "tokens_per_s"),
     ),
     "prefill": Kind(
-        ("model", "weights", "projections", "layout", "prompt_tokens"),
+        ("model", "weights", "layout", "prompt_tokens"),
         "prefill_s",
         ("floor_ms", 1e-3),
         ("tokens_per_s",),
@@ -78,9 +78,9 @@ KINDS = {
     ),
 }
 # what a record that lacks the field means: another engine's, or one of an earlier date
-ABSENT = {"projections": "bf16", "layout": "tp1"}
+ABSENT = {"layout": "tp1"}
 
-_TEXTS = {"model", "weights", "projections", "layout", "operation", "kernel", "case", "method", "graphs"}
+_TEXTS = {"model", "weights", "layout", "operation", "kernel", "case", "method", "graphs"}
 _COUNTS = {"batch", "context", "prompt_tokens", "steps", "requests", "tokens", "tokens_compared"}
 # moving data takes no operations; two engines may share no token, or differ in none
 _FROM_ZERO = {"flops", "TFLOPs", "tokens_identical", "top1_agreement", "largest_gap", "decode_agreement"}
@@ -208,7 +208,7 @@ def key_of(what: str, record: Record) -> tuple[Any, ...]:
 def _case(what: str, record: Record) -> tuple[Any, ...]:
     """What a peer's record has in common with ours: all of the key but a kernel's own name."""
     pairs = zip(KINDS[what].keys, key_of(what, record), strict=True)
-    return tuple(value for name, value in pairs if name not in ("kernel", "projections"))
+    return tuple(value for name, value in pairs if name != "kernel")
 
 
 def _misfits(record: Any, names: Iterable[str]) -> list[str]:

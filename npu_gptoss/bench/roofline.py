@@ -142,19 +142,11 @@ def _attention_work(config: GptOssConfig, keys: float, pairs: float) -> Work:
     return Work(kv_bytes=keys * kv_bytes_per_token(config), flops=flops)
 
 
-def dense_bytes(config: GptOssConfig, fp8_projections: bool = False) -> int:
-    """Everything outside the experts once: projections, norms, sinks, routers, head.
-
-    fp8_projections: attention's matrices and the head in eight bits, with a float32 scale a row.
-    """
+def dense_bytes(config: GptOssConfig) -> int:
+    """Everything outside the experts once: projections, norms, sinks, routers, head."""
     layers = config.num_hidden_layers
     total = layers * (attention_parameters(config) + router_parameters(config)) + head_parameters(config)
-    if not fp8_projections:
-        return total * BF16_BYTES
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    matrices = layers * config.hidden_size * (2 * query + 2 * kv) + head_parameters(config)
-    rows = layers * (query + 2 * kv + config.hidden_size) + config.vocab_size
-    return matrices + 4 * rows + (total - matrices) * BF16_BYTES
+    return total * BF16_BYTES
 
 
 def decode_work(
@@ -162,8 +154,6 @@ def decode_work(
     contexts: Sequence[int],
     weights: str,
     distinct: Sequence[float] | None = None,
-    *,
-    fp8_projections: bool = False,
 ) -> Work:
     """One decode step: a token of each request.
 
@@ -176,20 +166,18 @@ def decode_work(
     if len(distinct) != layers:
         raise InputError(f"the distinct experts must be given for each of {layers} layers, got {len(distinct)}")
     attention = [attention_decode_work(config, contexts, config.window(layer)) for layer in range(layers)]
-    return sum(attention, _step(config, batch, batch, weights, distinct, fp8_projections))
+    return sum(attention, _step(config, batch, batch, weights, distinct))
 
 
-def prefill_work(config: GptOssConfig, tokens: int, weights: str, *, fp8_projections: bool = False) -> Work:
+def prefill_work(config: GptOssConfig, tokens: int, weights: str) -> Work:
     """One prompt from an empty cache to the logits of its last token, as one step: all experts are read once."""
     layers = config.num_hidden_layers
     distinct = [expected_distinct(config.num_local_experts, config.num_experts_per_tok, tokens)] * layers
     attention = [attention_prefill_work(config, tokens, config.window(layer)) for layer in range(layers)]
-    return sum(attention, _step(config, tokens, 1, weights, distinct, fp8_projections))
+    return sum(attention, _step(config, tokens, 1, weights, distinct))
 
 
-def _step(
-    config: GptOssConfig, tokens: int, logits: int, weights: str, distinct: Sequence[float], fp8_projections: bool
-) -> Work:
+def _step(config: GptOssConfig, tokens: int, logits: int, weights: str, distinct: Sequence[float]) -> Work:
     """All but attention's keys and scores; `logits` of the tokens go through the head."""
     layers = config.num_hidden_layers
     matrix, _ = expert_parameters(config)
@@ -197,7 +185,7 @@ def _step(
     layer = attention_parameters(config) + router + config.num_experts_per_tok * matrix
     return Work(
         expert_bytes=sum(distinct) * expert_bytes(config, weights),
-        dense_bytes=dense_bytes(config, fp8_projections),
+        dense_bytes=dense_bytes(config),
         activation_bytes=tokens * layers * config.hidden_size * BF16_BYTES * _ACTIVATION_PASSES,
         flops=2 * tokens * layers * layer + 2 * logits * head_parameters(config),
     )

@@ -73,7 +73,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
     "--num-blocks": {"help": "blocks of the cache (default: what memory allows)", **COUNT},
     "--weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
-    "--fp8-projections": {"action": "store_true", "help": "attention's projections and lm_head in eight bits"},
     "--graphs": {"choices": (AUTO, *MODES), "default": AUTO, "help": "decode steps as graphs"},
     "--batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **COUNTS},
     "--context": {"default": [1024], "help": "tokens of each prompt before decode", **COUNTS},
@@ -94,7 +93,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _OF_AN_ENGINE = (
     *("--device", "--dtype", "--max-batch-tokens", "--block-size", "--num-blocks"),
-    *("--weights", "--fp8-projections", "--graphs", "--gpu-price"),
+    *("--weights", "--graphs", "--gpu-price"),
 )
 
 
@@ -136,7 +135,6 @@ class Running:
             "weights": self.form,
             "layout": layout,
             "gpus": gpus,
-            "projections": "fp8" if self.args.fp8_projections else "bf16",
             **beside_floor(work, seconds, self.ceilings, "ms"),
             "tokens_per_s": tokens / seconds,
             "dollars_per_million_tokens": dollars_per_million(tokens, seconds, self.args.gpu_price * gpus),
@@ -181,7 +179,7 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Ite
     """
     check_output(args)
     batches = batches or getattr(args, "batch", [1])
-    options = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights", "fp8_projections")
+    options = ("dtype", "max_batch_tokens", "block_size", "num_blocks", "graphs", "weights")
     with (
         device_and_ranks(args.device, args.share_experts) as (name, ranks),
         only_rank_0_speaks(),

@@ -87,8 +87,6 @@ def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for record in records:
         words = [record["model"], f"{record['weights']} experts"]
-        projections = record.get("projections", ABSENT["projections"])
-        words += [] if projections == ABSENT["projections"] else [f"{projections} projections"]
         words += [f"context {record['context']}"] if "context" in record else []
         found.setdefault(", ".join(words), []).append(record)
     return found

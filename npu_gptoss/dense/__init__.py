@@ -23,13 +23,10 @@ from npu_gptoss.dense.operations import (
     qkv_call,
     router_call,
 )
-from npu_gptoss.dense.weights import RowScaled, Weight, quantize_rows
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound, bind, chosen, signature
 
 __all__ = [
-    "RowScaled",
-    "Weight",
     "add_norm",
     "bind_add_norm",
     "bind_logits",
@@ -40,19 +37,18 @@ __all__ = [
     "logits",
     "output",
     "qkv",
-    "quantize_rows",
     "router",
 ]
 
 Kernel = Bound | str | None
 
 
-def bind_qkv(hidden: torch.dtype, weight: Weight, head_dim: int) -> Bound:
+def bind_qkv(hidden: torch.dtype, weight: torch.Tensor, head_dim: int) -> Bound:
     """The kernels of a layer's `qkv`, whose cache has the dtype of the activations; so below for the other ops."""
     return bind(QKV, lambda rows: qkv_call(rows, hidden, weight, hidden, head_dim))
 
 
-def bind_output(hidden: torch.dtype, weight: Weight) -> Bound:
+def bind_output(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
     return bind(OUTPUT, lambda rows: output_call(rows, hidden, weight))
 
 
@@ -60,7 +56,7 @@ def bind_router(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
     return bind(ROUTER, lambda rows: router_call(rows, hidden, weight))
 
 
-def bind_logits(hidden: torch.dtype, weight: Weight) -> Bound:
+def bind_logits(hidden: torch.dtype, weight: torch.Tensor) -> Bound:
     return bind(LOGITS, lambda rows: logits_call(rows, hidden, weight))
 
 
@@ -81,7 +77,7 @@ def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight:
         )
 
 
-def _check_weight(weight: Weight, inputs: int, bias: torch.Tensor | None, name: str) -> None:
+def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None, name: str) -> None:
     if len(weight.shape) != 2 or weight.shape[1] != inputs:
         raise InputError(f"{name} must be [out, {inputs}], got {list(weight.shape)}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
@@ -93,7 +89,7 @@ def qkv(
     delta: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -150,7 +146,7 @@ def qkv(
 
 def output(
     attended: torch.Tensor,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
     *,
@@ -216,7 +212,7 @@ def add_norm(
 
 
 def logits(
-    normed: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None, kernel: Kernel = None
+    normed: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Kernel = None
 ) -> torch.Tensor:
     """normed [rows, hidden] @ weight [vocab, hidden].T -> [rows, vocab] in normed's dtype, into `out` where given."""
     _check_weight(weight, normed.shape[-1], None, "lm_head")

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from npu_gptoss.dense.weights import Weight
 from npu_gptoss.kernels import Described, define_operation, signature
 
 FLOATS = ("float32", "bfloat16")
-FP8 = "float8_e4m3fn"
-WEIGHTS = (*FLOATS, FP8)
-# The sizes that choose a program: rows of the call; aligned, whether the weight is one matrix whose rows begin at
-# multiples of 16 bytes; of the router experts, hidden_size, and logits = rows * experts.
+# The sizes that choose a program: rows of the call; aligned, whether the weight's rows begin at multiples of
+# 16 bytes; of the router experts, hidden_size, and logits = rows * experts.
 
 QKV = define_operation(
     "dense",
@@ -49,23 +46,18 @@ GREEDY = define_operation(
 )
 
 
-def aligned(weight: Weight) -> bool:
+def aligned(weight: torch.Tensor) -> bool:
     """What the tensor memory accelerator of a GPU wants of a matrix."""
-    return (
-        isinstance(weight, torch.Tensor)
-        and weight.is_contiguous()
-        and weight.data_ptr() % 16 == 0
-        and weight.shape[1] * weight.element_size() % 16 == 0
-    )
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def qkv_call(rows: int, hidden: torch.dtype, weight: Weight, kv: torch.dtype, head_dim: int) -> Described:
+def qkv_call(rows: int, hidden: torch.dtype, weight: torch.Tensor, kv: torch.dtype, head_dim: int) -> Described:
     """What kernels of dense.qkv are asked for; so below for the others."""
     traits = {"rows": rows, "head_dim": head_dim, "aligned": aligned(weight)}
     return signature(hidden=hidden, weight=weight.dtype, kv=kv), traits
 
 
-def output_call(rows: int, hidden: torch.dtype, weight: Weight) -> Described:
+def output_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, "aligned": aligned(weight)}
 
 
@@ -75,5 +67,5 @@ def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Describ
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows, **sizes, "aligned": aligned(weight)}
 
 
-def logits_call(rows: int, hidden: torch.dtype, weight: Weight) -> Described:
+def logits_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:
     return signature(hidden=hidden, weight=weight.dtype), {"rows": rows}

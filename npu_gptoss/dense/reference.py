@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 
 from npu_gptoss.attention import StepMetadata
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, WEIGHTS
-from npu_gptoss.dense.weights import Weight, expanded
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 
 
@@ -28,8 +27,8 @@ def _norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return hidden / (hidden.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.float()
 
 
-def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    product = x.float() @ expanded(weight, torch.float32).T
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = x.float() @ weight.float().T
     return product if bias is None else product + bias.float()
 
 
@@ -42,7 +41,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 @register_kernel(
     QKV,
     solution="reference",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
+    signatures=(accepts(hidden=FLOATS, weight=FLOATS, kv=FLOATS),),
     traits={"head_dim": ANY},
     priority=Priority.REFERENCE,
 )
@@ -51,7 +50,7 @@ def qkv(
     delta: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -74,10 +73,10 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT, solution="reference", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.REFERENCE
+    OUTPUT, solution="reference", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.REFERENCE
 )
 def output(
-    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+    attended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """The definition."""
     product = _linear(attended, weight, bias)
@@ -118,9 +117,9 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS, solution="reference", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.REFERENCE
+    LOGITS, solution="reference", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.REFERENCE
 )
-def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """The definition."""
     out.copy_(_linear(normed, weight, None))
 

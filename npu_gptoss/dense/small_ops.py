@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from npu_gptoss.attention import StepMetadata, write_kv_cache
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER, WEIGHTS
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.dense.rotary import apply_rotary
-from npu_gptoss.dense.weights import Weight, expanded
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
 
@@ -43,7 +42,7 @@ def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
 @register_kernel(
     QKV,
     solution="small_ops",
-    signatures=(accepts(hidden=FLOATS, weight=WEIGHTS, kv=FLOATS),),
+    signatures=(accepts(hidden=FLOATS, weight=FLOATS, kv=FLOATS),),
     traits={"head_dim": ANY},
     priority=Priority.PORTABLE,
 )
@@ -52,7 +51,7 @@ def qkv(
     delta: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -64,7 +63,7 @@ def qkv(
     kv_heads, head_dim = key_cache.shape[2:]
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps)
-    packed = F.linear(normed, expanded(weight, hidden.dtype), bias).unflatten(-1, (-1, head_dim))
+    packed = F.linear(normed, weight.to(hidden.dtype), bias).unflatten(-1, (-1, head_dim))
     query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -73,13 +72,13 @@ def qkv(
 
 
 @register_kernel(
-    OUTPUT, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.PORTABLE
+    OUTPUT, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.PORTABLE
 )
 def output(
-    attended: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
+    attended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """A linear layer, and an add."""
-    product = F.linear(attended, expanded(weight, attended.dtype), bias)
+    product = F.linear(attended, weight.to(attended.dtype), bias)
     return product if residual is None else residual + product
 
 
@@ -115,11 +114,11 @@ def add_norm(
 
 
 @register_kernel(
-    LOGITS, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=WEIGHTS),), priority=Priority.PORTABLE
+    LOGITS, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.PORTABLE
 )
-def logits(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """A matrix product."""
-    torch.mm(normed, expanded(weight, normed.dtype).T, out=out)
+    torch.mm(normed, weight.to(normed.dtype).T, out=out)
 
 
 @register_kernel(GREEDY, solution="small_ops", signatures=(accepts(logits=FLOATS),), priority=Priority.PORTABLE)

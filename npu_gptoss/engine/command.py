@@ -72,9 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", choices=WEIGHTS, default=AUTO, help="the experts on the device (auto: MXFP4 where kernels take it)"
     )
-    parser.add_argument(
-        "--fp8-projections", action="store_true", help="attention's projections and lm_head in eight bits: less exact"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON list, an object a prompt")
 
 
@@ -107,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
             graphs=args.graphs,
             graph_sizes=sizes,
             weights=args.weights,
-            fp8_projections=args.fp8_projections,
             ranks=ranks,
             progress=speaks,
         )

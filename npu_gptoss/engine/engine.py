@@ -71,7 +71,6 @@ class Engine:
         graphs: str = AUTO,
         graph_sizes: Sequence[int] | None = None,
         weights: str = AUTO,
-        fp8_projections: bool = False,
         ranks: Ranks | None = None,
         tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
         progress: bool = False,
@@ -84,7 +83,6 @@ class Engine:
         is full for bfloat16 on CUDA with Triton, none elsewhere. graph_sizes: the batch sizes that are captured
         (default: `capture_sizes`).
         weights: the experts' format on the device, one of `model.assembly.WEIGHTS`.
-        fp8_projections: attention's projections and lm_head in eight bits: faster at small batches, and less exact.
         ranks: the processes that share the model, each with an engine that is given the same work.
         tensors: the stream of official tensors that is not read from model_dir then, only its config.json is.
         progress: show the loading and the capturing on standard error, where that is a terminal.
@@ -106,8 +104,6 @@ class Engine:
                 tensors = counted(tensors, len(expected_tensors(config)), "making weights", "tensor", shown=progress)
                 tensors = expand_stream(tensors, dtype) if form == FLOATS else tensors
                 self.model = GptOss.from_tensors(config, tensors, self.device, dtype, ranks=ranks, fp8=form == FP8)
-            if fp8_projections:
-                self.model = self.model.with_fp8_projections()
         config = self.model.config  # this rank's share
         if num_blocks is None:
             num_blocks = default_num_blocks(config, block_size, dtype, self.device, max_batch_size)

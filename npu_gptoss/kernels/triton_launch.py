@@ -43,18 +43,6 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def product_ended(sums, COMPILED: tl.constexpr):
-    """The same sums of a loop's product whose left side was made in registers, after the tensor cores have read them.
-
-    Triton 3.6 and 3.7 let such a product run on into the loop's next step, which may write those registers: about one
-    call in a hundred of the experts was wrong on an H200. Sums that are used at once are waited for. 3.9 waits itself.
-    """
-    if COMPILED:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
-    return sums
-
-
-@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The next kernel may start once all programs of this one have come here."""
     if PDL:

@@ -12,7 +12,6 @@ one piece: graphs are captured around attention or over all of it, from the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,25 +61,6 @@ class GptOss:
         self._output = [dense.bind_output(dtype, each.attention.output_weight) for each in self.layers]
         self._router = [dense.bind_router(dtype, each.moe.router_weight) for each in self.layers]
         self._add_norm, self._logits = dense.bind_add_norm(dtype), dense.bind_logits(dtype, self.lm_head)
-
-    def with_fp8_projections(self) -> GptOss:
-        """The same model with attention's projections and lm_head in eight bits, one scale a row: half their bytes.
-
-        It is another function: about 2 % of error in each projection (`dense.quantize_rows`).
-        """
-        layers = tuple(
-            replace(
-                layer,
-                attention=replace(
-                    layer.attention,
-                    qkv_weight=dense.quantize_rows(layer.attention.qkv_weight),
-                    output_weight=dense.quantize_rows(layer.attention.output_weight),
-                ),
-            )
-            for layer in self.layers
-        )
-        weights = replace(self.weights, layers=layers, lm_head=dense.quantize_rows(self.lm_head))
-        return GptOss(self.config, weights, self.ranks)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from npu_gptoss.dense.weights import Weight
 from npu_gptoss.moe import PreparedExperts
 
 
@@ -15,9 +14,9 @@ class AttentionWeights:
     """One layer's attention. The three input projections are one matrix: rows of q, then k, then v."""
 
     norm: torch.Tensor  # [hidden] float32
-    qkv_weight: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_weight: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim]
-    output_weight: Weight  # [hidden, heads * head_dim]
+    output_weight: torch.Tensor  # [hidden, heads * head_dim]
     output_bias: torch.Tensor  # [hidden]
     sinks: torch.Tensor  # [heads]
     window: int | None  # keys that a query sees, itself included; None: all
@@ -46,4 +45,4 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [hidden] float32
-    lm_head: Weight  # [vocab, hidden]
+    lm_head: torch.Tensor  # [vocab, hidden]

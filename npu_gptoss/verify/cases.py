@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention, write_kv_cache
-from npu_gptoss.dense import Weight, quantize_rows
-from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import platform_override
-from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, mxfp4, quantize_fp8
+from npu_gptoss.moe import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, mxfp4, quantize_fp8
 from npu_gptoss.moe.activation import LIMIT
 
 Inputs = Mapping[str, Any]
@@ -224,7 +223,7 @@ def random_experts(
     if weight_format == "mxfp4":
         gate_up, down = (mxfp4.compress(w.mT.contiguous()) for w in (floats.gate_up_proj, floats.down_proj))
         return Mxfp4Experts(*gate_up, floats.gate_up_proj_bias, *down, floats.down_proj_bias)
-    if weight_format == FP8:
+    if weight_format == Fp8Experts.format:
         return quantize_fp8(floats)
     matrices = {n: getattr(floats, n).to(getattr(torch, weight_format)) for n in ("gate_up_proj", "down_proj")}
     return dataclasses.replace(floats, **matrices)
@@ -321,12 +320,8 @@ class InputFactory:
         drawn = torch.randn(shape, generator=self.generator, device=self.generator.device) * std
         return drawn.to(getattr(torch, self.roles[role]))
 
-    def matrix(self, out: int, inputs: int) -> Weight:
-        """Rows of very different sizes in eight bits, so that a row's scale counts."""
-        drawn = torch.randn(out, inputs, generator=self.generator, device=self.generator.device) * inputs**-0.5
-        if self.roles["weight"] == FP8:
-            return quantize_rows(drawn * torch.logspace(-1, 0.5, out, device=drawn.device)[:, None])
-        return drawn.to(getattr(torch, self.roles["weight"]))
+    def matrix(self, out: int, inputs: int) -> torch.Tensor:
+        return self.normal(out, inputs, std=inputs**-0.5, role="weight")
 
     def norm(self, hidden: int) -> torch.Tensor:
         return torch.randn(hidden, generator=self.generator, device=self.generator.device) * 0.3 + 1.0

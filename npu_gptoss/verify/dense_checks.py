@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from npu_gptoss.dense import add_norm, greedy, logits, operations, output, qkv, router
-from npu_gptoss.dense.operations import ADD_NORM, FLOATS, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, FLOATS, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
@@ -107,7 +107,7 @@ def _check(
     return Check.of(operation, calls, run, dtypes, precisions)
 
 
-_WEIGHTED = {"hidden": FLOATS, "weight": (*FLOATS, FP8)}
+_WEIGHTED = {"hidden": FLOATS, "weight": FLOATS}
 CHECKS = (
     _check(QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, (WIDE, MANY_HEADS)),
     _check(OUTPUT, run_output, _WEIGHTED, (MANY_HEADS,)),

@@ -31,7 +31,7 @@ QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "de
 LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
 STREAM = (QKV, ROUTER, ADD_NORM)  # what adds to the residual stream and norms it
-BIASED, EIGHT_BIT = (QKV, OUTPUT, ROUTER), (QKV, OUTPUT, LOGITS)
+BIASED = (QKV, OUTPUT, ROUTER)
 
 
 @dataclass(frozen=True)
@@ -303,10 +303,6 @@ MOE = (
 # --- the rest of a layer
 
 
-def _scales(weight: Any) -> Any:
-    return None if isinstance(weight, Tensor) else dataclasses.replace(weight, scales=weight.scales.roll(1))
-
-
 def _turned(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], Tensor]:
     return lambda cos_sin: torch.cat(change(*cos_sin.chunk(2, -1)), -1)
 
@@ -325,7 +321,6 @@ DENSE = (
     of_each("delta twice", *STREAM, delta=lambda t: 2 * t.float()),
     of_each("bias dropped", *BIASED, bias=torch.zeros_like),
     of_each("bias twice", *BIASED, bias=lambda t: 2 * t),
-    of_each("scale of the next row", *EIGHT_BIT, weight=_scales),
     of_each("RoPE halves swapped", QKV, cos_sin=_turned(lambda cos, sin: (cos, -sin))),
     of_each("cosine and sine swapped", QKV, cos_sin=_turned(lambda cos, sin: (sin, cos))),
     of_each("angles in reverse order", QKV, cos_sin=_turned(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))),
@@ -341,6 +336,7 @@ DENSE = (
     ),
     of_each("no epsilon", ADD_NORM, eps=lambda eps: 0.0),
     of_each("rows one too far", LOGITS, normed=lambda t: t.roll(1, 0) if len(t) > 1 else None),
+    of_each("row of the next token", LOGITS, weight=lambda t: t.roll(1, 0)),
     of_result("last of equals", GREEDY, change=_last_of_equals),
     of_result("damage not reported", GREEDY, change=lambda i, right: {"ids": i["logits"].nan_to_num().argmax(-1)}),
     of_result("one token further", GREEDY, change=lambda i, right: {"ids": right["ids"] + 1}),

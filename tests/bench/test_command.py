@@ -104,20 +104,6 @@ def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     assert "another engine: " in capsys.readouterr().out
 
 
-def test_projections_in_eight_bits_are_another_record_with_another_floor(directory, tmp_path):
-    """Of prefill too: the floor would else be that of twice their bytes, and one file be taken for the other."""
-    options = ("--device", "cpu", "--dtype", "float32", "--num-blocks", 20, "--batch", 1, "--context", 20)
-    options += ("--steps", 2, "--tokens", 20, "--repeats", 1)
-    for out, more in (("bf16", ()), ("fp8", ("--fp8-projections",))):
-        assert bench("engine", "--model", directory, *options, *more, "--out", tmp_path / out) == 0
-    for kind in ("decode", "prefill"):
-        files = [tmp_path / out / f"{kind}.json" for out in ("bf16", "fp8")]
-        (whole,), (eight,) = (json.loads(file.read_text())["records"] for file in files)
-        assert (whole["projections"], eight["projections"]) == ("bf16", "fp8")
-        assert eight["bytes"] < whole["bytes"]
-        assert records.key_of(kind, eight) != records.key_of(kind, whole)
-
-
 def test_kernels_of_every_operation_are_measured_at_the_shapes_of_a_checkpoint(directory, tmp_path, capsys):
     file = tmp_path / "kernel.json"
     options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--context", 20, "--tokens", 9, "--samples", 1)

@@ -87,7 +87,7 @@ def test_distinct_experts_are_counted_once_each_and_unwritten_slots_not_at_all()
 
 
 def test_the_record_holds_the_run_beside_its_floors(engine):
-    args = SimpleNamespace(fp8_projections=False, gpu_price=3.6)
+    args = SimpleNamespace(gpu_price=3.6)
     running = Running(args, engine, torch.device("cpu"), "bf16", ceilings=[H200, H200])
     record = decode.record(running, DecodeRun((0.001, 0.003), (41, 42), (5, 6)), 2, 40)
     assert record["tpot_ms"] == record["tpot_median_ms"] == 2.0

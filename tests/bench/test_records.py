@@ -22,7 +22,6 @@ def decode_row(**changes: object) -> dict[str, object]:
     row = {
         "model": "20b",
         "weights": "mxfp4",
-        "projections": "bf16",
         "batch": 1,
         "context": 1024,
         "tpot_ms": 1.5,

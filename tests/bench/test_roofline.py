@@ -132,16 +132,6 @@ def test_a_wrong_account_does_not_pass_for_the_floors(name, monkeypatch):
         assert not floors_hold(prefill=True)
 
 
-def test_projections_in_eight_bits_halve_their_matrices_and_nothing_else():
-    config = random_config(layers=1, hidden=8, intermediate=4, heads=2, kv_heads=1, head_dim=2, vocab_size=10)
-    whole, eight = roofline.dense_bytes(config), roofline.dense_bytes(config, fp8_projections=True)
-    matrices, rows = 8 * 4 + 2 * 8 * 2 + 4 * 8 + 10 * 8, 4 + 2 * 2 + 8 + 10
-    assert whole - eight == matrices - 4 * rows
-    work = decode_work(config, [5], "bf16", fp8_projections=True)
-    assert work.dense_bytes == eight
-    assert work.expert_bytes == decode_work(config, [5], "bf16").expert_bytes
-
-
 def test_a_million_tokens_cost_the_time_that_they_take():
     assert dollars_per_million(1_000_000, 3600, 3.0) == pytest.approx(3.0)
     # a batch of 32 every 4 ms: 8 000 tokens a second, 28.8 million an hour

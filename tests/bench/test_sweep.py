@@ -44,10 +44,10 @@ def test_layouts_without_their_gpus_are_named_and_not_measured():
 
 
 def test_each_layout_is_told_how_to_share_and_everything_that_the_sweep_was():
-    options = {"model": Path("m"), "size": None, "batch": [1, 8], "fp8_projections": True, "x": False}
+    options = {"model": Path("m"), "size": None, "batch": [1, 8], "profile": True, "x": False}
     alone = sweep.command(sweep.layout("tp1"), options, Path("o"))
     start = [sys.executable, "-m", "npu_gptoss.cli", "bench", "engine", "--model", "m", "--batch", "1", "8"]
-    assert alone == [*start, "--fp8-projections", "--share-experts", "tensor", "--out", "o"]
+    assert alone == [*start, "--profile", "--share-experts", "tensor", "--out", "o"]
     shared = sweep.command(sweep.layout("ep4"), options, Path("o"))
     assert shared[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert shared[shared.index("--nproc-per-node") + 1] == "4"
@@ -107,11 +107,11 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
 
 
 def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own():
-    other = [{"model": "120b"}, {"weights": "bf16"}, {"projections": "fp8"}, {"context": 1024}]
+    other = [{"model": "120b"}, {"weights": "bf16"}, {"context": 1024}]
     rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
     titles = [line for line in tables.tables_of("decode", rows) if line.startswith("Decode")]
-    assert len(titles) == len(set(titles)) == 5
-    eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "projections": "fp8"}
+    assert len(titles) == len(set(titles)) == 4
+    eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "weights": "fp8"}
     lines = tables.tables_of("prefill", [prefill_row("tp1", 8192, 2.0, 2.0), eight])
     assert len({line for line in lines if line.startswith("Prefill")}) == 2
     assert [line[8:15] for line in lines if line.startswith("| tp1")] == ["2.000 s", "1.000 s"]

@@ -11,7 +11,6 @@ import torch
 
 from npu_gptoss import dense
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.dense.weights import quantize_rows
 from npu_gptoss.kernels import Bound, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
 from tests.attention.triton_run import mutated
@@ -282,8 +281,6 @@ def test_what_the_kernels_cannot_multiply_is_left_to_others():
     assert names(dense.bind_output(bf16, weight)) == [(0, "output.triton_gemv"), (32, "output.gluon")]
     assert names(dense.bind_qkv(bf16, weight, 64)) == [(0, "qkv.triton_gemv"), (32, "qkv.gluon")]
     assert names(dense.bind_qkv(bf16, weight, 16)) == [(1, "qkv.triton_gemv")], "heads of another size"
-    eight_bits = [(1, "output.triton_gemv"), (256, "output.triton_skinny")]
-    assert names(dense.bind_output(bf16, quantize_rows(weight))) == eight_bits
     others = {
         "rows of 120 bytes": weight[:, :60].contiguous(),
         "columns first": weight.t().contiguous().t(),

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from npu_gptoss.dense import reference, small_ops
-from npu_gptoss.dense.weights import quantize_rows
 from npu_gptoss.kernels import load_kernels
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.verify.calls import Check, specs_of
@@ -38,11 +37,11 @@ def triton_kernel(name: str) -> Callable:
     return kernel
 
 
-QKV = [small_ops.qkv, *map(triton_kernel, ("qkv.triton", "qkv.triton_gemv", "qkv.triton_skinny"))]
-OUTPUT = [small_ops.output, *map(triton_kernel, ("output.triton_gemv", "output.triton_skinny"))]
+QKV = [small_ops.qkv, *map(triton_kernel, ("qkv.triton", "qkv.triton_gemv"))]
+OUTPUT = [small_ops.output, triton_kernel("output.triton_gemv")]
 ROUTER = [small_ops.router, *map(triton_kernel, ("router.triton", "router.triton_norm"))]
 ADD_NORM = [small_ops.add_norm, triton_kernel("add_norm.triton")]
-LOGITS = [small_ops.logits, *map(triton_kernel, ("logits.triton_gemv", "logits.triton_skinny"))]
+LOGITS = [small_ops.logits, triton_kernel("logits.triton_gemv")]
 GREEDY = [small_ops.greedy, triton_kernel("greedy.triton")]
 IN_GLUON = {"dense.qkv.gluon", "dense.output.gluon", "dense.router.gluon"}
 
@@ -197,40 +196,3 @@ def test_greedy_fills_a_row_of_a_larger_tensor(kernel: Callable) -> None:
     cursor = torch.full((2, 3), -7)
     kernel(logits=logits, out=cursor[0, :2])
     assert cursor.tolist() == [[*logits.argmax(-1).tolist(), -7], [-7] * 3]
-
-
-# FP8
-
-
-EIGHT_BITS = {"qkv": "qkv_weight", "output": "output_weight", "logits": "lm_head"}
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel", "rows"),
-    [
-        pytest.param(name, kernel, rows, id=f"{kernel.__name__}-{rows}", marks=TRITON_HERE)
-        for name in EIGHT_BITS
-        for kernel in KERNELS[name][1:]
-        for rows in (1 if kernel.__name__.endswith("gemv") else 5,)
-    ],
-)
-def test_eight_bit_weights_are_scaled_row_by_row(name: str, kernel: Callable, rows: int) -> None:
-    case = make_case(rows, dtype=torch.float32)
-    matrix = getattr(case, EIGHT_BITS[name])
-    scaled = quantize_rows(matrix * torch.logspace(-2, 2, len(matrix))[:, None])
-    want = case.run(name, getattr(reference, name), weight=scaled)
-    for mine, theirs in zip(case.run(name, kernel, weight=scaled), want, strict=True):
-        assert_close(mine, theirs, torch.float32, scale=4, atol=1e-4)  # values up to 100
-
-
-def test_quantized_rows_are_as_near_as_three_bits_of_mantissa_allow() -> None:
-    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 40)[:, None]
-    scaled = quantize_rows(weight, rows_at_once=7)
-    back = scaled.values.float() * scaled.scales[:, None]
-    largest = weight.abs().amax(1, keepdim=True)
-    assert ((back - weight).abs() <= weight.abs() / 16 + largest * 2**-17).all()
-
-
-def test_a_row_of_zeros_stays_zero() -> None:
-    scaled = quantize_rows(torch.zeros(2, 16))
-    assert (scaled.values.float() * scaled.scales[:, None] == 0).all()

@@ -10,7 +10,6 @@ import torch
 
 from npu_gptoss import dense
 from npu_gptoss.dense.operations import LOGITS, QKV
-from npu_gptoss.dense.weights import RowScaled
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Described, Operation, explain, platform_override
 from npu_gptoss.kernels.command import example
@@ -65,16 +64,10 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
             dense.greedy(wrong)
     with pytest.raises(InputError, match=r"out must be \[3\] int64"):
         dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
-    with pytest.raises(InputError, match="values must be"):
-        RowScaled(case.lm_head, torch.ones(300))
-    eight = dense.quantize_rows(case.lm_head)
-    for scales in (eight.scales[:299], eight.scales[:, None], eight.scales.bfloat16()):
-        with pytest.raises(InputError, match=r"scales must be \[300\] float32"):
-            RowScaled(eight.values, scales)
 
 
 def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel for plain weights would read eight-bit ones as garbage; one for a single row leaves out the rest."""
+    """A kernel for one dtype would read another as garbage; one for a single row leaves out the rest."""
     asked = []
 
     def ask(operation: Operation, kernel: None, size: int, describe: Callable[[int], Described]) -> Callable:
@@ -86,20 +79,20 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
     experts = {"experts": 8, "hidden_size": 112, "aligned": True}
     for case, rows in ((make_case(3), 3), (make_case(1), 1)):
         asked.clear()
-        eight = {"rows": rows, "aligned": False}
+        other = {"rows": rows, "aligned": True}
         wide = torch.zeros(6, 4, 2, 16)
-        case.run("qkv", dense.qkv, weight=dense.quantize_rows(case.qkv_weight), key_cache=wide, value_cache=wide)
-        dense.output(case.attended, dense.quantize_rows(case.output_weight), case.output_bias)
+        case.run("qkv", dense.qkv, weight=case.qkv_weight.float(), key_cache=wide, value_cache=wide)
+        dense.output(case.attended, case.output_weight.float(), case.output_bias)
         dense.router(case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias, 4)
         dense.add_norm(case.residual, None, case.norm, 1e-5)
-        dense.logits(case.residual, dense.quantize_rows(case.lm_head))
+        dense.logits(case.residual, case.lm_head.float())
         dense.greedy(torch.zeros(3, 4))
         assert asked == [
-            ("dense.qkv", "hidden bfloat16, kv float32, weight float8_e4m3fn", {**eight, "head_dim": 16}),
-            ("dense.output", "hidden bfloat16, weight float8_e4m3fn", eight),
+            ("dense.qkv", "hidden bfloat16, kv float32, weight float32", {**other, "head_dim": 16}),
+            ("dense.output", "hidden bfloat16, weight float32", other),
             ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows, "logits": 8 * rows, **experts}),
             ("dense.add_norm", "hidden bfloat16", {}),
-            ("dense.logits", "hidden bfloat16, weight float8_e4m3fn", {"rows": rows}),
+            ("dense.logits", "hidden bfloat16, weight float32", {"rows": rows}),
             ("dense.greedy", "logits float32", {}),
         ]
 

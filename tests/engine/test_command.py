@@ -125,7 +125,7 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch, directory, tmp_path,
     monkeypatch.setattr(command, "Engine", engine)
     file = prompts_file(tmp_path, *({"prompt_token_ids": [1]} for _ in range(prompts)))
     given = "--device cpu --dtype bfloat16 --max-batch-tokens 77 --block-size 32 --num-blocks 9 --graphs piecewise"
-    given += " --capture-sizes 2,3 --weights fp8 --fp8-projections"
+    given += " --capture-sizes 2,3 --weights fp8"
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(InputError, match="enough"):
@@ -141,7 +141,6 @@ def test_every_option_of_the_engine_reaches_it(monkeypatch, directory, tmp_path,
         "graphs": "piecewise",
         "graph_sizes": [2, 3],
         "weights": "fp8",
-        "fp8_projections": True,
         "ranks": None,
         "progress": True,
     }

@@ -18,8 +18,6 @@ from npu_gptoss.model.assembly import WEIGHTS, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import expected_tensors, split_layer
-from npu_gptoss.model.ranks import Ranks
-from npu_gptoss.model.sharding import Shard
 from npu_gptoss.model.transformer import GptOss
 from tests.checkpoints import random_config, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
@@ -204,15 +202,6 @@ def test_other_dtypes_are_refused_in_words(dtype: torch.dtype, words: str, direc
 def test_a_parameter_that_nothing_filled_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
     with pytest.raises(InputError, match=rf"1 missing \({name}\)"):
         build(config, {n: t for n, t in tensors.items() if n != name})
-
-
-def test_a_model_in_eight_bits_still_knows_its_ranks(config: GptOssConfig, tensors: Tensors) -> None:
-    """Else each would go on with its own share of every sum."""
-    ranks = Ranks(Shard(1, 2))
-    model = GptOss.from_tensors(config, tensors.items(), "cpu", torch.float32, ranks=ranks)
-    eight = model.with_fp8_projections()
-    assert eight.ranks is ranks
-    assert eight.config == model.config == ranks.shard.local(config)
 
 
 def test_a_stream_in_another_dtype_is_converted(config: GptOssConfig, tensors: Tensors) -> None:

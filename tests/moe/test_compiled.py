@@ -29,7 +29,6 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from npu_gptoss.dense.triton import skinny
 from npu_gptoss.moe.triton import device, few, launches, many
 from npu_gptoss.moe.triton.layout import TiledMatrix
 from npu_gptoss.moe.triton.tuned import TABLE
@@ -39,12 +38,11 @@ def at_once(sums, COMPILED):
     return sums
 
 if sys.argv[1] == "without waiting":
-    device.product_ended = skinny.product_ended = at_once
+    device.product_ended = at_once
 types = {
     "words": "*u16", "bias": "*bf16", "inner": "*bf16", "limit": "fp32", "x": "*bf16", "out": "*bf16",
     "shares": "*fp32", "topk_weights": "*fp32", "topk_ids": "*i64", "expert_map": "*i32", "lists": "*i32",
-    "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32", "weight": "*fp8e4nv", "weight_scale": "*fp32",
-    "residual": "*bf16", "tokens": "i32", "rows": "i32",
+    "counts": "*i32", "slots": "i32", "order": "*i32", "ends": "*i32",
 }
 
 def compiled(name, kernel, warps, scales, constants):
@@ -68,9 +66,6 @@ for form, (path, most, *both) in ((form, row) for form in ("mxfp4", "float8_e4m3
             continue
         own = {"FORMAT": form, "SPLITS": tiles.splits, "GATE_UP": name == "gate_up", "ONE": most == 1}
         compiled(f"{form} {path} {most} {name}", kernel, tiles.warps, scales, {**common, **sizes, **own})
-widened = {"IN": 2880, "ROWS": 64, "BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 3, "SCALED": True}
-flags = {"HAS_BIAS": True, "HAS_RESIDUAL": False}
-compiled("widened rows", skinny.skinny_kernel, 4, "", {**common, **widened, **flags})
 """
 
 
@@ -136,7 +131,7 @@ def _two_rounds(lines: list[str], begin: int, end: int) -> Iterator[tuple[int, s
 
 
 def compiled(folder: Path, how: str) -> dict[str, str]:
-    """The PTX of every tile of the packed formats' tables, and of a projection in eight bits, by name."""
+    """The PTX of every tile of the packed formats' tables, by name."""
     script = folder / "compile.py"
     script.write_text(COMPILE)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
@@ -159,7 +154,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_every_tile_of_the_tables_opens_pairs_and_nothing_that_is_still_read(tmp_path):
     kernels = compiled(tmp_path, "as it is")
-    assert {"mxfp4 few 1 gate_up", "mxfp4 few 1 down", "widened rows"} <= kernels.keys()
+    assert {"mxfp4 few 1 gate_up", "mxfp4 few 1 down"} <= kernels.keys()
     beside = 0
     for name, ptx in kernels.items():
         if name.startswith("mxfp4"):
@@ -191,6 +186,6 @@ def test_a_register_that_is_written_before_the_wait_is_seen():
 def test_a_step_that_does_not_wait_for_its_product_is_seen(tmp_path):
     """So it was until an H200 gave other bits in each run."""
     kernels = compiled(tmp_path, "without waiting")
-    assert {name.split()[0] for name in kernels} == {"mxfp4", "float8_e4m3fn", "widened"}
+    assert {name.split()[0] for name in kernels} == {"mxfp4", "float8_e4m3fn"}
     for name, ptx in kernels.items():
         assert written_while_read(ptx)[1], name

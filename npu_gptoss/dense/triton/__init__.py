@@ -1,9 +1,8 @@
 """The dense operations as Triton and Gluon kernels for CUDA.
 
 Up to some rows on Hopper: projections in Gluon, with what follows them fused. Elsewhere a single decode row: the whole
-of an operation in one launch, the projection as a matrix-vector product. More rows: the projection is cuBLAS's, or with
-weights in eight bits `skinny.py`'s. Triton is imported at the first call, so that a machine without it can list these
-kernels.
+of an operation in one launch, the projection as a matrix-vector product. More rows: the projection is cuBLAS's. Triton
+is imported at the first call, so that a machine without it can list these kernels.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from npu_gptoss.dense.operations import ADD_NORM, FP8, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
+from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import HOPPER, TRITON, Operation, Priority, Range, Where, accepts, register_kernel
 from npu_gptoss.moe.operations import FEW_ROWS
 
 BF16 = "bfloat16"
 HEAD_DIMS = frozenset({16, 32, 64, 128})
-ONE, SEVERAL, FEW = Range(most=1), Range(2, FEW_ROWS), Range(most=FEW_ROWS)
+ONE, FEW = Range(most=1), Range(most=FEW_ROWS)
 # The Gluon projections, as far as they were measured; each program reads all rows.
 GLUON_ROWS = Range(1, 32)
 # From where on the Gluon router is worth a launch besides the norm's: rows, and rows times experts.
@@ -40,7 +39,6 @@ def _register(
     summary: str,
     traits: Mapping[str, Any],
     *,
-    weight: tuple[str, ...] = (BF16,),
     priority: int = Priority.PERFORMANT,
 ) -> None:
     """Of the function with the operation's mode and what follows in `name` as its name."""
@@ -52,7 +50,7 @@ def _register(
         solution=solution,
         name=f"{operation.name}.{name}",
         capability=HOPPER if gluon else TRITON,
-        signatures=(accepts(**{role: weight if role == "weight" else BF16 for role in operation.roles}),),
+        signatures=(accepts(**dict.fromkeys(operation.roles, BF16)),),
         traits=traits,
         priority=Priority.SPECIALISED if gluon else priority,
         function=f"npu_gptoss.dense.triton.{'launch_hopper' if gluon else 'launches'}:{function}",
@@ -60,7 +58,6 @@ def _register(
     )
 
 
-EIGHT_BITS, ANY_WEIGHT = (FP8,), (BF16, FP8)
 ALIGNED = {"aligned": frozenset({True})}
 ABOVE = Priority.PERFORMANT + 1
 _register(
@@ -74,15 +71,6 @@ _register(
     "triton_gemv",
     "One launch: add, norm, matrix-vector product, RoPE, cache write.",
     {"rows": ONE, "head_dim": HEAD_DIMS},
-    weight=ANY_WEIGHT,
-    priority=ABOVE,
-)
-_register(
-    QKV,
-    "triton_skinny",
-    "Three launches, the projection through the matrix units, for weights in eight bits.",
-    {"rows": SEVERAL, "head_dim": HEAD_DIMS},
-    weight=EIGHT_BITS,
     priority=ABOVE,
 )
 _register(
@@ -90,12 +78,9 @@ _register(
     "triton",
     "Add and norm, cuBLAS's projection, RoPE and cache write.",
     {"head_dim": HEAD_DIMS},
-    weight=ANY_WEIGHT,
 )
 _register(OUTPUT, "gluon", "One launch.", {"rows": GLUON_ROWS, **ALIGNED})
-_register(OUTPUT, "triton_gemv", "One launch: matrix-vector product, bias, residual.", {"rows": ONE}, weight=ANY_WEIGHT)
-FEW_AT_ONCE = "One launch through the matrix units, for weights in eight bits."
-_register(OUTPUT, "triton_skinny", FEW_AT_ONCE, {"rows": SEVERAL}, weight=EIGHT_BITS)
+_register(OUTPUT, "triton_gemv", "One launch: matrix-vector product, bias, residual.", {"rows": ONE})
 _register(
     ROUTER,
     "gluon",
@@ -113,10 +98,7 @@ _register(
     ROUTER, "triton_norm", "Add and norm fused, then cuBLAS and the MoE family's routing.", {}, priority=ABOVE - 2
 )
 _register(ADD_NORM, "triton", "One launch, a program a row.", {})
-_register(
-    LOGITS, "triton_gemv", "A matrix-vector product.", {"rows": ONE}, weight=ANY_WEIGHT, priority=Priority.SPECIALISED
-)
-_register(LOGITS, "triton_skinny", FEW_AT_ONCE, {"rows": FEW}, weight=EIGHT_BITS)
+_register(LOGITS, "triton_gemv", "A matrix-vector product.", {"rows": ONE}, priority=Priority.SPECIALISED)
 register_kernel(
     GREEDY,
     solution="triton",

@@ -37,8 +37,7 @@ def qkv_kernel(
     delta,  # [tokens, HIDDEN]
     new_residual,  # [tokens, HIDDEN], written by program 0 (if HAS_DELTA)
     norm_weight,  # [HIDDEN] fp32
-    weight,  # [(HEADS + 2 * KV_HEADS) * DIM, HIDDEN] in the dtype of the rows, or fp8
-    weight_scale,  # [(HEADS + 2 * KV_HEADS) * DIM] fp32, if SCALED
+    weight,  # [(HEADS + 2 * KV_HEADS) * DIM, HIDDEN]
     bias,  # [(HEADS + 2 * KV_HEADS) * DIM]
     cos_sin,  # [positions, DIM]
     positions,  # [tokens] int64
@@ -56,7 +55,6 @@ def qkv_kernel(
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = DIM // 2
@@ -105,9 +103,6 @@ def qkv_kernel(
         next_high_a, next_high_b = load_rows(weight, next_low + HALF, at_a, at_b, in_b, present, HIDDEN)
         sum_low = products(low_a, low_b, x_a, x_b)
         sum_high = products(high_a, high_b, x_a, x_b)
-        if SCALED:
-            sum_low *= tl.load(weight_scale + low)
-            sum_high *= tl.load(weight_scale + low + HALF)
         first = (sum_low + shift_low).to(DTYPE)
         second = (sum_high + shift_high).to(DTYPE)
         if head < HEADS + KV_HEADS:
@@ -134,8 +129,7 @@ def qkv_kernel(
 @triton.jit
 def linear_kernel(
     x,  # [tokens, IN]
-    weight,  # [rows, IN] in the dtype of x, or fp8
-    weight_scale,  # [rows] fp32, if SCALED
+    weight,  # [rows, IN]
     bias,  # [rows], if HAS_BIAS
     residual,  # [tokens, rows], if HAS_RESIDUAL
     out,  # [tokens, rows]
@@ -147,7 +141,6 @@ def linear_kernel(
     AGAIN: tl.constexpr,  # whether a program computes more than ROWS rows
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -174,8 +167,6 @@ def linear_kernel(
             upcoming = row + tl.num_programs(0) * ROWS
             next_a, next_b = load_rows(weight, upcoming, at_a, at_b, in_b, upcoming < rows, IN)
         value = products(tile_a, tile_b, x_a, x_b)
-        if SCALED:
-            value *= tl.load(weight_scale + row, mask=inside, other=0.0)
         if HAS_BIAS:
             value += shift
         if HAS_RESIDUAL:

@@ -18,8 +18,6 @@ from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
 from npu_gptoss.dense.triton.routing import router_kernel
 from npu_gptoss.dense.triton.rows import add_norm_kernel, final_kernel, partial_kernel, rope_cache_kernel
-from npu_gptoss.dense.triton.skinny import skinny_kernel
-from npu_gptoss.dense.weights import RowScaled, Weight, expanded
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import launch_options, processors
 from npu_gptoss.moe.operations import FEW_ROWS
@@ -31,19 +29,16 @@ if TYPE_CHECKING:
 QKV_PAIRS, QKV_WARPS, QKV_PROGRAMS = 2, 4, 3
 LINEAR_ROWS, LINEAR_WARPS, LINEAR_PROGRAMS = 4, 4, 2
 WIDE = 65536  # outputs from which on there is a program for every few rows: lm_head streams at full speed so
-FEW_WEIGHT_ROWS, FEW_BLOCK_K, FEW_STAGES = 64, 128, 3
 ROUTER_SHARE, ROUTER_SHARE_FEW = 1, 4  # experts of a program: for one row, for more
 # Logits of a program: small where one row is to fill the chip, large where many rows do.
 GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
 
 
-def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The matrix, its scales (anything when it has none), and whether it has."""
-    scaled = isinstance(weight, RowScaled)
-    matrix = weight.values if scaled else weight
-    if not matrix.is_contiguous():
-        raise InputError(f"the weight must be contiguous, got strides {matrix.stride()}")
-    return matrix, weight.scales if scaled else matrix, scaled
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """Side by side in memory, as the kernels read them."""
+    if not weight.is_contiguous():
+        raise InputError(f"the weight must be contiguous, got strides {weight.stride()}")
+    return weight
 
 
 def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +54,7 @@ def qkv_gemv(
     delta: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
@@ -71,7 +66,6 @@ def qkv_gemv(
     tokens, hidden = residual.shape
     kv_heads, head_dim = key_cache.shape[2:]
     heads = weight.shape[0] // head_dim - 2 * kv_heads
-    matrix, scales, scaled = _parts(weight)
     stream = _stream(residual, delta)
     query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
     block_a, block_b = halves(hidden)
@@ -80,8 +74,7 @@ def qkv_gemv(
     qkv_kernel[(min(groups, QKV_PROGRAMS * processors(residual.device)), tokens)](
         *stream,
         norm_weight,
-        matrix,
-        scales,
+        _rows(weight),
         bias,
         cos_sin,
         positions,
@@ -99,7 +92,6 @@ def qkv_gemv(
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         HAS_DELTA=delta is not None,
-        SCALED=scaled,
         enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
         **launch_options(residual, QKV_WARPS),
     )
@@ -108,71 +100,36 @@ def qkv_gemv(
 
 def output_gemv(
     attended: torch.Tensor,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `dense.output`."""
     tokens, outputs = len(attended), weight.shape[0]
-    tensors, common = _linear(attended, weight, bias, residual, out)
+    x = attended.contiguous()
+    if out is None:
+        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     block_a, block_b = halves(weight.shape[1])
     groups = triton.cdiv(outputs, LINEAR_ROWS)
-    at_once = groups if outputs >= WIDE else LINEAR_PROGRAMS * processors(attended.device)
+    at_once = groups if outputs >= WIDE else LINEAR_PROGRAMS * processors(x.device)
     linear_kernel[(min(groups, at_once), tokens)](
-        *tensors,
+        x,
+        _rows(weight),
+        x if bias is None else bias,
+        x if residual is None else residual.contiguous(),
+        out,
         outputs,
+        IN=weight.shape[1],
         ROWS=LINEAR_ROWS,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         AGAIN=at_once < groups,
-        **common,
-        **launch_options(attended, LINEAR_WARPS),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        **launch_options(x, LINEAR_WARPS),
     )
-    return tensors[-1]
-
-
-def output_skinny(
-    attended: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `dense.output`, for few tokens."""
-    tokens, outputs = len(attended), weight.shape[0]
-    tensors, common = _linear(attended, weight, bias, residual, out)
-    block_t = min(max(triton.next_power_of_2(tokens), 16), 64)
-    skinny_kernel[(triton.cdiv(outputs, FEW_WEIGHT_ROWS), triton.cdiv(tokens, block_t))](
-        *tensors,
-        tokens,
-        outputs,
-        ROWS=FEW_WEIGHT_ROWS,
-        BLOCK_T=block_t,
-        BLOCK_K=FEW_BLOCK_K,
-        STAGES=FEW_STAGES,
-        **common,
-        **launch_options(attended, 4),
-    )
-    return tensors[-1]
-
-
-def _linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor | None
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """The tensors (anything for those that are not there; the result last) and constants of both linear kernels."""
-    matrix, scales, scaled = _parts(weight)
-    x = x.contiguous()
-    if out is None:
-        out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    shift, before = x if bias is None else bias, x if residual is None else residual.contiguous()
-    constants = {
-        "IN": weight.shape[1],
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "SCALED": scaled,
-    }
-    return (x, matrix, scales, shift, before, out), constants
+    return out
 
 
 def add_norm(
@@ -242,32 +199,18 @@ def qkv(
     delta: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: Weight,
+    weight: torch.Tensor,
     bias: torch.Tensor,
-    *,
-    skinny: bool = False,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`, by cuBLAS; skinny: for few tokens and weights in eight bits. rest: of `rope_cache`."""
+    """As `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    if skinny:
-        packed = output_skinny(normed, weight, bias, None)
-    else:
-        packed = F.linear(normed, expanded(weight, normed.dtype), bias)
-    return hidden, rope_cache(packed, **rest)
+    return hidden, rope_cache(F.linear(normed, weight, bias), **rest)
 
 
-qkv_skinny = functools.partial(qkv, skinny=True)
-
-
-def logits_gemv(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
+def logits_gemv(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """As `dense.logits`."""
     output_gemv(normed, weight, None, None, out)
-
-
-def logits_skinny(normed: torch.Tensor, weight: Weight, out: torch.Tensor) -> None:
-    """As `dense.logits`, for few tokens."""
-    output_skinny(normed, weight, None, None, out)
 
 
 @functools.cache

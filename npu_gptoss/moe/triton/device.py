@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_gptoss.kernels.triton_launch import product_ended
 from npu_gptoss.moe.activation import ALPHA
 from npu_gptoss.moe.triton.layout import BAND, INPUTS, MOST_ROWS, ROWS
 
@@ -113,6 +112,18 @@ def _dot(a, b, sums, NATIVE: tl.constexpr):
     if NATIVE:
         return tl.dot(a, b, sums)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+
+
+@triton.jit
+def product_ended(sums, COMPILED: tl.constexpr):
+    """The same sums of a loop's product whose left side was made in registers, after the tensor cores have read them.
+
+    Triton 3.6 and 3.7 let such a product run on into the loop's next step, which may write those registers: about one
+    call in a hundred of the experts was wrong on an H200. Sums that are used at once are waited for. 3.9 waits itself.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
 
 
 @triton.jit
