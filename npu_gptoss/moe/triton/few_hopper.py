@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.kernels.gluon_names import barrier
+from npu_gptoss.kernels.gluon_names import barrier, reinterpret
 from npu_gptoss.moe.triton.launches import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
 from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
@@ -188,7 +188,7 @@ def store_part(found, x_chunk, PAIR: gl.constexpr, GROUPS: gl.constexpr, SLOTS: 
     inputs = gl.inline_asm_elementwise(TIMES_LARGE, "=r,r", [found], dtype=gl.bfloat16, is_pure=True, pack=2)
     # a lane's inputs for the first codes of its words, then those for the second
     inputs = inputs.reshape([GROUPS, 2, 2, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([GROUPS, 2, 32])
-    to = x_chunk._reinterpret(gl.bfloat16, [GROUPS, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    to = reinterpret(x_chunk, gl.bfloat16, [GROUPS, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     to.slice(PAIR, 2, 1).store(inputs)
 
 
@@ -232,8 +232,8 @@ def products(x, lists, expert, slots, done, count, words, scales, bias, first_ro
         gdc_launch_dependents()
     stage(x, lists, expert, slots, done, count, x_chunks, PER_ROW, K, SLOTS)
     barrier()  # here, or the compiler puts one into the loop
-    x_groups = x_chunks._reinterpret(
-        gl.bfloat16, [chunks_of(K) * CHUNK, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x_groups = reinterpret(
+        x_chunks, gl.bfloat16, [chunks_of(K) * CHUNK, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     sums = gl.zeros([BM, COLUMNS], gl.float32, SUMS)
     for first in range(0, STEPS - DEEP, DEEP):

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from npu_gptoss.kernels.gluon_names import barrier
+from npu_gptoss.kernels.gluon_names import barrier, reinterpret
 from npu_gptoss.moe.activation import ALPHA as _ALPHA
 from npu_gptoss.moe.triton import layout
 from npu_gptoss.moe.triton.launches import Call
@@ -146,7 +146,7 @@ def load_inputs(x, x_tiles, begin, STEPS: gl.constexpr, K: gl.constexpr, WARPS: 
     k = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, EACH)), 0)
     at = begin * (STEP * INPUTS) + group * 32 + k
     found = gl.load(x + at, mask=(at < K) & (group < STEPS * GROUPS), other=0.0)
-    x_tiles._reinterpret(gl.bfloat16, [ALL, 32], x_tiles.layout).store((found.to(gl.float32) * LARGE).to(gl.bfloat16))
+    reinterpret(x_tiles, gl.bfloat16, [ALL, 32], x_tiles.layout).store((found.to(gl.float32) * LARGE).to(gl.bfloat16))
 
 
 @gluon.jit
