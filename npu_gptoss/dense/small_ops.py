@@ -16,6 +16,8 @@ from npu_gptoss.dense.rotary import apply_rotary
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
 from npu_gptoss.moe import route
 
+ONE_DTYPE = tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS)
+
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; computed in fp32."""
@@ -42,7 +44,7 @@ def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
 @register_kernel(
     QKV,
     solution="small_ops",
-    signatures=(accepts(hidden=FLOATS, weight=FLOATS, kv=FLOATS),),
+    signatures=tuple(accepts(hidden=dtype, weight=dtype, kv=FLOATS) for dtype in FLOATS),
     traits={"head_dim": ANY},
     priority=Priority.PORTABLE,
 )
@@ -63,7 +65,7 @@ def qkv(
     kv_heads, head_dim = key_cache.shape[2:]
     hidden = _add(residual, delta)
     normed = rms_norm(hidden, norm_weight, eps)
-    packed = F.linear(normed, weight.to(hidden.dtype), bias).unflatten(-1, (-1, head_dim))
+    packed = F.linear(normed, weight, bias).unflatten(-1, (-1, head_dim))
     query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -71,23 +73,16 @@ def qkv(
     return hidden, query
 
 
-@register_kernel(
-    OUTPUT, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.PORTABLE
-)
+@register_kernel(OUTPUT, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
 def output(
     attended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """A linear layer, and an add."""
-    product = F.linear(attended, weight.to(attended.dtype), bias)
+    product = F.linear(attended, weight, bias)
     return product if residual is None else residual + product
 
 
-@register_kernel(
-    ROUTER,
-    solution="small_ops",
-    signatures=tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS),
-    priority=Priority.PORTABLE,
-)
+@register_kernel(ROUTER, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
 def router(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
@@ -113,12 +108,10 @@ def add_norm(
     return hidden, rms_norm(hidden, norm_weight, eps)
 
 
-@register_kernel(
-    LOGITS, solution="small_ops", signatures=(accepts(hidden=FLOATS, weight=FLOATS),), priority=Priority.PORTABLE
-)
+@register_kernel(LOGITS, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
 def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """A matrix product."""
-    torch.mm(normed, weight.to(normed.dtype).T, out=out)
+    torch.mm(normed, weight.T, out=out)
 
 
 @register_kernel(GREEDY, solution="small_ops", signatures=(accepts(logits=FLOATS),), priority=Priority.PORTABLE)

@@ -111,7 +111,7 @@ _WEIGHTED = {"hidden": FLOATS, "weight": FLOATS}
 CHECKS = (
     _check(QKV, run_qkv, {**_WEIGHTED, "kv": FLOATS}, (WIDE, MANY_HEADS)),
     _check(OUTPUT, run_output, _WEIGHTED, (MANY_HEADS,)),
-    _check(ROUTER, run_router, {"hidden": FLOATS, "weight": FLOATS}),
+    _check(ROUTER, run_router, _WEIGHTED),
     _check(ADD_NORM, run_add_norm, {"hidden": FLOATS}),
     _check(LOGITS, run_logits, _WEIGHTED),
     _check(GREEDY, run_greedy, {"logits": FLOATS}, (), {"ids": "exact"}),
