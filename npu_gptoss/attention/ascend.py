@@ -83,7 +83,8 @@ def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list
     key = ("attention.ascend", free, block_size)
     plans = metadata.plans  # a DecodeMetadata gives an empty one each time
     if key not in plans:
-        needed = [-(-length // block_size) for length in metadata.seq_lens]
+        lengths = metadata.exact_seq_lens
+        needed = [-(-length // block_size) for length in lengths]
         cuts, blocks = [0], 0
         for request, more in enumerate(needed):
             if blocks + more > free or request - cuts[-1] == MAX_REQUESTS - _heads_apart:
@@ -97,7 +98,7 @@ def parts(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> list
                 slice(first, last),
                 slice(start[first], start[last]),
                 [end - start[first] for end in start[first + 1 : last + 1]],
-                list(metadata.seq_lens[first:last]),
+                list(lengths[first:last]),
             )
             for first, last in pairwise(cuts)
             if start[last] > start[first]

@@ -27,12 +27,15 @@ class AttentionMetadata:
     seq_lens: [requests] keys that the last row of each request sees: what is cached plus what is new.
     block_table: [requests, blocks] int32, the cache block of each `block_size` positions of a request.
     slot_mapping: [>= rows] int32 or int64, block * block_size + offset at which each new key and value is stored.
+    lengths: [requests] int32 on the device, where only it knows how many keys a request of one row sees, and seq_lens
+        has the most that it can be; of requests of more rows seq_lens is exact. Triton kernels take it.
     """
 
     query_start_loc: tuple[int, ...]
     seq_lens: tuple[int, ...]
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    lengths: torch.Tensor | None = None
     # Index tensors that a solution derives once per step and reuses in every layer, by its own key.
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -53,6 +56,19 @@ class AttentionMetadata:
             raise InputError(f"block_table has {self.block_table.shape[0]} rows for {len(lengths)} requests")
         if self.slot_mapping.shape[0] < start[-1]:
             raise InputError(f"slot_mapping has {self.slot_mapping.shape[0]} entries for {start[-1]} rows")
+        if self.lengths is not None and (self.lengths.shape != (len(lengths),) or self.lengths.dtype != torch.int32):
+            raise InputError(
+                f"lengths must be [{len(lengths)}] int32, got {list(self.lengths.shape)} {self.lengths.dtype}"
+            )
+
+    @property
+    def exact_seq_lens(self) -> tuple[int, ...]:
+        """seq_lens; where `lengths` knows better, a copy of those, for which the host waits."""
+        if self.lengths is None:
+            return self.seq_lens
+        rows = (end - start for start, end in pairwise(self.query_start_loc))
+        exact = zip(self.seq_lens, self.lengths.tolist(), rows, strict=True)
+        return tuple(known if count == 1 else most for most, known, count in exact)
 
     @property
     def num_requests(self) -> int:
@@ -132,6 +148,8 @@ class DecodeMetadata:
     def seq_lens(self) -> tuple[int, ...]:
         """As the device has them now: waits for it."""
         return tuple(self.lengths.tolist())
+
+    exact_seq_lens = seq_lens
 
     @property
     def plans(self) -> dict[Any, Any]:

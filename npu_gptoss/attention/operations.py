@@ -27,10 +27,27 @@ WRITE_KV = define_operation(
 )
 
 
-def contiguous(cache: torch.Tensor, name: str = "the cache") -> torch.Tensor:
-    """The cache itself, of which a kernel makes one row of slots; raises InputError for one that would be copied."""
-    if not cache.is_contiguous():
+def head_stride(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
+    """Elements from one head of a cache to the next, of all its heads, slots and blocks in a row.
+
+    head_dim in a contiguous cache, 2 * head_dim where each key is followed by its value (vLLM 0.33 has one tensor
+    [blocks, block_size, kv_heads, 2 * head_dim]). Raises InputError for a cache that is not such a row.
+    """
+    strides = [_row_stride(cache) for cache in (key_cache, value_cache)]
+    if strides[0] is None or strides[0] != strides[1]:
         raise InputError(
-            f"{name} must be contiguous [blocks, block_size, kv_heads, head_dim], got strides {cache.stride()}"
+            "key_cache and value_cache must be contiguous [blocks, block_size, kv_heads, head_dim], or the halves of "
+            "one such tensor's last dimension, so that heads are equally far apart; "
+            f"got strides {key_cache.stride()} and {value_cache.stride()}"
         )
-    return cache
+    return strides[0]
+
+
+def _row_stride(cache: torch.Tensor) -> int | None:
+    if cache.is_contiguous():
+        return cache.shape[-1]
+    try:
+        row = cache.view(-1, cache.shape[-1])
+    except RuntimeError:  # not without a copy
+        return None
+    return row.stride(0) if row.stride(1) == 1 else None

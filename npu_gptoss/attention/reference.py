@@ -45,7 +45,7 @@ def paged_attention(
     """The definition, one request at a time in fp32."""
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     before = keys_before(sliding_window)
-    for request, seq_len in enumerate(metadata.seq_lens):
+    for request, seq_len in enumerate(metadata.exact_seq_lens):
         start, end = metadata.query_start_loc[request : request + 2]
         rows = end - start
         if rows == 0:

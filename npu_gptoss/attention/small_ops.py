@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from npu_gptoss.attention.metadata import StepMetadata
-from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV, contiguous
+from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV, head_stride
 from npu_gptoss.attention.window import first_visible, keys_before
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, Priority, accepts, register_kernel
@@ -55,7 +55,7 @@ class Batch:
 
 
 def _pieces(metadata: StepMetadata, before: int | None) -> Iterator[Piece]:
-    for request, seq_len in enumerate(metadata.seq_lens):
+    for request, seq_len in enumerate(metadata.exact_seq_lens):
         start, end = metadata.query_start_loc[request : request + 2]
         for row in range(start, end, ROWS):
             position = seq_len - end + row
@@ -162,5 +162,6 @@ def write_kv_cache(
     # A negative slot would wrap round to the end of the cache without a word. Only the CPU can check it for free.
     if slot_mapping.device.type == "cpu" and slot_mapping.numel() and int(slot_mapping.min()) < 0:
         raise InputError("slot_mapping has a negative slot for a real row; padding belongs behind metadata.num_tokens")
+    head_stride(key_cache, value_cache)  # flattened any other would be a copy, and the new keys lost
     for new, cache in ((key, key_cache), (value, value_cache)):
-        contiguous(cache).view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
+        cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)

@@ -12,7 +12,18 @@ from npu_gptoss.verify import cases
 from npu_gptoss.verify.cases import GPT_OSS, STEPS, WINDOW, Shape, as_decode
 from tests.tolerances import assert_close
 
-__all__ = ["GPT_OSS", "STEPS", "WINDOW", "Shape", "Step", "as_decode", "check", "make_step"]
+__all__ = [
+    "GPT_OSS",
+    "STEPS",
+    "WINDOW",
+    "Shape",
+    "Step",
+    "as_decode",
+    "check",
+    "in_one_tensor",
+    "interleaved",
+    "make_step",
+]
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 8, 2, 64, 16, 64**-0.5
 
@@ -34,6 +45,17 @@ def make_step(
     shape = shape or Shape(block_size=BLOCK_SIZE)  # which a test may have changed
     drawn = cases.make_step(requests, shape, torch.Generator().manual_seed(seed), padding).to(device, dtype)
     return Step(**{f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)})
+
+
+def in_one_tensor(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the caches as the halves of [blocks, block_size, kv_heads, 2 * head_dim], as vLLM 0.33 has them."""
+    keys, values = torch.cat((key_cache, value_cache), -1).split(key_cache.shape[-1], -1)
+    return keys, values
+
+
+def interleaved(step: Step) -> Step:
+    keys, values = in_one_tensor(step.key_cache, step.value_cache)
+    return dataclasses.replace(step, key_cache=keys, value_cache=values)
 
 
 def check(

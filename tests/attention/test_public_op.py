@@ -12,7 +12,7 @@ from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, LayerKernels
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
-from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, make_step
+from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, in_one_tensor, make_step
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,38 @@ def test_slots_behind_the_real_rows_are_nobodys(kernel):
     assert sorted(written) == sorted(real.tolist())
 
 
-def test_a_cache_that_is_not_contiguous_is_refused():
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda cache: cache.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda cache: cache.repeat(1, 1, 2, 1)[:, :, :KV_HEADS],
+        lambda cache: cache.mT.contiguous().mT,
+    ],
+    ids=["blocks inside", "heads left out", "dims outside"],
+)
+def test_a_cache_that_is_no_row_of_heads_is_refused(spread):
     """Flattened it would be a copy, and the new keys would be lost."""
     step = make_step([(3, 5)])
     key = torch.zeros(3, KV_HEADS, HEAD_DIM)
-    turned = step.key_cache.transpose(0, 1).contiguous().transpose(0, 1)
-    with pytest.raises(InputError, match="the cache must be contiguous"):
-        write_kv_cache(key, key, turned, step.value_cache, step.metadata)
+    for caches in (
+        (spread(step.key_cache), step.value_cache),
+        (step.key_cache, spread(step.value_cache)),
+        (spread(step.key_cache), spread(step.value_cache)),
+    ):
+        with pytest.raises(InputError, match="key_cache and value_cache must be contiguous"):
+            write_kv_cache(key, key, *caches, step.metadata)
+
+
+@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
+def test_keys_and_values_may_be_the_halves_of_one_tensor(kernel):
+    step = make_step([(3, 5), (1, 40)])
+    keys, values = in_one_tensor(step.key_cache, step.value_cache)
+    new = torch.randn(2, 4, KV_HEADS, HEAD_DIM)
+    write_kv_cache(*new, keys, values, step.metadata, kernel=kernel)
+    write_kv_cache(*new, step.key_cache, step.value_cache, step.metadata, kernel=kernel)
+    assert torch.equal(keys.nan_to_num(), step.key_cache.nan_to_num())
+    assert torch.equal(values.nan_to_num(), step.value_cache.nan_to_num())
+    assert torch.equal(step.run(key_cache=keys, value_cache=values), step.run())
 
 
 def test_kernels_are_selected_by_the_dtype_of_the_cache_too():

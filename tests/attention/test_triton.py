@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
-from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, make_step
+from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, interleaved, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
     PROMPT_MUTATIONS,
@@ -50,6 +50,13 @@ def test_kernel_equals_definition(name, sliding_window, dtype):
     check(run_triton, make_step(STEPS[name], dtype, padding=3), sliding_window, rounded_weights=True)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 17])
+@pytest.mark.parametrize("name", STEPS)
+def test_values_that_follow_their_keys_in_one_tensor_give_the_same_bits(name, sliding_window):
+    step = make_step(STEPS[name])
+    assert torch.equal(run_triton(interleaved(step), sliding_window), run_triton(step, sliding_window))
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -64,6 +71,21 @@ def test_kernel_equals_definition(name, sliding_window, dtype):
 def test_any_number_of_heads_to_a_key_head_and_any_block_size(shape):
     check(run_triton, make_step([(1, 70), (30, 90)], shape=shape), None)
     check(run_triton, make_step([(1, 70), (30, 90)], shape=shape), 40)
+
+
+@pytest.mark.parametrize(
+    "run", [run_triton, lambda step, window: step.run(sliding_window=window)], ids=["triton", "cpu"]
+)
+@pytest.mark.parametrize("sliding_window", [None, 17])
+def test_rows_of_decode_see_what_the_device_says_and_not_the_hosts_upper_bound(run, sliding_window):
+    step = make_step([(1, 40), (0, 33), (5, 50), (1, 213), (1, 1)], padding=2)
+    known = step.metadata
+    lengths = torch.tensor(known.seq_lens, dtype=torch.int32)
+    bounds = [keys + 3 if rows == 1 else keys for keys, rows in zip(known.seq_lens, (1, 0, 5, 1, 1), strict=True)]
+    told = dataclasses.replace(known, seq_lens=tuple(bounds), lengths=lengths, plans={})
+    assert_close(
+        run(dataclasses.replace(step, metadata=told), sliding_window), run(step, sliding_window), torch.float32
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 16])
@@ -171,7 +193,7 @@ def test_what_the_kernels_cannot_take_is_refused_in_words():
     with pytest.raises(InputError, match="scale must be positive, got -1"):
         run_triton(step, None, scale=-1.0)
     spread = dataclasses.replace(step, key_cache=step.key_cache.transpose(0, 1).contiguous().transpose(0, 1))
-    with pytest.raises(InputError, match="key_cache must be contiguous"):
+    with pytest.raises(InputError, match="key_cache and value_cache must be contiguous"):
         run_triton(spread, None)
 
 

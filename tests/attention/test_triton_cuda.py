@@ -8,7 +8,7 @@ import torch
 from npu_gptoss.attention import paged_attention
 from npu_gptoss.kernels import current_platform
 from tests.attention import triton_run
-from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, make_step
+from tests.attention.cases import GPT_OSS, SCALE, Shape, Step, as_decode, check, interleaved, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
     HOPPER_MUTATIONS,
@@ -87,6 +87,13 @@ def test_chunks_over_a_cached_prefix_mixed_with_decode(sliding_window, dtype, la
 def test_any_number_of_heads_to_a_key_head_and_any_block_size(heads, kv_heads, block_size, sliding_window, language):
     shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=64, block_size=block_size)
     check(run_triton, on_gpu([(1, 300), (150, 400), (1, 9)], shape=shape), sliding_window, rounded_weights=True)
+
+
+@DTYPES
+@WINDOWS
+def test_values_that_follow_their_keys_in_one_tensor_give_the_same_bits(sliding_window, dtype, language):
+    step = on_gpu([(64, 100), (1, 700), (0, 33), (3, 131), (300, 9000), (1, 1)], dtype, padding=5)
+    assert torch.equal(run_triton(interleaved(step), sliding_window), run_triton(step, sliding_window))
 
 
 @WINDOWS

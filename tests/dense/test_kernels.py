@@ -17,6 +17,7 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.verify.calls import Check, specs_of
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.mutations import Mutation
+from tests.attention.cases import in_one_tensor
 from tests.dense.cases import Outputs, make_case
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
@@ -89,6 +90,16 @@ def compare(got: Outputs, want: Outputs) -> None:
 def test_each_kernel_computes_the_definition(name: str, kernel: Callable, rows: int, real: int, delta: bool) -> None:
     case = make_case(rows, real, dtype=torch.float32)
     compare(case.run(name, kernel, delta), case.run(name, getattr(reference, name), delta))
+
+
+@pytest.mark.parametrize("kernel", each(QKV))
+def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(kernel: Callable) -> None:
+    case = make_case(1, dtype=torch.float32)
+    keys, values = in_one_tensor(*case.caches())
+    for mine, theirs in zip(
+        case.run("qkv", kernel, key_cache=keys, value_cache=values), case.run("qkv", kernel), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_every_registered_kernel_is_compared() -> None:

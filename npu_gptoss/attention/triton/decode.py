@@ -58,10 +58,10 @@ def add_up(
 
 
 @triton.jit
-def places(table, position, inside, head, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr):
+def places(table, position, inside, head, dim, KV_HEADS: tl.constexpr, STRIDE: tl.constexpr, PAGE: tl.constexpr):
     """[keys, DIM] where a head's keys (or values) of these positions stand in the cache."""
     page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
-    return ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * DIM + dim[None, :]
+    return ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * STRIDE + dim[None, :]
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def taken(q, key, value, inside, scale, result, largest, weight, WIDE: tl.conste
 @triton.jit
 def decode_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
-    key_cache,  # [blocks, PAGE, KV_HEADS, DIM]
+    key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart
     value_cache,
     sinks,  # [heads]
     out,  # [rows, heads, DIM], strides out_row, out_head
@@ -97,6 +97,7 @@ def decode_kernel(
     ROWS: tl.constexpr,  # the same, but at least 16
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     BEFORE: tl.constexpr,  # keys seen before a row's own; negative: all
     BLOCK_N: tl.constexpr,
@@ -142,7 +143,7 @@ def decode_kernel(
         table = block_table + request * table_stride
         position = begin + tl.arange(0, BLOCK_N)
         inside = position < end
-        source = places(table, position, inside, head, dim, KV_HEADS, DIM, PAGE)
+        source = places(table, position, inside, head, dim, KV_HEADS, STRIDE, PAGE)
         older = inside
         if SETTLED:
             older = position < tl.minimum(end, length - 1)
@@ -165,7 +166,7 @@ def decode_kernel(
         for at in tl.range(begin + BLOCK_N, end, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N)
             inside = position < end
-            source = places(table, position, inside, head, dim, KV_HEADS, DIM, PAGE)
+            source = places(table, position, inside, head, dim, KV_HEADS, STRIDE, PAGE)
             key = tl.load(key_cache + source, mask=inside[:, None], other=0.0)
             value = tl.load(value_cache + source, mask=inside[:, None], other=0.0)
             result, largest, weight = taken(q, key, value, inside, scale, result, largest, weight, WIDE)

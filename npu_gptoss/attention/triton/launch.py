@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from npu_gptoss.attention.metadata import DecodeMetadata, StepMetadata
-from npu_gptoss.attention.operations import contiguous
+from npu_gptoss.attention.operations import head_stride
 from npu_gptoss.attention.triton.launch_decode import Call, decode
 from npu_gptoss.attention.triton.plan import Plan, Prompts, Rows, make_plan
 from npu_gptoss.attention.triton.prefill import gather_kernel, prefill_kernel
@@ -68,8 +68,7 @@ def run(
     hopper: bool = False,
 ) -> None:
     """As `paged_attention` of the family."""
-    contiguous(key_cache, "key_cache")
-    contiguous(value_cache, "value_cache")
+    stride = head_stride(key_cache, value_cache)
     if out.stride(-1) != 1:
         raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}")
     if scale <= 0:
@@ -83,6 +82,7 @@ def run(
         query,
         key_cache,
         value_cache,
+        stride,
         metadata.block_table,
         sinks.contiguous(),
         scale * LOG2_E,
@@ -128,6 +128,7 @@ def _prefill(call: Call, prompts: Prompts, tiling: Tiling) -> None:
         PAGE=page,
         KV_HEADS=kv_heads,
         DIM=dim,
+        STRIDE=call.stride,
         TILE_KEYS=tiling.keys,
         BLOCK=block,
         **launch_options(query, 4),

@@ -60,12 +60,14 @@ def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> 
 class Call:
     """The arguments of `paged_attention` as the kernels take them.
 
-    scale: times log2 e. before: keys that a row sees before its own; negative: all.
+    stride: from one head of a cache to the next. scale: times log2 e. before: keys that a row sees before its own;
+    negative: all.
     """
 
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
+    stride: int
     block_table: torch.Tensor
     sinks: torch.Tensor
     scale: float
@@ -118,6 +120,7 @@ def decode(call: Call, rows: Rows) -> None:
         call.block_table.stride(0),
         *call.strides,
         ROWS=max(constants["GROUP"], 16),
+        STRIDE=call.stride,
         PAGE=page,
         BLOCK_N=config.keys,
         SPLITS=splits,

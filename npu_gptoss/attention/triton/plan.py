@@ -79,7 +79,7 @@ def make_plan(
         decode = Rows(
             len(single),
             int(lengths[single].max()),
-            views[0],
+            views[0] if metadata.lengths is None else metadata.lengths,
             None if everyone else views[1],
             None if everyone else views[2],
         )

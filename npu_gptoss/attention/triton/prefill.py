@@ -20,7 +20,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 @triton.jit
 def gather_kernel(
-    key_cache,  # [blocks, PAGE, KV_HEADS, DIM]
+    key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart
     value_cache,
     block_table,  # [requests, blocks], rows `table_stride` apart
     requests,  # [prompts, 6], see plan.Prompts
@@ -31,6 +31,7 @@ def gather_kernel(
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,  # to which the keys of a prompt are padded
     BLOCK: tl.constexpr,  # keys of one program; divides TILE_KEYS
     PDL: tl.constexpr,
@@ -50,7 +51,7 @@ def gather_kernel(
         position = first_key + at
         page = tl.load(block_table + request * table_stride + position // PAGE, mask=real, other=0).to(tl.int64)
         dim = tl.arange(0, DIM)[None, :]
-        source = ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * DIM + dim
+        source = ((page * PAGE + position % PAGE) * KV_HEADS + head)[:, None] * STRIDE + dim
         target = (head * total + place + at)[:, None] * DIM + dim
         # zeros behind the last key: the loop multiplies them by 0, and 0 * NaN would be NaN
         tl.store(keys_out + target, tl.load(key_cache + source, mask=real[:, None], other=0.0))

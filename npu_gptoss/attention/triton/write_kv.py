@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from npu_gptoss.attention.operations import contiguous
+from npu_gptoss.attention.operations import head_stride
 from npu_gptoss.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 
 
@@ -14,12 +14,14 @@ from npu_gptoss.kernels.triton_launch import launch_options, let_next_start, wai
 def write_kernel(
     key,  # [tokens, WIDTH], rows `key_stride` apart
     value,
-    key_cache,  # [slots, WIDTH]
+    key_cache,  # [slots, WIDTH], heads of DIM elements STRIDE apart
     value_cache,
     slots,  # [tokens] int32 or int64; negative: not written
     key_stride,
     value_stride,
     WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -30,10 +32,11 @@ def write_kernel(
     if slot >= 0:
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
+        target = slot * (WIDTH // DIM * STRIDE) + column // DIM * STRIDE + column % DIM
         row = tl.load(key + token * key_stride + column, mask=inside)
-        tl.store(key_cache + slot * WIDTH + column, row.to(key_cache.dtype.element_ty), mask=inside)
+        tl.store(key_cache + target, row.to(key_cache.dtype.element_ty), mask=inside)
         row = tl.load(value + token * value_stride + column, mask=inside)
-        tl.store(value_cache + slot * WIDTH + column, row.to(value_cache.dtype.element_ty), mask=inside)
+        tl.store(value_cache + target, row.to(value_cache.dtype.element_ty), mask=inside)
 
 
 def write(
@@ -50,12 +53,14 @@ def write(
     write_kernel[(tokens,)](
         key,
         value,
-        contiguous(key_cache),
-        contiguous(value_cache),
+        key_cache,
+        value_cache,
         slot_mapping,
         key.stride(0),
         value.stride(0),
         WIDTH=width,
+        DIM=head_dim,
+        STRIDE=head_stride(key_cache, value_cache),
         BLOCK=triton.next_power_of_2(width),
         **launch_options(key, 1),
     )

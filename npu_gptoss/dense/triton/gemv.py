@@ -43,7 +43,7 @@ def qkv_kernel(
     positions,  # [tokens] int64
     slots,  # [>= real tokens] int64 or int32; negative: not written
     query,  # [tokens, HEADS, DIM]
-    key_cache,  # [slots, KV_HEADS, DIM]
+    key_cache,  # [slots, KV_HEADS, DIM], heads STRIDE apart
     value_cache,
     real_tokens,
     eps,
@@ -51,6 +51,7 @@ def qkv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     PAIRS: tl.constexpr,  # RoPE pairs (i, i + DIM / 2) of one head that a program computes at a time
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -113,11 +114,11 @@ def qkv_kernel(
             tl.store(out + HALF, second)
         elif slot >= 0:
             if head < HEADS + KV_HEADS:
-                out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + lane
+                out = key_cache + (slot * KV_HEADS + head - HEADS) * STRIDE + lane
                 tl.store(out, first)
                 tl.store(out + HALF, second)
             else:
-                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + lane
+                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * STRIDE + lane
                 tl.store(out, first)
                 tl.store(out + HALF, second)
         low_a = next_low_a

@@ -104,12 +104,12 @@ def qkv_kernel(
     positions,  # [tokens] int64
     slots,  # [>= real tokens] int64 or int32; negative: not written
     query,  # [tokens, HEADS, 64]
-    key_cache,  # [slots, KV_HEADS, 64]
+    key_cache,  # [slots, KV_HEADS, 64], heads STRIDE apart
     value_cache,
     tokens,
     real_tokens,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, STRIDE: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):
     """The projection, RoPE and the cache write; a program a head of 64 channels."""
     HALF: gl.constexpr = ROWS // 2
@@ -149,11 +149,11 @@ def qkv_kernel(
         gl.store(out + HALF, second, mask=real[None, :])
     else:
         if head < HEADS + KV_HEADS:
-            out = key_cache + (slot[None, :] * KV_HEADS + head - HEADS) * ROWS + lane
+            out = key_cache + (slot[None, :] * KV_HEADS + head - HEADS) * STRIDE + lane
             gl.store(out, first, mask=(slot >= 0)[None, :])
             gl.store(out + HALF, second, mask=(slot >= 0)[None, :])
         else:
-            out = value_cache + (slot[None, :] * KV_HEADS + head - HEADS - KV_HEADS) * ROWS + lane
+            out = value_cache + (slot[None, :] * KV_HEADS + head - HEADS - KV_HEADS) * STRIDE + lane
             gl.store(out, first, mask=(slot >= 0)[None, :])
             gl.store(out + HALF, second, mask=(slot >= 0)[None, :])
 

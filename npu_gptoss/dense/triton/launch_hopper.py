@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from npu_gptoss.attention.operations import contiguous
+from npu_gptoss.attention.operations import head_stride
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.launches import add_norm, arrivals
 from npu_gptoss.kernels.triton_launch import launch_options
@@ -98,12 +98,13 @@ def project(
         positions,
         metadata.slot_mapping,
         query,
-        contiguous(key_cache),
-        contiguous(value_cache),
+        key_cache,
+        value_cache,
         tokens,
         metadata.num_tokens,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        STRIDE=head_stride(key_cache, value_cache),
         BLOCK_T=columns,
         BLOCK_K=ring.inputs,
         STEPS=triton.cdiv(inputs, ring.inputs),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from npu_gptoss.attention.operations import contiguous
+from npu_gptoss.attention.operations import head_stride
 from npu_gptoss.dense.small_ops import route_live
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.gemv import linear_kernel, qkv_kernel
@@ -80,14 +80,15 @@ def qkv_gemv(
         positions,
         metadata.slot_mapping,
         query,
-        contiguous(key_cache),
-        contiguous(value_cache),
+        key_cache,
+        value_cache,
         metadata.num_tokens,
         eps,
         HIDDEN=hidden,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=head_dim,
+        STRIDE=head_stride(key_cache, value_cache),
         PAIRS=pairs,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
@@ -180,12 +181,13 @@ def rope_cache(
         positions,
         metadata.slot_mapping,
         query,
-        contiguous(key_cache),
-        contiguous(value_cache),
+        key_cache,
+        value_cache,
         metadata.num_tokens,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=head_dim,
+        STRIDE=head_stride(key_cache, value_cache),
         GROUP=group,
         GROUPS=groups,
         enable_fp_fusion=False,

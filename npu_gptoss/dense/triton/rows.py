@@ -54,12 +54,13 @@ def rope_cache_kernel(
     positions,  # [tokens] int64
     slots,  # [>= real tokens]; negative: not written
     query,  # [tokens, HEADS, DIM]
-    key_cache,  # [slots, KV_HEADS, DIM]
+    key_cache,  # [slots, KV_HEADS, DIM], heads STRIDE apart
     value_cache,
     real_tokens,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,  # heads computed together; divides HEADS and KV_HEADS
     GROUPS: tl.constexpr,  # of a program
     PDL: tl.constexpr,
@@ -69,27 +70,28 @@ def rope_cache_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    within = tl.arange(0, GROUP)[:, None] * DIM + tl.arange(0, HALF)[None, :]
+    member = tl.arange(0, GROUP)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
     place = tl.load(positions + token) * DIM + tl.arange(0, HALF)
     cos = tl.load(cos_sin + place)[None, :]
     sin = tl.load(cos_sin + place + HALF)[None, :]
     slot = tl.load(slots + token, mask=token < real_tokens, other=-1).to(tl.int64)
     for group in tl.static_range(GROUPS):
         head = (tl.program_id(1) * GROUPS + group) * GROUP
-        source = packed + (token * ALL + head) * DIM + within
+        source = packed + (token * ALL + head + member) * DIM + lane
         first = tl.load(source)
         second = tl.load(source + HALF)
         if head < HEADS + KV_HEADS:
             first, second = turned(first, second, cos, sin, packed.dtype.element_ty)
         if head < HEADS:
-            out = query + (token * HEADS + head) * DIM + within
+            out = query + (token * HEADS + head + member) * DIM + lane
             tl.store(out, first)
             tl.store(out + HALF, second)
         elif slot >= 0:
             if head < HEADS + KV_HEADS:
-                out = key_cache + (slot * KV_HEADS + head - HEADS) * DIM + within
+                out = key_cache + (slot * KV_HEADS + head - HEADS + member) * STRIDE + lane
             else:
-                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + within
+                out = value_cache + (slot * KV_HEADS + head - HEADS - KV_HEADS + member) * STRIDE + lane
             tl.store(out, first)
             tl.store(out + HALF, second)
 
