@@ -74,29 +74,6 @@ def chunks_of(inputs):
     return -(-(-(-inputs // (2 * INPUTS.value)) * 4) // CHUNK.value)
 
 
-@gluon.constexpr_function
-def parts_of(inputs):
-    """Powers of two that make the chunks, the largest first: how many are staged with one store."""
-    chunks = chunks_of(inputs)
-    return [n for n in (64, 32, 16, 8, 4, 2, 1) if chunks & n]
-
-
-@gluon.constexpr_function
-def parts(inputs):
-    return len(parts_of(inputs))
-
-
-@gluon.constexpr_function
-def part_groups(inputs, at):
-    return parts_of(inputs)[at] * CHUNK.value
-
-
-@gluon.constexpr_function
-def part_begin(inputs, at):
-    """In chunks."""
-    return sum(parts_of(inputs)[:at])
-
-
 @gluon.jit
 def _add(a, b):
     return a + b
@@ -167,29 +144,27 @@ def multiply(words, fields, x_groups, step, sums, SLOTS: gl.constexpr, BM: gl.co
 
 
 @gluon.jit
-def load_part(x, lists, expert, slots, begin, count, AT: gl.constexpr, PER_ROW: gl.constexpr, K: gl.constexpr):
-    """Of two of the expert's slots the inputs of one part -> [groups, 2, 32]; zeros where there is none, and beyond the
+def load_chunk(x, lists, expert, slots, begin, count, AT: gl.constexpr, PER_ROW: gl.constexpr, K: gl.constexpr):
+    """Of two of the expert's slots the inputs of chunk AT -> [groups, 2, 32]; zeros where there is none, and beyond the
     end."""
-    GROUPS: gl.constexpr = part_groups(K, AT)
-    EACH: gl.constexpr = staging_layout(gl.num_warps(), GROUPS)
+    EACH: gl.constexpr = staging_layout(gl.num_warps(), CHUNK)
     n = begin + gl.expand_dims(gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, EACH))), 0), 2)
     slot = gl.load(lists + expert * slots + n, mask=n < count, other=0)
-    group = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, EACH))), 1), 2)
+    group = gl.expand_dims(gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, EACH))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, EACH))), 0), 1)
-    k += (part_begin(K, AT) * CHUNK + group) * 32
+    k += (AT * CHUNK + group) * 32
     mask = n < count
-    if part_begin(K, AT) * (CHUNK * 32) + GROUPS * 32 > K:
+    if (AT + 1) * (CHUNK * 32) > K:
         mask = mask & (k < K)
     return gl.load(x + (slot // PER_ROW).to(gl.int64) * K + k, mask=mask, other=0.0)
 
 
 @gluon.jit
-def store_part(found, x_chunk, PAIR: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr):
+def store_chunk(found, x_chunk, PAIR: gl.constexpr):
     inputs = gl.inline_asm_elementwise(TIMES_LARGE, "=r,r", [found], dtype=gl.bfloat16, is_pure=True, pack=2)
     # a lane's inputs for the first codes of its words, then those for the second
-    inputs = inputs.reshape([GROUPS, 2, 2, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([GROUPS, 2, 32])
-    to = reinterpret(x_chunk, gl.bfloat16, [GROUPS, SLOTS, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    to.slice(PAIR, 2, 1).store(inputs)
+    inputs = inputs.reshape([CHUNK, 2, 2, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([CHUNK, 2, 32])
+    x_chunk.slice(PAIR, 2, 1).store(inputs)
 
 
 @gluon.jit
@@ -199,10 +174,10 @@ def stage(x, lists, expert, slots, done, count, x_chunks, PER_ROW: gl.constexpr,
     for pair in gl.static_range(0, SLOTS, 2):
         if done + pair < count:
             found = ()
-            for at in gl.static_range(parts(K)):
-                found += (load_part(x, lists, expert, slots, done + pair, count, at, PER_ROW, K),)
-            for at in gl.static_range(parts(K)):
-                store_part(found[at], x_chunks.index(part_begin(K, at)), pair, part_groups(K, at), SLOTS)
+            for at in gl.static_range(chunks_of(K)):
+                found += (load_chunk(x, lists, expert, slots, done + pair, count, at, PER_ROW, K),)
+            for at in gl.static_range(chunks_of(K)):
+                store_chunk(found[at], x_chunks.index(at), pair)
 
 
 @gluon.jit
