@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 
-from npu_gptoss.serving.lines import LINES, SERVED_DEVICES, installed_vllm, line_of
+from npu_gptoss.serving.lines import LINES, Line, installed_vllm, line_of
 
 SUPPORTED_VLLM = " or ".join(line.vllm.recommended for line in LINES)
 ARCHITECTURE = "GptOssForCausalLM"
-MODEL = "npu_gptoss.serving.model:GptOssForCausalLM"
 
 _TOLD = "_GPTOSS_MISSPELT_TOLD"  # in the environment, which the server's other processes inherit
 
@@ -38,9 +37,10 @@ def register() -> None:
 
     Under a vLLM outside of the supported window it registers nothing and says so.
     """
-    objection = version_objection(installed_vllm())
-    if objection:
-        logger.warning("%s", objection)
+    release = installed_vllm()
+    line = line_of(release)
+    if line is None:
+        logger.warning("%s", version_objection(release))
         return
 
     from npu_gptoss import envs
@@ -54,25 +54,25 @@ def register() -> None:
 
     from npu_gptoss.serving.lines.vllm import current_platform
 
-    if current_platform.device_type not in SERVED_DEVICES:
+    if current_platform.device_type not in line.devices:
         logger.info(
             "npu-gptoss leaves the model to vLLM on %s; it serves gpt-oss itself on %s.",
             current_platform.device_type or "this platform",
-            " and ".join(SERVED_DEVICES),
+            " and ".join(line.devices),
         )
         return
 
-    from npu_gptoss.serving import limits, quantization
+    from npu_gptoss.serving import limits
 
-    quantization.register()
+    line.module("vllm").register_formats()
     limits.register(ARCHITECTURE)
-    _register_model()
+    _register_model(line)
 
 
-def _register_model() -> None:
+def _register_model(line: Line) -> None:
     from npu_gptoss.serving.lines.vllm import ModelRegistry
 
-    module, _, name = MODEL.partition(":")
+    module, _, name = line.model.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)
     if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
-        ModelRegistry.register_model(ARCHITECTURE, MODEL)  # by name: the class is imported where it is needed
+        ModelRegistry.register_model(ARCHITECTURE, line.model)  # by name: the class is imported where it is needed

@@ -16,9 +16,9 @@ from npu_gptoss import cann as installed
 from npu_gptoss.cann import parse
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, here
+from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, ascend_line
 
-LINE = here()
+LINE = ascend_line()
 ATB_VARIABLE = "ATB_HOME_PATH"
 NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER_FOLDER = f"/{installed.DRIVER_FOLDER}"

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from npu_gptoss import plugin as entry
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Machine
+from npu_gptoss.serving import lines
 from npu_gptoss.serving import platform as cpu_platform
 
 GENERAL = "vllm.general_plugins"
@@ -158,9 +159,10 @@ def registration(here: Machine) -> Finding:
             f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}.",
             "Mend what the checks of platform and plugins say; the server's log names the platform at its start.",
         )
-    if kind != CUDA and model != entry.MODEL:
+    ours = lines.here()
+    if wanted in ours.devices and model != ours.model:
         return failed(
-            f"vLLM would run {model} for {entry.ARCHITECTURE}, not {entry.MODEL}: another plugin replaces it.",
+            f"vLLM would run {model} for {entry.ARCHITECTURE}, not {ours.model}: another plugin replaces it.",
             f"Leave the other plugin out with {FILTER}, or uninstall it.",
         )
     return ok(f"vLLM runs on {device}; {entry.ARCHITECTURE} is {model}.")

@@ -8,10 +8,11 @@ from npu_gptoss import plugin
 from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, PLATFORM_VARIABLE, PLATFORMS, Machine
+from npu_gptoss.serving import lines
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.lines import TORCH_OLDEST, here, silent_defect
+from npu_gptoss.serving.lines import TORCH_OLDEST, ascend_line, silent_defect
 
-LINE = here()
+LINE, PYTHON = ascend_line(), lines.here().python
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}
@@ -33,7 +34,7 @@ def python(here: Machine) -> Finding:
     release = ".".join(map(str, here.python))
     minor = ".".join(map(str, here.python[:2]))
     ascend = here.platform()[0] == ASCEND
-    if minor in (LINE.python_on_ascend if ascend else LINE.python):
+    if minor in (LINE.python_on_ascend if ascend else PYTHON):
         return ok(f"Python {release}.")
     if ascend and minor in LINE.python and here.python < (3, 12):
         return warning(
@@ -46,11 +47,11 @@ def python(here: Machine) -> Finding:
             f"Python {release}: vllm-ascend {LINE.vllm_ascend.recommended} has no wheel for it.",
             f"Make the environment with Python {LINE.python_on_ascend[0]}.",
         )
-    if here.python[:2] < tuple(map(int, LINE.python[0].split("."))):
-        return failed(f"Python {release} is older than {LINE.python[0]}.", f"Use Python {' or '.join(LINE.python)}.")
+    if here.python[:2] < tuple(map(int, PYTHON[0].split("."))):
+        return failed(f"Python {release} is older than {PYTHON[0]}.", f"Use Python {' or '.join(PYTHON)}.")
     return warning(
-        f"Python {release} is newer than what is tested ({', '.join(LINE.python)}).",
-        f"Use Python {LINE.python[1]} when something does not install.",
+        f"Python {release} is newer than what is tested ({', '.join(PYTHON)}).",
+        f"Use Python {PYTHON[len(PYTHON) // 2]} when something does not install.",
     )
 
 

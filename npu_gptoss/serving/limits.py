@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.serving.ascend import limits as ascend
+from npu_gptoss.serving.cuda import limits as cuda
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -23,7 +24,7 @@ LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dum
 
 def objections(config: VllmConfig, device_type: str) -> list[str]:
     """What is asked for and cannot be had, each as "what was got; what to do instead"."""
-    from npu_gptoss.serving.quantization import NAME
+    from npu_gptoss.serving.lines.vllm import DRAFTERS, QUANTIZATIONS
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -38,12 +39,14 @@ def objections(config: VllmConfig, device_type: str) -> list[str]:
     contexts = parallel.decode_context_parallel_size
     refused = {
         f"--quantization {model.quantization}: the checkpoint says whether it is MXFP4 or BF16": (
-            model.quantization not in (None, NAME)
+            model.quantization not in QUANTIZATIONS
         ),
         f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype": (
-            cache.cache_dtype != "auto" or cache.calculate_kv_scales
+            cache.cache_dtype != "auto" or getattr(cache, "calculate_kv_scales", False)
         ),
-        "--speculative-config: not supported": config.speculative_config is not None,
+        f"--speculative-config: drafts come from {' or '.join(DRAFTERS) or 'nowhere'} here": (
+            config.speculative_config is not None and config.speculative_config.method not in DRAFTERS
+        ),
         f"--runner {model.runner_type}: this port generates text": model.runner_type != "generate",
         "--disable-sliding-window: every other layer was trained with its window": model.disable_sliding_window,
         "--enable-eplb: experts do not move between ranks": parallel.enable_eplb,
@@ -52,7 +55,8 @@ def objections(config: VllmConfig, device_type: str) -> list[str]:
         "--kv-sharing-fast-prefill: no layer shares its KV cache": cache.kv_sharing_fast_prefill,
     }
     found += [f"{sentence}; leave it out" for sentence, wrong in refused.items() if wrong]
-    return found + (ascend.objections(config) if device_type == "npu" else [])
+    beside = {"npu": ascend.objections, "cuda": cuda.objections}.get(device_type)
+    return found + (beside(config) if beside else [])
 
 
 def checked_config(config: VllmConfig) -> GptOssConfig:
@@ -91,6 +95,8 @@ def register(architecture: str) -> None:
             checked_config(vllm_config)
             if current_platform.device_type == "npu":
                 ascend_sizes.cap(vllm_config)
+            elif current_platform.device_type == "cuda":
+                cuda.choose_graphs()
             known.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = GptOssLimits

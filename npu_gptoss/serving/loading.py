@@ -60,7 +60,7 @@ def load_weights(
             "a second time: restart the server."
         )
     filled: set[str] = set()
-    tensors = checked_values(accounted(_readable(weights, config, where), config, where), dtype, where)
+    tensors = checked_values(accounted(readable(weights, config, where), config, where), dtype, where)
     for name, tensor in expand_stream(_cut(tensors, placements), dtype):
         placements[name].place(tensor)
         filled.add(name)
@@ -70,7 +70,7 @@ def load_weights(
     return {placement.parameter for placement in placements.values()}
 
 
-def _readable(
+def readable(
     weights: Iterable[tuple[str, torch.Tensor]], config: GptOssConfig, where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Passes on what vLLM's loader reads. Which file it cannot read, and why, it does not say; the checkpoint does."""

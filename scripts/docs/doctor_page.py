@@ -12,13 +12,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.doctor.memory import preset_lines
-from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, SILENT_DEFECTS, TORCH_OLDEST, here
+from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, SILENT_DEFECTS, TORCH_OLDEST, ascend_line
 from scripts.docs.page_tables import Tables
 
 
 def window() -> str:
     oldest = ".".join(map(str, TORCH_OLDEST))
-    line = here()
+    line = ascend_line()
     rows = [
         ("Python", ", ".join(line.python_on_ascend), ", ".join(line.python)),
         ("torch", ", ".join(line.torch.releases), f"≥ {oldest}"),

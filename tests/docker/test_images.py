@@ -16,7 +16,7 @@ import yaml
 
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.lines import ascend_line
 from scripts.serve_cpu import cpu_environment
 from tests.scripts.shell import run as run_script
 from tests.scripts.test_serve_sh import checkpoint
@@ -85,7 +85,7 @@ def test_a_server_has_a_health_check_and_an_entry_point_that_were_copied(image: 
 def test_the_base_image_has_a_cann_that_is_supported() -> None:
     tag = next(value for value in all_of("910b", "ARG") if value.startswith("CANN_TAG="))
     release, *rest = tag.partition("=")[2].split("-")
-    assert release.upper() == here().cann.recommended
+    assert release.upper() == ascend_line().cann.recommended
     assert rest == ["910b", "ubuntu22.04", "py3.11"]
 
 

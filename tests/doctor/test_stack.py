@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.doctor import stack
-from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.lines import ascend_line
 from scripts.setup import environments
 from tests.doctor.machines import ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
 from tests.doctor.test_cann import install_toolkit
@@ -120,6 +120,6 @@ def test_whoever_has_a_release_that_is_wrong_without_a_word_is_told_what_is_wron
 
 
 def test_the_emulated_environment_is_within_the_window():
-    line = here()
+    line = ascend_line()
     releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)
     assert releases == (environments.TORCH_ON_ASCEND, environments.TORCH_NPU, environments.VLLM_ASCEND)

@@ -65,7 +65,7 @@ def test_registering_again_changes_nothing() -> None:
     plugin.register()
     assert state() == first
     assert ModelRegistry.models[plugin.ARCHITECTURE] is first[0], "vLLM would warn of a model that is overwritten"
-    assert f"{first[0].module_name}:{first[0].class_name}" == plugin.MODEL
+    assert f"{first[0].module_name}:{first[0].class_name}" == lines.here().model
     assert first[2].count(quantization.NAME) == 1
 
 

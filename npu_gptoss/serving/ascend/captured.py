@@ -78,7 +78,7 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
         try:
             largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
         except RuntimeError:
-            if not lines.here().torch_npu.has(importlib.metadata.version("torch-npu")):
+            if not lines.ascend_line().torch_npu.has(importlib.metadata.version("torch-npu")):
                 raise
             largest = own_workspace(arguments["query"].device)
         if window not in _workspaces or _workspaces[window].numel() < largest.numel():

@@ -37,7 +37,7 @@ def installed() -> str | None:
 
 def version_objection(release: str | None) -> str | None:
     """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
-    window = lines.here().vllm_ascend
+    window = lines.ascend_line().vllm_ascend
     if window.has(release):
         return None
     found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
@@ -51,7 +51,7 @@ def operator_objection() -> str | None:
     import torch_npu
 
     name = "npu_fused_infer_attention_score_v2"
-    remedy = f"install torch-npu {lines.here().torch_npu.recommended} (made for CANN 8.3)"
+    remedy = f"install torch-npu {lines.ascend_line().torch_npu.recommended} (made for CANN 8.3)"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, name, None)
     if overloads is None:

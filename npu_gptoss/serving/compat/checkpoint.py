@@ -96,11 +96,11 @@ def check(options: EngineArgs) -> None:
     """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves the rest to vLLM."""
     from vllm.platforms import current_platform
 
-    from npu_gptoss.serving.lines import SERVED_DEVICES
+    from npu_gptoss.serving.lines import here
 
     directory = Path(options.model)
     overrides = options.hf_overrides
-    if current_platform.device_type not in SERVED_DEVICES or not os.path.isdir(directory):  # noqa: PTH112  # never raises
+    if current_platform.device_type not in here().devices or not os.path.isdir(directory):  # noqa: PTH112  # never raises
         return
     if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
         return

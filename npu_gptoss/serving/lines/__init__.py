@@ -56,16 +56,18 @@ def installed(*names: str) -> str | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One vLLM and what it rides on. `python` on a CPU, `python_on_ascend` and the windows but `vllm` on Ascend."""
+    """One vLLM and what it rides on. `python_on_ascend` and the windows but `vllm` are of a line that serves there."""
 
     name: str  # of its files too: vllm_0_11.py, ascend_0_11.py
     vllm: Window
-    vllm_ascend: Window
-    torch: Window
-    torch_npu: Window
-    cann: Window
+    devices: tuple[str, ...]  # vLLM's, where the model is ours; elsewhere stock vLLM serves gpt-oss natively
+    model: str  # module:class
     python: tuple[str, ...]
-    python_on_ascend: tuple[str, ...]
+    vllm_ascend: Window | None = None
+    torch: Window | None = None
+    torch_npu: Window | None = None
+    cann: Window | None = None
+    python_on_ascend: tuple[str, ...] = ()
 
     def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
@@ -75,6 +77,8 @@ LINES = (
     Line(
         name="0.11",
         vllm=Window("vLLM", ("0.11.0",), "0.11.0"),
+        devices=("cpu", "npu"),
+        model="npu_gptoss.serving.model:GptOssForCausalLM",
         # Those with the private interfaces that are used: 0.11.0rc0 knows no operator with sinks, 0.12 has moved its
         # modules.
         vllm_ascend=Window("vllm-ascend", ("0.11.0rc1", "0.11.0rc2", "0.11.0rc3", "0.11.0"), "0.11.0"),
@@ -99,6 +103,11 @@ def here() -> Line:
     return line_of(installed_vllm()) or LINES[0]
 
 
+def ascend_line() -> Line:
+    """The line of this process if it serves on an NPU, else the first that does: what an Ascend machine is held to."""
+    return here() if "npu" in here().devices else next(line for line in LINES if "npu" in line.devices)
+
+
 def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:
     """What a line calls `name`, from the module that `modules` lists it under."""
     for module, names in modules.items():
@@ -120,9 +129,6 @@ def silent_defect(minor: tuple[int, ...]) -> str | None:
     """What vllm-ascend of this release, such as (0, 18), gets wrong without saying so; None: nothing known."""
     return next((what for first, last, what in SILENT_DEFECTS if first <= minor[:2] <= last), None)
 
-
-# Where the model is ours. Elsewhere stock vLLM serves gpt-oss natively, and only its defects are mended.
-SERVED_DEVICES = ("cpu", "npu")
 
 TORCH_OLDEST = (2, 7)  # on CPU and CUDA
 # The driver's release that is published together with CANN 8.3.RC1, and the oldest that users report with it.

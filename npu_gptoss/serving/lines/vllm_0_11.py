@@ -67,6 +67,18 @@ def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
 
 
+# What `--quantization` may be once vLLM has looked at the checkpoint.
+QUANTIZATIONS = (None, "gptoss_mxfp4")
+DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
+
+
+def register_formats() -> None:
+    """vLLM must know our name for MXFP4 before it reads a checkpoint."""
+    from npu_gptoss.serving import quantization
+
+    quantization.register()
+
+
 # What vLLM's experts layer passes to `apply` and this model does not use, with the value that means so.
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
     "use_grouped_topk": False,

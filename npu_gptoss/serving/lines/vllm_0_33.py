@@ -1,37 +1,52 @@
-"""vLLM 0.33.0: where its names are. No row of `LINES` yet: the shapes that it changed are to be written.
+"""vLLM 0.33.0: where its names are. No row of `LINES` yet: nothing of it has served on a GPU so far.
 
-`FusedMoE` is a function there (`FusedMoEFactory`), `apply` of an experts' method gets the routed tokens, a step's
-lengths are on the device alone, and `get_rope` takes one mapping.
+It brings all that the model of `serving.cuda` rides on: groups of KV cache blocks for layers with a window, and CUDA
+graphs that break off at a function, without torch.compile. A step's lengths are on the device, with bounds on the host.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from npu_gptoss.serving.lines import resolve, vllm_0_11
+from npu_gptoss.serving.lines import resolve
 
-_BACKEND = "vllm.v1.attention.backend"
-_EXPERTS = "vllm.model_executor.layers.fused_moe"
-# name in 0.11.0 -> its module in 0.33.0
-MOVED = {
-    "Attention": "vllm.model_executor.layers.attention",
-    "AttentionBackend": _BACKEND,
-    "AttentionImpl": _BACKEND,
-    "AttentionLayer": _BACKEND,
-    "AttentionMetadataBuilder": _BACKEND,
-    "AttentionType": _BACKEND,
-    "CommonAttentionMetadata": _BACKEND,
-    "FusedMoEMethodBase": _EXPERTS,
-    "determine_expert_map": f"{_EXPERTS}.expert_map_manager",
+# The names that serving takes from vLLM, by module.
+MODULES: dict[str, tuple[str, ...]] = {
+    "vllm": ("ModelRegistry",),
+    "vllm.compilation.breakable_cudagraph": ("eager_break_during_capture",),
+    "vllm.config": ("CUDAGraphMode", "VllmConfig"),
+    "vllm.distributed": (
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "tensor_model_parallel_all_gather",
+        "tensor_model_parallel_all_reduce",
+    ),
+    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
+    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
+    "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP",),
+    "vllm.model_executor.models.interfaces": ("SupportsEagle3",),
+    "vllm.platforms": ("current_platform",),
+    "vllm.plugins": ("load_general_plugins",),
+    "vllm.v1.attention.backend": (
+        "AttentionBackend",
+        "AttentionCGSupport",
+        "AttentionMetadataBuilder",
+        "CommonAttentionMetadata",
+    ),
+    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec", "KVCacheLayout", "SlidingWindowSpec"),
+    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
 }
-RENAMED = {"FusedMoE": "FusedMoEFactory"}
-
-MODULES: dict[str, tuple[str, ...]] = {}
-for _module, _names in vllm_0_11.MODULES.items():
-    for _name in _names:
-        MODULES.setdefault(MOVED.get(_name, _module), ())
-        MODULES[MOVED.get(_name, _module)] += (RENAMED.get(_name, _name),)
 
 
 def __getattr__(name: str) -> Any:
-    return resolve(MODULES, RENAMED.get(name, name))
+    return resolve(MODULES, name)
+
+
+# What `--quantization` may be once vLLM has looked at the checkpoint. MXFP4 stays packed, BF16 becomes FP8 by fp8.
+QUANTIZATIONS = (None, "gpt_oss_mxfp4", "fp8")
+DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
+
+
+def register_formats() -> None:
+    """None: vLLM hands the checkpoint's tensors over as they are."""

@@ -60,6 +60,15 @@ def test_every_line_has_the_names_that_serving_uses_and_no_other(package):
         assert {name for name in has - used if source.count(name) < 2} == set(), "nobody uses these"
 
 
+def test_the_line_for_nvidia_has_the_names_that_its_model_uses_and_no_other():
+    shared = [SERVING / name for name in ("limits.py", "metrics.py", "registered.py")]
+    used = {name for path in shared for module, name in imports(path) if module == f"{lines.__name__}.vllm"}
+    model = [path for path in FILES if "cuda" in path.parts]
+    used |= {name for path in model for module, name in imports(path) if module.startswith(f"{lines.__name__}.vllm")}
+    has = {name for names in vllm_0_33.MODULES.values() for name in names}
+    assert (used | {"ModelRegistry"}) - vars(vllm_0_33).keys() == has  # plugin.py takes that one
+
+
 def test_versions_are_compared_in_lines_only():
     for path in Path(lines.__file__).parents[2].rglob("*.py"):
         if {"lines", "emulator"} & set(path.parts):

@@ -1,0 +1,172 @@
+"""What vLLM asks of an attention layer: which keys and values it is to keep, and what a step looks like to it.
+
+The model computes attention itself (`npu_gptoss.attention`), so a layer here is its cache and nothing more. Layers with
+a window form a group of their own, of which vLLM frees the blocks behind the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
+from npu_gptoss.model.transformer import KVCache
+from npu_gptoss.serving.lines.vllm_0_33 import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayerBase,
+    AttentionMetadataBuilder,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+    VllmConfig,
+)
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # of the kernels
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What the projections read of a step: slot_mapping [rows], where each row's key and value go; negative: nowhere.
+
+    The tensor stays where it is and vLLM fills the rows behind the real ones with -1, so a graph may hold it.
+    """
+
+    slot_mapping: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.shape[0]
+
+
+class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
+    """A step of vLLM's for the layers of one group. Nothing is copied from the device.
+
+    A request that verifies drafts has several rows of decode, and how many keys they see only the device knows: it may
+    have refused drafts that the host still counts. Each such row is then a request of its own, with the same blocks.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        speculative = vllm_config.speculative_config
+        self.most_rows = 1 + (speculative.num_speculative_tokens or 0 if speculative else 0)
+        self._lengths = self._table = torch.empty(0)
+        if self.most_rows > 1:
+            rows = vllm_config.scheduler_config.max_num_seqs * self.most_rows
+            width = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
+            self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+            self._table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StepMetadata:
+        """Equally few rows of each request: the device's own lengths, which a full graph reads anew at every replay,
+        where a padding row has none. Else the host's, which vLLM knows exactly where nothing is verified."""
+        common, requests = common_attn_metadata, common_attn_metadata.num_reqs
+        rows, table, lengths = common.max_query_len, common.block_table_tensor[:requests], common.seq_lens[:requests]
+        if rows <= self.most_rows and requests * rows == common.num_actual_tokens:
+            if rows > 1:
+                table, lengths = self._each_row(table, lengths, rows)
+            return DecodeMetadata(lengths, table, common.slot_mapping[: requests * rows], max(common.max_seq_len, 1))
+        starts = common.query_start_loc_cpu[: requests + 1].tolist()
+        most = common.seq_lens_cpu_upper_bound[:requests].tolist()
+        step = AttentionMetadata(tuple(starts), tuple(most), table, common.slot_mapping[: starts[-1]])
+        return step if self.most_rows == 1 else verifying(step, lengths, common.is_prefilling[:requests].tolist())
+
+    def _each_row(self, table: torch.Tensor, lengths: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Table and lengths of rows in place of requests, at addresses that stay."""
+        requests, width = table.shape
+        behind = torch.arange(1 - rows, 1, dtype=torch.int32, device=lengths.device)
+        tables, seen = self._table[: requests * rows, :width], self._lengths[: requests * rows]
+        tables.view(requests, rows, width).copy_(table[:, None])
+        torch.clamp(lengths[:, None] + behind, min=0, out=seen.view(requests, rows))
+        return tables, seen
+
+
+def verifying(step: AttentionMetadata, lengths: torch.Tensor, prefilling: list[bool]) -> AttentionMetadata:
+    """The same step with each row of a request that decodes as a request of its own, seen as far as `lengths` says."""
+    starts, most, request, behind = [0], [], [], []
+    for index, (first, end) in enumerate(pairwise(step.query_start_loc)):
+        if prefilling[index]:
+            starts.append(end)
+            most.append(step.seq_lens[index])
+            request.append(index)
+            behind.append(0)
+            continue
+        for row in range(first, end):
+            starts.append(row + 1)
+            most.append(step.seq_lens[index] - (end - 1 - row))
+            request.append(index)
+            behind.append(end - 1 - row)
+    on_host = torch.tensor([request, behind], pin_memory=lengths.device.type != "cpu")
+    chosen = on_host.to(lengths.device, non_blocking=True)
+    return AttentionMetadata(
+        tuple(starts),
+        tuple(most),
+        step.block_table[chosen[0]],
+        step.slot_mapping,
+        (lengths[chosen[0]] - chosen[1]).int(),
+    )
+
+
+class SinkBackend(AttentionBackend):
+    """Says what the kernels take of a cache."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("the model computes its attention itself")
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int]:
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)
+
+
+class LayerCache(AttentionLayerBase):
+    """Keys and values of one layer: `kv_cache` is the pair of them once vLLM has allocated it, before it is empty."""
+
+    def __init__(self, name: str, *, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+        """heads: of queries, of this rank, as kv_heads; window: keys that a query sees, its own included, or None."""
+        self.name, self.window = name, window
+        self.num_heads, self.num_kv_heads, self.head_size = heads, kv_heads, head_dim
+        self.kv_cache: KVCache | tuple[()] = ()
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """kv_cache: [blocks, kv_heads, block_size, 2 * head_dim], each key followed by its value."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        self.kv_cache = keys, values
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return SinkBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        shape = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": vllm_config.model_config.dtype,
+        }
+        return (
+            FullAttentionSpec(**shape)
+            if self.window is None
+            else SlidingWindowSpec(**shape, sliding_window=self.window)
+        )

@@ -1,0 +1,43 @@
+"""What the model for NVIDIA GPUs does not do, said before anything is loaded. Imports no vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npu_gptoss.serving.lines.vllm import VllmConfig
+
+# vLLM's graphs that break off at a function, in place of those that torch.compile cuts
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+
+
+def objections(config: VllmConfig) -> list[str]:
+    """As `limits.objections`."""
+    parallel = config.parallel_config
+    refused = {
+        "--load-format dummy: the weights are made when they are loaded; give the path of a checkpoint": (
+            config.load_config.load_format == "dummy"
+        ),
+        f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: use --tensor-parallel-size": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "--enable-expert-parallel with --data-parallel-size: the ranks of --tensor-parallel-size share the experts; "
+        "leave one of the two out": parallel.enable_expert_parallel and parallel.data_parallel_size > 1,
+        f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: leave it out": (
+            parallel.prefill_context_parallel_size > 1
+        ),
+        "--enable-prompt-embeds: prompts are text or token ids; leave it out": config.model_config.enable_prompt_embeds,
+        "VLLM_USE_V2_MODEL_RUNNER=0: the model is written for the second model runner; unset it": (
+            not config.use_v2_model_runner
+        ),
+        f"{BREAKABLE}=0: the model is not compiled, so graphs break off at its attention; unset it": (
+            os.environ.get(BREAKABLE) == "0"
+        ),
+    }
+    return [sentence for sentence, wrong in refused.items() if wrong]
+
+
+def choose_graphs() -> None:
+    """Before vLLM decides how it captures."""
+    os.environ.setdefault(BREAKABLE, "1")

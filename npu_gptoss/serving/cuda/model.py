@@ -1,0 +1,169 @@
+"""gpt-oss for vLLM on NVIDIA GPUs: `npu_gptoss.model.transformer.GptOss`, whose caches vLLM allocates and schedules.
+
+A step of decode is one graph of vLLM's, attention included. Of a mixed step vLLM captures what lies between two
+attentions, and breaks off at `attend`, which runs with the lengths of the step. Both are captured once for each of
+vLLM's sizes. Rows that pad a size write no key, read no expert and come out of attention as zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from npu_gptoss.attention import DecodeMetadata
+from npu_gptoss.attention.triton.plan import ROUND_KEYS
+from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
+from npu_gptoss.model.checkpoint import expand_stream
+from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.model.values import checked_values
+from npu_gptoss.serving import limits
+from npu_gptoss.serving.cuda.cache import LayerCache, Slots
+from npu_gptoss.serving.cuda.ranks import TensorParallel
+from npu_gptoss.serving.lines.vllm_0_33 import (
+    CUDAGraphMode,
+    ForwardContext,
+    ParallelLMHead,
+    SupportsEagle3,
+    VllmConfig,
+    eager_break_during_capture,
+    get_forward_context,
+)
+from npu_gptoss.serving.loading import readable
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+@eager_break_during_capture
+def attend(model: GptOssForCausalLM, index: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    """Attention of layer `index` over its cache, into `out`: [rows, heads, head_dim] as query."""
+    cache = model.caches[index]
+    steps = get_forward_context().attn_metadata
+    if not steps or not cache.kv_cache:  # vLLM measures memory, or warms up, without keys
+        model.gather_for_nothing(index)
+        out.zero_()
+        return
+    model.gptoss.attend(index, query, cache.kv_cache, steps[cache.name], out=out)
+
+
+class GptOssForCausalLM(nn.Module, SupportsEagle3):
+    """What vLLM asks of a model. The weights are `gptoss`, which is made when they are loaded.
+
+    `model` and `lm_head` are for an EAGLE3 head, which looks for its target's embedding and vocabulary there.
+    """
+
+    gptoss: GptOss
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = limits.checked_config(vllm_config)
+        self.checkpoint = vllm_config.model_config.model
+        self.quantization = vllm_config.model_config.quantization
+        self.device, self.dtype = torch.get_default_device(), torch.get_default_dtype()
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.ranks = TensorParallel.of(vllm_config)
+        here = self.config if self.ranks is None else self.ranks.shard.local(self.config)
+        self.caches = [
+            LayerCache(
+                f"model.layers.{index}.self_attn.attn",
+                heads=here.num_attention_heads,
+                kv_heads=here.num_key_value_heads,
+                head_dim=here.head_dim,
+                window=here.window(index),
+            )
+            for index in range(here.num_hidden_layers)
+        ]
+        vllm_config.compilation_config.static_forward_context.update({cache.name: cache for cache in self.caches})
+        self.aux_layers: frozenset[int] = frozenset()
+        self.model, self.lm_head = nn.Module(), None
+        speculative = vllm_config.speculative_config
+        self._has_head = speculative is not None and speculative.method == "eagle3"
+        self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
+        shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
+        self._nothing: KVCache = (torch.zeros(shape), torch.zeros(shape))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError."""
+        form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
+        tensors = checked_values(readable(weights, self.config, self.checkpoint), self.dtype, self.checkpoint)
+        if form == FLOATS:
+            tensors = expand_stream(tensors, self.dtype)
+        self.gptoss = GptOss.from_tensors(
+            self.config, tensors, self.device, self.dtype, ranks=self.ranks, fp8=form == FP8
+        )
+        logger.info(
+            "npu-gptoss computes all of gpt-oss by its own kernels, experts in %s; NPU_GPTOSS=0 leaves it to vLLM.",
+            form,
+        )
+        if self._has_head:
+            self._share()
+        return {name for name, _ in self.named_parameters()}
+
+    def _share(self) -> None:
+        """The embedding, which every rank has whole, and this rank's rows of lm_head, as modules of vLLM's."""
+        self.model.embed_tokens = nn.Embedding.from_pretrained(self.gptoss.embedding)
+        with torch.device("meta"):
+            self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size)
+        self.lm_head.weight = nn.Parameter(self.gptoss.lm_head, requires_grad=False)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """layers: behind how many layers `forward` also returns the residual stream."""
+        self.aux_layers = frozenset(layers)
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """As vLLM has it."""
+        return 2, len(self.caches) // 2, len(self.caches) - 3
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[rows] -> [rows, hidden]."""
+        return self.gptoss.embed(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """input_ids, positions [rows]; rows past those of the step are padding. -> normed hidden states [rows, hidden],
+        and what an EAGLE3 head wants of the layers before, alike.
+
+        The other two are vLLM's for pipelines and embedded prompts, which `limits` refuses.
+        """
+        model, context = self.gptoss, get_forward_context()
+        live = live_rows(context, self.caches[0].name, len(input_ids))
+        residual, delta = model.embed(input_ids), None
+        aux: list[torch.Tensor] = []
+        for index, cache in enumerate(self.caches):
+            slots = (context.slot_mapping or {}).get(cache.name) if cache.kv_cache else None
+            where = self._nowhere if slots is None else Slots(slots)
+            residual, query = model.enter(index, residual, delta, positions, cache.kv_cache or self._nothing, where)
+            attended = torch.empty_like(query)
+            attend(self, index, query, attended)
+            residual, delta = model.leave(index, residual, attended, live)
+            if index + 1 in self.aux_layers:
+                aux.append(residual + delta)
+        hidden = model.finish(residual, delta)
+        return (hidden, aux) if self.aux_layers else hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab] in the model's dtype."""
+        return self.gptoss.head(hidden_states)
+
+    def gather_for_nothing(self, index: int) -> None:
+        """Takes, in vLLM's run that measures memory, what attention over the longest prompts will."""
+        keys, _ = self._nothing
+        if index == 0:
+            keys.new_empty(2, keys.shape[2] * max(ROUND_KEYS, self.max_model_len), keys.shape[3])
+
+
+def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:
+    """[rows], 0 for those that are padding, at an address that stays; None where no row is."""
+    step = (context.attn_metadata or {}).get(name)
+    if isinstance(step, DecodeMetadata) and step.num_tokens == rows:
+        return step.lengths
+    if context.cudagraph_runtime_mode == CUDAGraphMode.NONE or context.is_padding is None:
+        return None
+    return context.is_padding[:rows].logical_not().int()

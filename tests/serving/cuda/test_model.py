@@ -1,0 +1,188 @@
+"""The model of the CUDA line in vLLM 0.33's own structures, against the offline model; no GPU is needed for it.
+
+Steps are what vLLM's scheduler would hand over: prompts, chunks, decode, drafts to verify, in two groups of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace as Having
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
+
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.transformer import GptOss
+from npu_gptoss.serving import limits
+from npu_gptoss.serving.cuda import cache, model, ranks
+from npu_gptoss.serving.cuda.cache import StepBuilder
+from tests.checkpoints import random_tensors, write_random_checkpoint
+
+BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 64, 16, 512
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptOssConfig]:
+    folder = tmp_path_factory.mktemp("random")
+    return folder, write_random_checkpoint(folder)
+
+
+def config_of(folder: Path, drafts: int = 0) -> Having:
+    return Having(
+        model_config=Having(model=str(folder), quantization=None, max_model_len=MAX_MODEL_LEN, dtype=torch.float32),
+        scheduler_config=Having(max_num_batched_tokens=256, max_num_seqs=8),
+        cache_config=Having(block_size=BLOCK_SIZE),
+        parallel_config=Having(enable_expert_parallel=False),
+        speculative_config=Having(num_speculative_tokens=drafts, method="ngram") if drafts else None,
+        compilation_config=Having(static_forward_context={}),
+    )
+
+
+@dataclass
+class Server:
+    """What vLLM's runner does around the model, for requests that always run together."""
+
+    config: GptOssConfig
+    model: model.GptOssForCausalLM
+    plain: GptOss
+    drafts: int
+    tables: tuple[torch.Tensor, torch.Tensor]  # of the layers with a window, and of the others
+    lengths: list[int]
+    caches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, folder: Path, config: GptOssConfig, drafts: int = 0, requests: int = 3) -> Server:
+        served = model.GptOssForCausalLM(vllm_config=config_of(folder, drafts))
+        served.load_weights(random_tensors(config).items())
+        for layer in served.caches:
+            page = torch.zeros(BLOCKS, BLOCK_SIZE, layer.num_kv_heads, 2 * layer.head_size)
+            layer.bind_kv_cache(page.transpose(1, 2))  # [B, H, N, C] over memory in the order of LBNHC
+        shape = (BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+        tables = torch.randperm(BLOCKS)[: 2 * requests * 10].view(2, requests, 10).int()
+        plain = GptOss.from_tensors(config, random_tensors(config).items(), "cpu", torch.float32)
+        caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in served.caches]
+        return cls(config, served, plain, drafts, tuple(tables), [0] * requests, caches)
+
+    def step(self, rows: Sequence[int], *, prefilling: Sequence[bool], unknown: int = 0) -> Any:
+        """Checks one step. Returns as what it was built, or what the model returned where that is more than one tensor.
+
+        unknown: by how much the host's lengths of decoding requests are too long.
+        """
+        positions = [torch.arange(had, had + new) for had, new in zip(self.lengths, rows, strict=True)]
+        self.lengths = [had + new for had, new in zip(self.lengths, rows, strict=True)]
+        ids = torch.randint(0, self.config.vocab_size, (sum(rows),))
+        start = torch.tensor([0, *rows]).cumsum(0).int()
+        bounds = [n + unknown * (not prompt) for n, prompt in zip(self.lengths, prefilling, strict=True)]
+        steps, slots = {}, {}
+        for window, table in zip((True, False), self.tables, strict=True):
+            slot = [
+                t.long()[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for t, at in zip(table, positions, strict=True)
+            ]
+            common = CommonAttentionMetadata(
+                query_start_loc=start,
+                query_start_loc_cpu=start,
+                seq_lens=torch.tensor(self.lengths).int(),
+                seq_lens_cpu_upper_bound=torch.tensor(bounds).int(),
+                num_reqs=len(rows),
+                num_actual_tokens=sum(rows),
+                max_query_len=max(rows),
+                max_seq_len=max(bounds),
+                block_table_tensor=table,
+                slot_mapping=torch.cat(slot),
+                is_prefilling=torch.tensor(prefilling),
+            )
+            layers = [layer.name for layer in self.model.caches if (layer.window is not None) == window]
+            spec = Having(block_size=BLOCK_SIZE)
+            built = StepBuilder(spec, layers, config_of(Path(), self.drafts), torch.device("cpu")).build(0, common)
+            steps |= dict.fromkeys(layers, built)
+            slots |= dict.fromkeys(layers, common.slot_mapping)
+        context = ForwardContext(no_compile_layers={}, attn_metadata=steps, slot_mapping=slots)
+        with override_forward_context(context), torch.inference_mode():
+            result = self.model.forward(ids, torch.cat(positions))
+        got = result[0] if isinstance(result, tuple) else result
+        assert torch.equal(self.model.compute_logits(got), self.plain.head(got))
+        want = self._plain(ids, torch.cat(positions), start, rows)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        return result if isinstance(result, tuple) else type(built)
+
+    def _plain(
+        self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor:
+        table = self.tables[1]
+        slots = [
+            t.long()[torch.arange(n - new, n) // BLOCK_SIZE] * BLOCK_SIZE + torch.arange(n - new, n) % BLOCK_SIZE
+            for t, n, new in zip(table, self.lengths, rows, strict=True)
+        ]
+        step = AttentionMetadata(tuple(start.tolist()), tuple(self.lengths), table, torch.cat(slots))
+        return self.plain.forward(ids, positions, self.caches, step)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[Path, GptOssConfig]) -> Iterator[None]:
+    monkeypatch.setattr(limits, "checked_config", lambda _: checkpoint[1])
+    monkeypatch.setattr(ranks, "get_tensor_model_parallel_world_size", lambda: 1)
+    torch.manual_seed(0)
+    return
+
+
+def test_prompts_chunks_and_decode_are_those_of_the_offline_model(checkpoint):
+    server = Server.of(*checkpoint)
+    assert server.step([5, 70, 33], prefilling=[True, True, True]) is AttentionMetadata
+    assert server.step([1, 1, 1], prefilling=[False, False, False]) is DecodeMetadata
+    assert server.step([20, 1, 3], prefilling=[True, False, True]) is AttentionMetadata
+    assert server.step([1, 1, 1], prefilling=[False, False, False]) is DecodeMetadata
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_rows_that_verify_drafts_see_what_is_there_and_not_what_the_host_hopes_for(checkpoint, drafts):
+    server = Server.of(*checkpoint, drafts=drafts)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    assert server.step([1 + drafts] * 3, prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
+    assert server.step([1 + drafts, 20, 1], prefilling=[False, True, False], unknown=drafts) is AttentionMetadata
+    assert server.step([1, 1, 1], prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
+
+
+def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):
+    server = Server.of(*checkpoint)
+    seen = []
+    leave = server.plain.leave
+    server.plain.leave = lambda *inputs: seen.append(leave(*inputs)) or seen[-1]
+    server.model.set_aux_hidden_state_layers((1, 3))
+    hidden = server.step([5, 9, 1], prefilling=[True] * 3)
+    for got, behind in zip(hidden[1], (1, 3), strict=True):
+        torch.testing.assert_close(got, sum(seen[behind - 1]), rtol=1e-5, atol=1e-5)
+
+
+def test_the_check_notices_lengths_that_are_the_hosts(checkpoint, monkeypatch):
+    server = Server.of(*checkpoint, drafts=1)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    monkeypatch.setattr(cache, "verifying", lambda step, lengths, prefilling: step)
+    with pytest.raises(AssertionError, match="not close"):
+        server.step([2, 20, 1], prefilling=[False, True, False], unknown=1)
+
+
+def test_vllms_run_without_keys_computes_and_writes_nothing(checkpoint):
+    served = model.GptOssForCausalLM(vllm_config=config_of(checkpoint[0]))
+    served.load_weights(random_tensors(checkpoint[1]).items())
+    context = ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping=None)
+    with override_forward_context(context), torch.inference_mode():
+        assert torch.isfinite(
+            served.forward(torch.zeros(7, dtype=torch.int32), torch.zeros(7, dtype=torch.int64))
+        ).all()
+
+
+def test_layers_with_a_window_keep_no_more_than_that(checkpoint):
+    config = config_of(checkpoint[0])
+    specs = [layer.get_kv_cache_spec(config) for layer in model.GptOssForCausalLM(vllm_config=config).caches]
+    assert [getattr(spec, "sliding_window", None) for spec in specs] == [128, None, 128, None]
+    assert len({spec.page_size_bytes for spec in specs}) == 1, "the groups share their blocks"
