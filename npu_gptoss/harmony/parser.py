@@ -9,6 +9,7 @@ go on past `<|return|>`, and now and then in headers that the model spells badly
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import re
 
@@ -54,24 +55,31 @@ def text_of(message: Message) -> str:
 
 
 class _Phase(enum.Enum):
-    BETWEEN = enum.auto()  # after a message: only <|start|> means anything
+    BETWEEN = enum.auto()  # after a message: only <|start|> means anything, or the <|channel|> of one that left it out
     HEADER = enum.auto()
     CONTENT = enum.auto()
     OVER = enum.auto()  # the turn has ended: nothing means anything
 
 
+@functools.cache
+def _tokens(encoding: HarmonyEncoding, text: str) -> tuple[int, ...]:
+    """Of the few texts of the format itself: encoding one takes a millisecond."""
+    return tuple(encoding.encode(text, allowed_special="all"))
+
+
 class TolerantParser(StreamableParser):
     """openai-harmony's parser that never raises and never loses text that it has read.
 
-    Tokens between messages and after the end of the turn are dropped. A header goes to the strict parser as a whole;
-    when that refuses it, channel and recipient are read out of it as far as they can be, and when neither can, the
-    message is dropped up to the next `<|start|>`.
+    Tokens between messages and after the end of the turn are dropped; a message may begin with its `<|channel|>`. A
+    header goes to the strict parser as a whole; when that refuses it, channel and recipient are read out of it as far
+    as they can be, and when neither can, the message is an answer. One of another role is dropped up to the next
+    `<|start|>`.
     """
 
     def __init__(self, encoding: HarmonyEncoding, role: Role | None) -> None:
         super().__init__(encoding, role=role)
         self._encoding = encoding
-        self._start, self._message = encoding.encode("<|start|><|message|>", allowed_special="all")
+        self._start, self._channel, self._message = _tokens(encoding, "<|start|><|channel|><|message|>")
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
         self._message_ends = frozenset(encoding.stop_tokens())
         self._phase = _Phase.BETWEEN if role is None else _Phase.HEADER
@@ -82,13 +90,16 @@ class TolerantParser(StreamableParser):
 
     def process(self, token: int) -> TolerantParser:
         self._delta_is_fresh = self._completed = False
-        self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and token != self._start)
+        begins = token in (self._start, self._channel)
+        self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and not begins)
         if self._phase is _Phase.CONTENT:
             self._process_content(token)
         elif self._phase is _Phase.HEADER:
             self._process_header(token)
-        elif self._phase is _Phase.BETWEEN and token == self._start:
+        elif self._phase is _Phase.BETWEEN and begins:
             self._phase = _Phase.HEADER
+            if token == self._channel:
+                self._header = [token]
         return self
 
     def _process_content(self, token: int) -> None:
@@ -116,6 +127,9 @@ class TolerantParser(StreamableParser):
     def _read_header(self) -> bool:
         """Feed the header to the strict parser, or what can be understood of it. False when nothing can."""
         header, self._header = self._header, []
+        named = header and not self._encoding.is_special_token(header[0])
+        if super().state is StreamState.EXPECT_START and not named:
+            header = [*_tokens(self._encoding, "assistant"), *header]  # the strict parser would make it a tool's
         if self._start not in header:  # else the model has begun the message twice
             try:
                 self._begin()
@@ -136,18 +150,19 @@ class TolerantParser(StreamableParser):
     def _begin(self, role: str = "") -> None:
         """Give the strict parser the <|start|> that it waits for, unless it was made to expect the header of a role."""
         if super().state is StreamState.EXPECT_START:
-            for token in (self._start, *self._encoding.encode(role)):
+            for token in (self._start, *_tokens(self._encoding, role)):
                 super().process(token)
 
     def _read_header_text(self, text: str) -> bool:
-        channel = re.search(r"<\|channel\|>\W*(analysis|commentary|final)\b", text)
+        channels = r"(analysis|commentary|final)\b"
+        channel = re.search(rf"<\|channel\|>\W*{channels}", text) or re.search(rf"\b{channels}", text)
         recipient = re.search(r"\bto=([\w.-]{1,256})", text)
-        if re.match(r"\s*(user|system|developer|tool)\b", text) or not (channel or recipient):
-            logger.debug("harmony: a message is dropped because its header cannot be read: %r", text)
+        if re.match(r"\s*(user|system|developer|tool)\b", text):
+            logger.debug("harmony: a message is dropped because it is not the assistant's: %r", text)
             return False
         logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
         spelled = f" to={recipient[1]}" if recipient else ""
-        spelled += f"<|channel|>{channel[1] if channel else 'commentary'}"
+        spelled += f"<|channel|>{channel[1] if channel else 'commentary' if recipient else 'final'}"
         spelled += " <|constrain|>json" if "json" in text else ""
         try:
             self._begin("assistant")

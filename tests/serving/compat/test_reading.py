@@ -92,7 +92,6 @@ HM, FOUR = "<|channel|>analysis<|message|>hm<|end|>", "<|message|>Four.<|return|
         "<|start|>assistant<|channel|>final <|constrain|>json and more" + FOUR,
         # dropped, and what follows is not
         "<|start|>user foo bar baz<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
-        "<|start|>nonsense 1 2 3<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
         "<|start|>user<|channel|>final x y z<|message|>???<|end|><|start|>assistant<|channel|>final" + FOUR,
         "noise<|start|>assistant<|channel|>final" + FOUR,
     ],
@@ -102,6 +101,11 @@ def test_a_badly_spelled_later_header_is_read_as_far_as_possible(harmony, read, 
         feed(StreamableParser(harmony, Role.ASSISTANT), tokens(HM + rest))
     texts = read(HM + rest)
     assert (texts[Kind.REASONING], texts[Kind.ANSWER]) == (["hm"], ["Four."])
+
+
+def test_a_message_whose_header_says_nothing_is_told_as_an_answer(read):
+    texts = read(HM + "<|start|>nonsense 1 2 3<|message|>Four?<|end|><|start|>assistant<|channel|>final" + FOUR)
+    assert texts[Kind.ANSWER] == ["Four?", "Four."]
 
 
 def test_no_words_are_put_into_the_users_mouth_or_taken_from_it(read):

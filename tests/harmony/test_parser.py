@@ -1,0 +1,169 @@
+"""What a model may write, well or badly spelled: nothing raises, no text of a message is lost, and what is well formed
+is read as openai-harmony's strict parser reads it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("openai_harmony")
+
+from openai_harmony import HarmonyEncoding, HarmonyError, Role, StreamableParser
+
+from npu_gptoss.harmony.parser import TolerantParser, kind_of_message, text_of
+
+STREAMS = 5_000  # of each of two kinds
+BEGINS = ("", "assistant", "<|start|>", "<|start|>assistant<|start|>assistant", "\n<|start|>assistant")
+MARKS = ("start", "end", "message", "channel", "constrain", "return", "call")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A message of the assistant: how its header begins, its header, text and end."""
+
+    begin: str
+    header: str
+    text: str
+    end: str
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        return self.begin, f"{self.header}<|message|>", self.text, self.end
+
+
+def well_formed(draw: random.Random) -> list[Written]:
+    """A turn: reasoning and preambles, then an answer, a call, or neither because it is cut off."""
+    messages = []
+    for number in range(draw.randrange(4)):
+        channel = draw.choice(("analysis", "analysis", "commentary"))
+        messages.append((f"<|channel|>{channel}", f"part {number} é {draw.randrange(9)}", "<|end|>"))
+    last = draw.choice(("<|channel|>final", "<|channel|>commentary to=functions.f <|constrain|>json"))
+    end = draw.choice(("<|return|>", "<|call|>", "")) if "final" in last else "<|call|>"
+    messages.append((last, f'{{"answer": {draw.randrange(9)}, "日本": "\U0001f600"}}', end))
+    return [
+        Written("<|start|>assistant" if index else "", header, text, end)
+        for index, (header, text, end) in enumerate(messages)
+    ]
+
+
+def spoiled(messages: list[Written], draw: random.Random) -> list[str]:
+    """The same texts, none of them touched, in messages whose headers and surroundings are badly spelled."""
+    parts = []
+    for index, message in enumerate(messages):
+        begin = draw.choice((message.begin, *BEGINS)) if index else message.begin
+        header = draw.choice(
+            (
+                message.header,
+                message.header.replace("<|channel|>", "<|channel|>––"),
+                message.header + " nonsense",
+                message.header + "<|channel|>" + message.header.removeprefix("<|channel|>"),
+                "<|constrain|>" + message.header,
+            )
+        )
+        parts += (begin, f"{header}<|message|>", message.text, message.end)
+        if message.end == "<|end|>":
+            parts.append(draw.choice(("", "", " junk ", "<|end|>", "<|constrain|>")))
+    return parts
+
+
+@functools.cache
+def encoded(library: HarmonyEncoding, piece: str) -> list[int]:
+    return library.encode(piece, allowed_special="all")
+
+
+def tokens_of(library: HarmonyEncoding, pieces: Iterable[str]) -> list[int]:
+    return [token for piece in pieces for token in encoded(library, piece)]
+
+
+def read(library: HarmonyEncoding, tokens: list[int]) -> tuple[TolerantParser, str]:
+    """The parser at the end, and the text that it told as it came."""
+    parser, told = TolerantParser(library, role=Role.ASSISTANT), ""
+    for token in tokens:
+        told += parser.process(token).last_content_delta or ""
+    return parser, told
+
+
+def test_no_text_of_a_message_is_lost_however_its_header_is_spelled(library):
+    draw = random.Random(0)
+    for _ in range(STREAMS):
+        messages = well_formed(draw)
+        pieces = spoiled(messages, draw)
+        parser, told = read(library, tokens_of(library, pieces))
+        at = 0
+        for message in messages:
+            at = told.find(message.text, at) + len(message.text)
+            assert at >= len(message.text), f"{message.text!r} of {pieces} is not in {told!r}"
+        assert all(kind_of_message(message) for message in parser.messages), pieces
+
+
+def test_any_tokens_at_all_are_read_without_an_exception(library):
+    draw = random.Random(1)
+    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
+    for _ in range(STREAMS):
+        tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
+        for _ in range(draw.randrange(6)):
+            at = draw.randrange(len(tokens))
+            tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
+            tokens = tokens or [200_006]
+        read(library, tokens)
+
+
+def test_what_is_well_formed_is_read_as_the_strict_parser_reads_it(library):
+    draw = random.Random(2)
+    for _ in range(1000):
+        tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
+        strict = StreamableParser(library, role=Role.ASSISTANT)
+        ours, told, want = TolerantParser(library, role=Role.ASSISTANT), [], []
+        for token in tokens:
+            told.append(ours.process(token).last_content_delta)
+            want.append(strict.process(token).last_content_delta)
+        assert told == want
+        assert [m.to_dict() for m in ours.messages] == [m.to_dict() for m in strict.messages]
+
+
+@pytest.mark.parametrize(
+    ("text", "channel", "recipient", "found"),
+    [
+        ("<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b", "final", None, "b"),
+        ("<|channel|>analysis<|message|>a<|end|>assistant<|channel|>final<|message|>b", "final", None, "b"),
+        ("<|channel|>analysis<|message|>a<|end|><|start|><|channel|>final<|message|>b", "final", None, "b"),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|><|channel|>commentary to=functions.f<|message|>{}",
+            "commentary",
+            "functions.f",
+            "{}",
+        ),
+        ("<|channel|><|message|>b", "final", None, "b"),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant analysis x y z<|message|>b", "analysis", None, "b"),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>oops<|message|>b", "final", None, "b"),
+    ],
+)
+def test_a_message_that_lacks_a_part_of_its_header_is_the_assistants(library, text, channel, recipient, found):
+    parser, _ = read(library, library.encode(text, allowed_special="all"))
+    assert parser.current_role is Role.ASSISTANT
+    assert (parser.current_channel, parser.current_recipient, parser.current_content) == (channel, recipient, found)
+
+
+def test_what_the_model_writes_as_somebody_else_is_not_told(library):
+    text = "<|channel|>analysis<|message|>a<|end|><|start|>user<|channel|><|message|>b<|end|>"
+    assert read(library, library.encode(text, allowed_special="all"))[1] == "a"
+
+
+def test_the_strict_parser_fails_where_ours_reads_on(library):
+    """Else the properties above would say nothing."""
+    draw, failures = random.Random(0), 0
+    for _ in range(500):
+        strict = StreamableParser(library, role=Role.ASSISTANT)
+        messages = well_formed(draw)
+        try:
+            for token in tokens_of(library, spoiled(messages, draw)):
+                strict.process(token)
+            told = "".join(map(text_of, strict.messages)) + (strict.current_content or "")
+            failures += any(message.text not in told for message in messages)
+        except HarmonyError:
+            failures += 1
+    assert failures > 250
