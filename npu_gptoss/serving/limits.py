@@ -44,7 +44,7 @@ def objections(config: VllmConfig, device_type: str) -> list[str]:
         f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype": (
             cache.cache_dtype != "auto" or getattr(cache, "calculate_kv_scales", False)
         ),
-        f"--speculative-config: drafts come from {' or '.join(DRAFTERS) or 'nowhere'} here": (
+        f"--speculative-config: {' and '.join(DRAFTERS) + ' draft here' if DRAFTERS else 'not supported'}": (
             config.speculative_config is not None and config.speculative_config.method not in DRAFTERS
         ),
         f"--runner {model.runner_type}: this port generates text": model.runner_type != "generate",
