@@ -196,6 +196,8 @@ _add(
 )
 _add("chat-template", CHAT, _chat(chat_template="{% for i in range(10**12) %}{% endfor %}"), "chat_template", "200")
 _add("chat-template-kwargs", CHAT, _chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs", "200")
+_add("chat-no-messages", CHAT, _chat(messages=[]), "messages", "200")
+_add("chat-no-messages-no-turn", CHAT, _chat(messages=[], add_generation_prompt=False), "messages", "500")
 _add("chat-messages-text", CHAT, _chat(messages="hi"), "messages", "400")
 _add("chat-messages-of-numbers", CHAT, _chat(messages=[1]), "messages[0]", "400")
 _add("chat-unknown-role", CHAT, _chat(messages=[{"role": "\x1b[2J", "content": "x"}]), None, "400", needs="server")

@@ -157,7 +157,7 @@ CHAT: Fields = {
     **SAMPLING,
     **TOOLS,
     **TEMPLATE,
-    "messages": objects(16384),
+    "messages": objects(16384, empty=False),  # vLLM looks for the role of the last one
     "top_logprobs": logprobs(least=-1),
     "max_completion_tokens": integer(0, INT64),
     "bad_words": texts(1024, 256, blank=False),  # a word of white space alone has no token

@@ -169,10 +169,12 @@ def mapping(
 
 
 @rule
-def objects(value: Any, limits: Limits, name: str, most: int, fields: Mapping[str, Rule] | None = None) -> None:
+def objects(
+    value: Any, limits: Limits, name: str, most: int, fields: Mapping[str, Rule] | None = None, *, empty: bool = True
+) -> None:
     """A list of objects. vLLM looks into them before it knows what they are."""
-    if not isinstance(value, list):
-        raise refuse(name, "a list of objects", value)
+    if not isinstance(value, list) or not (value or empty):
+        raise refuse(name, "a list of objects" if empty else "a list of at least one object", value)
     at_most(most, "objects", len(value), name)
     for index, item in enumerate(value):
         fields_of(fields or {})(item, limits, f"{name}[{index}]")
