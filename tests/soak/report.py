@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_gptoss.files import write_atomically
 from tests.soak.run import Findings
 from tests.soak.server import ROLES, Sample
 
@@ -138,9 +139,11 @@ FINE = ("equal", "answered", "done")
 
 
 def save(record: Record, folder: Path) -> Path:
+    """A field a line: samples are many."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"soak-{record.stack}-{record.seed}.json"
-    path.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    fields = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(record).items())
+    write_atomically(path, ("{\n" + ",\n".join(fields) + "\n}\n").encode())
     return path
 
 
