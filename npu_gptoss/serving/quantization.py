@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.serving.lines.vllm import MXFP4_NAME as NAME
 from npu_gptoss.serving.lines.vllm import QuantizationConfig
 
-NAME = "gptoss_mxfp4"
 CLAIMED = "mxfp4"  # what config.json says
 RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked first
 

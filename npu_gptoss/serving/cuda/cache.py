@@ -58,7 +58,6 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         speculative = vllm_config.speculative_config
         self.most_rows = 1 + (speculative.num_speculative_tokens or 0 if speculative else 0)
-        self._lengths = self._table = torch.empty(0)
         if self.most_rows > 1:
             rows = vllm_config.scheduler_config.max_num_seqs * self.most_rows
             width = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
@@ -95,17 +94,11 @@ def verifying(step: AttentionMetadata, lengths: torch.Tensor, prefilling: list[b
     """The same step with each row of a request that decodes as a request of its own, seen as far as `lengths` says."""
     starts, most, request, behind = [0], [], [], []
     for index, (first, end) in enumerate(pairwise(step.query_start_loc)):
-        if prefilling[index]:
-            starts.append(end)
-            most.append(step.seq_lens[index])
+        for piece_end in (end,) if prefilling[index] else range(first + 1, end + 1):
+            starts.append(piece_end)
             request.append(index)
-            behind.append(0)
-            continue
-        for row in range(first, end):
-            starts.append(row + 1)
-            most.append(step.seq_lens[index] - (end - 1 - row))
-            request.append(index)
-            behind.append(end - 1 - row)
+            behind.append(end - piece_end)
+            most.append(step.seq_lens[index] - behind[-1])
     on_host = torch.tensor([request, behind], pin_memory=lengths.device.type != "cpu")
     chosen = on_host.to(lengths.device, non_blocking=True)
     return AttentionMetadata(

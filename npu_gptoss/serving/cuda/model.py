@@ -42,7 +42,6 @@ def attend(model: GptOssForCausalLM, index: int, query: torch.Tensor, out: torch
     cache = model.caches[index]
     steps = get_forward_context().attn_metadata
     if not steps or not cache.kv_cache:  # vLLM measures memory, or warms up, without keys
-        model.gather_for_nothing(index)
         out.zero_()
         return
     model.gptoss.attend(index, query, cache.kv_cache, steps[cache.name], out=out)
@@ -134,11 +133,14 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         """
         model, context = self.gptoss, get_forward_context()
         live = live_rows(context, self.caches[0].name, len(input_ids))
+        slots = context.slot_mapping or {}
+        if not self.caches[0].kv_cache:
+            slots = {}
+            self._gather_for_nothing()
         residual, delta = model.embed(input_ids), None
         aux: list[torch.Tensor] = []
         for index, cache in enumerate(self.caches):
-            slots = (context.slot_mapping or {}).get(cache.name) if cache.kv_cache else None
-            where = self._nowhere if slots is None else Slots(slots)
+            where = Slots(slots[cache.name]) if cache.name in slots else self._nowhere
             residual, query = model.enter(index, residual, delta, positions, cache.kv_cache or self._nothing, where)
             attended = torch.empty_like(query)
             attend(self, index, query, attended)
@@ -152,11 +154,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         """[rows, hidden] -> [rows, vocab] in the model's dtype."""
         return self.gptoss.head(hidden_states)
 
-    def gather_for_nothing(self, index: int) -> None:
+    def _gather_for_nothing(self) -> None:
         """Takes, in vLLM's run that measures memory, what attention over the longest prompts will."""
         keys, _ = self._nothing
-        if index == 0:
-            keys.new_empty(2, keys.shape[2] * max(ROUND_KEYS, self.max_model_len), keys.shape[3])
+        keys.new_empty(2, keys.shape[2] * max(ROUND_KEYS, self.max_model_len), keys.shape[3])
 
 
 def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:

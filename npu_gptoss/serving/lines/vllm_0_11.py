@@ -67,8 +67,9 @@ def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
 
 
+MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
 # What `--quantization` may be once vLLM has looked at the checkpoint.
-QUANTIZATIONS = (None, "gptoss_mxfp4")
+QUANTIZATIONS = (None, MXFP4_NAME)
 DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
 
 

@@ -5,7 +5,7 @@ Steps are what vLLM's scheduler would hand over: prompts, chunks, decode, drafts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace as Having
@@ -111,28 +111,20 @@ class Server:
             result = self.model.forward(ids, torch.cat(positions))
         got = result[0] if isinstance(result, tuple) else result
         assert torch.equal(self.model.compute_logits(got), self.plain.head(got))
-        want = self._plain(ids, torch.cat(positions), start, rows)
+        # one table for all layers: that of the last group
+        step = AttentionMetadata(
+            tuple(start.tolist()), tuple(self.lengths), common.block_table_tensor, common.slot_mapping
+        )
+        want = self.plain.forward(ids, torch.cat(positions), self.caches, step)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         return result if isinstance(result, tuple) else type(built)
 
-    def _plain(
-        self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, rows: Sequence[int]
-    ) -> torch.Tensor:
-        table = self.tables[1]
-        slots = [
-            t.long()[torch.arange(n - new, n) // BLOCK_SIZE] * BLOCK_SIZE + torch.arange(n - new, n) % BLOCK_SIZE
-            for t, n, new in zip(table, self.lengths, rows, strict=True)
-        ]
-        step = AttentionMetadata(tuple(start.tolist()), tuple(self.lengths), table, torch.cat(slots))
-        return self.plain.forward(ids, positions, self.caches, step)
-
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[Path, GptOssConfig]) -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[Path, GptOssConfig]) -> None:
     monkeypatch.setattr(limits, "checked_config", lambda _: checkpoint[1])
     monkeypatch.setattr(ranks, "get_tensor_model_parallel_world_size", lambda: 1)
     torch.manual_seed(0)
-    return
 
 
 def test_prompts_chunks_and_decode_are_those_of_the_offline_model(checkpoint):
