@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from npu_gptoss.model.sharding import EXPERT, TENSOR
 from tests.checkpoints import write_random_checkpoint
 from tests.engine.on_ranks import answers
 from tests.engine.recording import RerunRecorder
+from tests.serving.server import free_port
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +50,7 @@ def on_ranks(directory: Path, size: int, *layouts: str, device: str = "cpu") -> 
 
     They write to files: a rank that waits for a reader keeps the others from ending.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = ROOT / "tests" / "engine" / "on_ranks.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
+from npu_gptoss.serving.compat.ports import quiet_port
 from scripts import serve_cpu
 
 START_LIMIT = 240  # seconds; about 20 on two idle cores
@@ -42,6 +43,10 @@ class Server:
 
 
 def free_port() -> int:
+    """Nobody's until it is bound, which may be seconds later."""
+    port = quiet_port()
+    if port is not None:
+        return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

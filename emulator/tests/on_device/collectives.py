@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -150,10 +150,9 @@ def apart(rank: int, ranks: int) -> dict[str, bool]:
     return {**found, "refused": False}
 
 
-def work(rank: int, ranks: int, port: int, queue: mp.Queue, how: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def work(rank: int, ranks: int, store: str, queue: mp.Queue, how: str) -> None:
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", rank=rank, world_size=ranks)
+    dist.init_process_group("hccl", init_method=store, rank=rank, world_size=ranks)
     found = {}
     if how == "apart":
         found = apart(rank, ranks)
@@ -168,17 +167,16 @@ def work(rank: int, ranks: int, port: int, queue: mp.Queue, how: str) -> None:
 
 
 def main(ranks: int, how: str = "together") -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [
-        context.Process(target=work, args=(rank, ranks, port, queue, how), daemon=True) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    answers = dict(queue.get(timeout=240) for _ in processes)
+    with tempfile.TemporaryDirectory() as folder:  # a port could be taken by another before rank 0 listens on it
+        store = f"file://{folder}/store"
+        processes = [
+            context.Process(target=work, args=(rank, ranks, store, queue, how), daemon=True) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        answers = dict(queue.get(timeout=240) for _ in processes)
     wrong = [f"rank {rank}: {name}" for rank, found in answers.items() for name, right in found.items() if not right]
     print("\n".join(wrong) if wrong else f"OK {sum(map(len, answers.values()))}")
     return bool(wrong)

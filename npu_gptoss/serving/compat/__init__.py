@@ -36,6 +36,7 @@ FILES = (
     "cpu",
     "ascend",
     "barrier",
+    "ports",
     "grammars",
     "priority",
     "seeds",
