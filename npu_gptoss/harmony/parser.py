@@ -127,12 +127,10 @@ class TolerantParser(StreamableParser):
     def _read_header(self) -> bool:
         """Feed the header to the strict parser, or what can be understood of it. False when nothing can."""
         header, self._header = self._header, []
-        named = header and not self._encoding.is_special_token(header[0])
-        if super().state is StreamState.EXPECT_START and not named:
-            header = [*_tokens(self._encoding, "assistant"), *header]  # the strict parser would make it a tool's
         if self._start not in header:  # else the model has begun the message twice
+            named = header and not self._encoding.is_special_token(header[0])
             try:
-                self._begin()
+                self._begin("" if named else "assistant")  # without a role the strict parser would make it a tool's
                 for token in (*header, self._message):
                     super().process(token)
             except HarmonyError:
@@ -147,7 +145,7 @@ class TolerantParser(StreamableParser):
             return False
         return self._read_header_text(text)
 
-    def _begin(self, role: str = "") -> None:
+    def _begin(self, role: str) -> None:
         """Give the strict parser the <|start|> that it waits for, unless it was made to expect the header of a role."""
         if super().state is StreamState.EXPECT_START:
             for token in (self._start, *_tokens(self._encoding, role)):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from npu_gptoss.serving.compat.patch import around, expect_source, repair
 
@@ -46,7 +46,7 @@ def install(module: ModuleType) -> None:
     expect_source(module._get_open_port, 's.bind(("", 0))', "envs.VLLM_PORT")
     expect_source(module.get_open_port, "_get_open_port()")
 
-    def _get_open_port(original: Any) -> int:
-        return (None if envs.VLLM_PORT is not None else quiet_port()) or original()
-
-    around(module, "_get_open_port")(_get_open_port)
+    @around(module, "_get_open_port")
+    def _get_open_port(original: Callable[[], int]) -> int:
+        asked = envs.VLLM_PORT is not None
+        return original() if asked else quiet_port() or original()
