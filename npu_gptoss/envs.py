@@ -61,6 +61,7 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     v.name: v
     for v in (
+        Variable("NPU_GPTOSS", _switch, True, "0: stock vLLM, as if this package were not installed"),
         Variable(
             "NPU_GPTOSS_COMMIT", str, "", "the commit that `bench` writes into its records, where git cannot tell it"
         ),

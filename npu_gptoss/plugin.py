@@ -12,7 +12,6 @@ import os
 
 from npu_gptoss.serving.lines import LINES, Line, installed_vllm, line_of
 
-SUPPORTED_VLLM = " or ".join(line.vllm.recommended for line in LINES)
 ARCHITECTURE = "GptOssForCausalLM"
 
 _TOLD = "_GPTOSS_MISSPELT_TOLD"  # in the environment, which the server's other processes inherit
@@ -25,25 +24,30 @@ def version_objection(installed: str | None) -> str | None:
     """Why this vLLM is outside of the supported window, in words; None when it is inside."""
     if line_of(installed):
         return None
+    supported = " or ".join(f"{line.vllm.recommended} ({', '.join(line.devices)})" for line in LINES)
     found = f"vLLM {installed} is installed" if installed else "the installed vLLM carries no version"
     return (
-        f"npu-gptoss supports vLLM {SUPPORTED_VLLM} (and local builds of it, such as {SUPPORTED_VLLM}+empty), but "
-        f"{found}: it steps aside, and gpt-oss runs as this vLLM runs it. Install vLLM {SUPPORTED_VLLM} to use it."
+        f"npu-gptoss supports vLLM {supported} (and local builds, such as {LINES[0].vllm.recommended}+empty), but "
+        f"{found}: it steps aside, and gpt-oss runs as this vLLM runs it. Install vLLM {supported} to use it."
     )
 
 
 def register() -> None:
     """Registers the model, the MXFP4 checkpoint format and the limits with vLLM, and mends vLLM's defects.
 
-    Under a vLLM outside of the supported window it registers nothing and says so.
+    Under a vLLM outside of the supported window, and with NPU_GPTOSS=0, it registers nothing and says so.
     """
+    from npu_gptoss import envs
+
+    if not envs.get("NPU_GPTOSS"):
+        logger.info("NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM.")
+        return
     release = installed_vllm()
     line = line_of(release)
     if line is None:
         logger.warning("%s", version_objection(release))
         return
 
-    from npu_gptoss import envs
     from npu_gptoss.serving import compat
 
     if os.environ.get(_TOLD) is None:  # once for the server, not in each of its processes

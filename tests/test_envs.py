@@ -35,13 +35,11 @@ def test_switches_are_spelled_as_people_spell_them(monkeypatch, text, means):
     assert envs.get("NPU_GPTOSS_DISABLE_PLUGINS") is means
 
 
-def test_only_the_emulators_strictness_is_on_by_default(monkeypatch):
-    """Lenient, it would poison what our serving must never do."""
+def test_what_is_on_by_default_is_the_package_and_what_the_card_decides(monkeypatch):
     for name in envs.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     on = {name for name in envs.VARIABLES if envs.get(name) and type(envs.get(name)) not in (int, float)}
-    decided_by_the_card = {"NPU_GPTOSS_EXPERT_FORMAT"}
-    assert on == decided_by_the_card
+    assert on == {"NPU_GPTOSS", "NPU_GPTOSS_EXPERT_FORMAT"}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "9999999999"])

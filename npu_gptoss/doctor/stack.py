@@ -7,10 +7,10 @@ import re
 from npu_gptoss import plugin
 from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
-from npu_gptoss.doctor.machine import ASCEND, CPU, PLATFORM_VARIABLE, PLATFORMS, Machine
+from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving import lines
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.lines import TORCH_OLDEST, ascend_line, silent_defect
+from npu_gptoss.serving.lines import TORCH_OLDEST, ascend_line, line_of, silent_defect
 
 LINE, PYTHON = ascend_line(), lines.here().python
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
@@ -123,6 +123,14 @@ def vllm(here: Machine) -> Finding:
     if objection:
         sentence, _, rest = objection.partition(". Install")
         return failed(f"{sentence}.", f"Install{rest}" if rest else remedy)
+    line, device = line_of(release), {ASCEND: "npu", CPU: "cpu", CUDA: "cuda"}[platform]
+    if device not in line.devices:
+        other = next(line for line in lines.LINES if device in line.devices).vllm.recommended
+        state, stays = (warning, ": gpt-oss stays vLLM's own here") if device == "cuda" else (failed, "")
+        return state(
+            f"vLLM {release}: this package serves on {' and '.join(line.devices)} under it, not on {device}{stays}.",
+            remedy if other == LINE.vllm.recommended else f"`pip install vllm=={other}`, in an environment of its own.",
+        )
     if platform in (ASCEND, CPU) and "empty" not in build and "cpu" not in build:
         state = warning if platform == ASCEND else failed
         return state(

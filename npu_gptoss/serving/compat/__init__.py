@@ -119,7 +119,7 @@ def apply() -> None:
                 continue
             if line is None or line.name not in patch.lines:
                 _set(patch, "skipped", f"vllm is {version}, the patch was written for {' and '.join(patch.lines)}")
-                outside.append(patch.name)
+                outside += [patch.name] if line is None else []
                 continue
             _set(patch, "waiting")
         when_imported(patch.module, lambda module, patch=patch: _install(patch, module))

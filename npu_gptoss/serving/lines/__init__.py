@@ -1,8 +1,9 @@
 """The lines: each vLLM that this package serves under, with what it rides on. One table, also for `doctor`.
 
-A line is a row of `LINES` and two files beside this one, `vllm` and `ascend`, which give the same names to the same
-ideas of its vLLM and its vllm-ascend. `from npu_gptoss.serving.lines.vllm import …` takes them from the line of this
-process. No other code asks for a version. Imported by vLLM's entry point, so the standard library only.
+A line is a row of `LINES` and files beside this one: `vllm` and, where it serves on an NPU, `ascend`, which give the
+same names to the same ideas of its vLLM and its vllm-ascend. `from npu_gptoss.serving.lines.vllm import …` takes them
+from the line of this process. No other code asks for a version. Imported by vLLM's entry point, so the standard
+library only.
 """
 
 from __future__ import annotations
@@ -88,6 +89,13 @@ LINES = (
         cann=Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
+    ),
+    Line(
+        name="0.33",
+        vllm=Window("vLLM", ("0.33.0",), "0.33.0"),
+        devices=("cuda",),
+        model="npu_gptoss.serving.cuda.model:GptOssForCausalLM",
+        python=("3.10", "3.11", "3.12", "3.13"),
     ),
 )
 

@@ -73,6 +73,11 @@ QUANTIZATIONS = (None, MXFP4_NAME)
 DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
 
 
+def as_written(config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's copy of config.json is as the checkpoint has it."""
+    return config
+
+
 def register_formats() -> None:
     """vLLM must know our name for MXFP4 before it reads a checkpoint."""
     from npu_gptoss.serving import quantization

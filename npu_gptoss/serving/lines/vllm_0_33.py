@@ -1,4 +1,4 @@
-"""vLLM 0.33.0: where its names are. No row of `LINES` yet: nothing of it has served on a GPU so far.
+"""vLLM 0.33.0, on NVIDIA GPUs: where its names are.
 
 It brings all that the model of `serving.cuda` rides on: groups of KV cache blocks for layers with a window, and CUDA
 graphs that break off at a function, without torch.compile. A step's lengths are on the device, with bounds on the host.
@@ -46,6 +46,16 @@ def __getattr__(name: str) -> Any:
 # What `--quantization` may be once vLLM has looked at the checkpoint. MXFP4 stays packed, BF16 becomes FP8 by fp8.
 QUANTIZATIONS = (None, "gpt_oss_mxfp4", "fp8")
 DRAFTERS = ("ngram", "eagle3")  # methods of --speculative-config
+# what vLLM calls the official checkpoint's format once it has looked at it: it has several others of that name
+_OFFICIAL = {"gpt_oss_mxfp4": "mxfp4"}
+
+
+def as_written(config: dict[str, Any]) -> dict[str, Any]:
+    """config: vLLM's copy of config.json. Returns it with the format's name as the checkpoint has it."""
+    form = config.get("quantization_config")
+    if not isinstance(form, dict) or form.get("quant_method") not in _OFFICIAL:
+        return config
+    return config | {"quantization_config": form | {"quant_method": _OFFICIAL[form["quant_method"]]}}
 
 
 def register_formats() -> None:
