@@ -65,9 +65,18 @@ class Recorder:
                 with self._module.graph(graph, pool=self._pool):
                     result = work()
             except RuntimeError as error:
+                self._leave_capture(current)
                 raise InputError(
                     f"a step cannot be captured with the kernels selected for it ({error}): choose graphs=none, or "
                     "kernels that ask the device nothing (`npu-gptoss kernels explain`)"
                 ) from error
             graph.replay()
         return Recorded(graph, result)
+
+    def _leave_capture(self, stream: Any) -> None:
+        """After a capture that broke off torch stays on its stream, and its generator refuses every random number."""
+        self._module.set_stream(stream)
+        if self.device.type == "cuda":
+            ours = self._module.default_generators[self._module.current_device()]
+            fresh = torch.Generator(self.device).manual_seed(ours.initial_seed())
+            ours.graphsafe_set_state(fresh.graphsafe_get_state())

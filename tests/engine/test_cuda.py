@@ -67,9 +67,12 @@ def test_a_whole_bucket_chooses_the_tokens_of_steps_without_graphs(requests, dir
 
 def test_kernels_that_cannot_be_captured_are_named_as_the_reason(directory: Path) -> None:
     """In fp32 the experts run on plain torch ops, which ask the device how many rows each has."""
+    stream = torch.cuda.current_stream()
     with pytest.raises(InputError, match=r"cannot be captured with the kernels .* choose graphs=none"):
         Engine(directory, device="cuda", dtype="float32", num_blocks=200, graphs="full", graph_sizes=SIZES)
     torch.cuda.synchronize()
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(8, device="cuda").isfinite().all(), "the process goes on"
     assert Engine(directory, device="cuda", dtype="float32", num_blocks=20).graphs is None
 
 

@@ -1,0 +1,135 @@
+"""Our model in vLLM's engine on a GPU: its graphs, against launches one by one and against the offline engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.engine import Engine, SamplingParams
+from tests.checkpoints import write_random_checkpoint
+from tests.markdown import ROOT
+from tests.oracle import random_prompts
+from tests.serving.cuda.answers import NEVER_REFRESHED, Answer, Question
+
+pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
+]
+
+SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
+TOKENS = 40
+SIZES = [1, 2, 4, 8, 16]
+NEAR = 0.5  # of log-probability in fp32; a token of a wrong computation loses about 3
+SHARED = {"max_model_len": 512, "max_num_seqs": 16, "enable_prefix_caching": False}
+GRAPHS = SHARED | {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda") / "checkpoint"
+    write_random_checkpoint(path, mxfp4=True, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Seven, in a graph of eight rows."""
+    return random_prompts((5, 17, 40, 200, 3, 128, 300), 512)
+
+
+@pytest.fixture(scope="module")
+def ask(directory: Path, prompts: list[list[int]]) -> Callable[..., Answer]:
+    kept: dict[str, Answer] = {}
+
+    def ask(options: dict[str, Any], **more: Any) -> Answer:
+        question = json.dumps(asdict(Question(str(directory), prompts, TOKENS, options, **more)))
+        if question not in kept:
+            run = subprocess.run(
+                [sys.executable, "-m", "tests.serving.cuda.answers"],
+                input=question,
+                env=os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert run.returncode == 0, run.stderr[-3000:]
+            answer = json.loads(run.stdout.splitlines()[-1])
+            kept[question] = Answer(**answer | {"full": {int(rows): n for rows, n in answer["full"].items()}})
+        return kept[question]
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def eager(ask: Callable[..., Answer]) -> list[list[int]]:
+    return ask(SHARED | {"enforce_eager": True}).tokens
+
+
+def regrets(directory: Path, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
+    """Where two answers part: by how much fp32 prefers the better of their two tokens, in log-probability."""
+    exact, found = Engine(directory, device="cpu", dtype="float32", num_blocks=200), []
+    for prompt, ours, theirs in zip(prompts, got, want, strict=True):
+        same = next((i for i in range(TOKENS) if ours[i] != theirs[i]), None)
+        if same is not None:
+            logits = exact.logits([*prompt, *ours[:same]])[-1]
+            found.append(float((logits[ours[same]] - logits[theirs[same]]).abs()))
+    return found
+
+
+def test_without_graphs_the_tokens_are_the_offline_engines(directory, prompts, eager) -> None:
+    engine = Engine(directory, device="cuda", num_blocks=200, graphs="none")
+    results = engine.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    assert [list(result.token_ids) for result in results] == eager
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE"])
+def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(mode, ask, eager) -> None:
+    config = GRAPHS["compilation_config"] | {"cudagraph_mode": mode}
+    answer = ask(GRAPHS | {"compilation_config": config})
+    assert answer.tokens == eager
+    assert answer.late == 0, "a graph was captured while requests waited"
+    if mode == "PIECEWISE":
+        assert answer.full == {}
+        assert answer.piecewise >= TOKENS - 1
+    else:
+        assert answer.captured == SIZES
+        assert answer.full == {8: TOKENS - 1}, "seven requests end together, in the bucket of eight"
+
+
+@pytest.mark.parametrize("name", NEVER_REFRESHED)
+def test_what_a_graph_reads_from_another_place_is_noticed(name, ask, eager) -> None:
+    assert ask(GRAPHS, spoil=name).tokens != eager
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({"max_num_batched_tokens": 64}, 1),
+        ({"enable_prefix_caching": True}, 2),
+        ({"num_gpu_blocks_override": 56}, 1),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}, 1),
+    ],
+    ids=["chunks", "prefix cache", "preemption", "n-gram drafts"],
+)
+def test_other_batches_part_at_near_ties_only(options, times, directory, prompts, ask, eager) -> None:
+    """A row that is computed among others has its sums in another order."""
+    answer = ask(GRAPHS | options, times=times)
+    found = regrets(directory, prompts, answer.tokens, eager)
+    print(f"{len(found)} of {len(prompts)} part, regrets {[round(regret, 3) for regret in found]}")
+    assert all(regret < NEAR for regret in found)
+    if "num_gpu_blocks_override" in options:
+        assert answer.preemptions > 0, "every request had its blocks"
+    if "speculative_config" in options:
+        assert set(answer.full) - {8}, "no step verified drafts in a graph"
