@@ -102,6 +102,15 @@ class TolerantParser(StreamableParser):
                 self._header = [token]
         return self
 
+    def process_eos(self) -> TolerantParser:
+        """Nothing comes any more: a message that is cut off in its text ends there, one in its header was none."""
+        self._delta_is_fresh = self._completed = False
+        if self._phase is _Phase.CONTENT:
+            super().process_eos()
+            self._completed = True
+        self._phase = _Phase.OVER
+        return self
+
     def _process_content(self, token: int) -> None:
         try:
             super().process(token)

@@ -48,6 +48,7 @@ FILES = (
     "unsaid",
     "vocabulary",
     "reading",
+    "segments",
     "context_length",
     "prompt",
     "streaming",

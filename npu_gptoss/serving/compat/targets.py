@@ -15,6 +15,7 @@ RESPONSES = "vllm.entrypoints.openai.serving_responses"
 TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
 TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
 REASONING = "vllm.reasoning.gptoss_reasoning_parser"
+PARSING = "vllm.parser.harmony"  # of 0.33
 TOKENIZER = "vllm.transformers_utils.tokenizer"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ASYNC = "vllm.v1.engine.async_llm"
