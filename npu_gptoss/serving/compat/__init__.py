@@ -24,7 +24,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import Mismatch, Patch, repairs_of, when_imported
 from npu_gptoss.serving.lines import installed_vllm, line_of
 
-__all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "require_essential", "status"]
+__all__ = ["Patch", "PatchError", "PatchStatus", "apply", "patches", "patches_here", "require_essential", "status"]
 
 logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --log-config apply
 
@@ -67,9 +67,15 @@ class PatchError(InputError):
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """The table."""
+    """The table, of all lines."""
     files = (importlib.import_module(f"{__name__}.{name}") for name in FILES)
     return tuple(patch for file in files for patch in repairs_of(file))
+
+
+def patches_here() -> tuple[Patch, ...]:
+    """Those of the line of this process; all of them where no line fits."""
+    line = line_of(installed_vllm())
+    return tuple(patch for patch in patches() if line is None or line.name in patch.lines)
 
 
 @dataclass(frozen=True)
@@ -111,16 +117,16 @@ def apply() -> None:
             + ", ".join(patch.name for patch in patches())
         )
     outside = []
-    for patch in patches():
+    for patch in patches_here():
         with _lock:
             if patch.name in _status:
                 continue
             if patch.name in skip:
                 _set(patch, "skipped", "NPU_GPTOSS_SKIP_PATCHES names it")
                 continue
-            if line is None or line.name not in patch.lines:
+            if line is None:
                 _set(patch, "skipped", f"vllm is {version}, the patch was written for {' and '.join(patch.lines)}")
-                outside += [patch.name] if line is None else []
+                outside.append(patch.name)
                 continue
             _set(patch, "waiting")
         when_imported(patch.module, lambda module, patch=patch: _install(patch, module))
@@ -131,7 +137,7 @@ def apply() -> None:
 def status() -> tuple[PatchStatus, ...]:
     """What became of each patch, in the order of the table; a patch that `apply` has not seen is waiting."""
     return tuple(
-        _status.get(patch.name, PatchStatus(patch, "waiting", "apply() was not called")) for patch in patches()
+        _status.get(patch.name, PatchStatus(patch, "waiting", "apply() was not called")) for patch in patches_here()
     )
 
 

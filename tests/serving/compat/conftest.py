@@ -17,7 +17,7 @@ from npu_gptoss.serving import compat
 from npu_gptoss.serving.compat.patch import stock
 
 # Those whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
-HERE = [patch for patch in compat.patches() if importlib.util.find_spec(patch.module.partition(".")[0])]
+HERE = [patch for patch in compat.patches_here() if importlib.util.find_spec(patch.module.partition(".")[0])]
 
 
 def _owner(target: str) -> tuple[Any, str]:
