@@ -49,9 +49,8 @@ def main() -> None:
         times = [steps(llm.llm_engine, config, batch, args.steps) for _ in range(ROUNDS)]
         profile = cProfile.Profile()
         steps(llm.llm_engine, config, batch, args.steps, profile)
-        rows.append(
-            {"batch": batch, "ms": round(statistics.median(times), 4), "functions": functions(profile, args.steps)}
-        )
+        told = functions(profile, args.steps)
+        rows.append({"batch": batch, "ms": round(statistics.median(times), 4), "functions": told})
         print(json.dumps(rows[-1] | {"functions": told[:25]}, indent=1), flush=True)
     found = {"model": str(args.model), "layers": config["num_hidden_layers"], "steps": args.steps, "records": rows}
     args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
