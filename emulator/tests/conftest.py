@@ -15,6 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in (
         ("emulated", "needs the environment with torch_npu"),
         ("slow", "takes more than ten seconds"),
+        ("long", "what a shorter test shows too"),
     ):
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if with_new_names(os.environ).get(VENV_VARIABLE):

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.mark.emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.long), "graphs"])
 def test_a_suite_that_does_not_know_of_the_emulator_passes_on_it(mode: str) -> None:
     place = venv()
     suite = ["pytest", "-q", "-p", "no:cacheprovider", "-k", mode, "--rootdir", str(EXAMPLES)]

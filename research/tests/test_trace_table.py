@@ -77,6 +77,7 @@ def test_ours_moves_what_the_roofline_counts(measured):
 
 @pytest.mark.emulated
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_counts_see_waits_casts_and_copies_of_the_other_paths(measured, folder):
     small_ops = trace(WAYS["small_ops"], folder, batches=(8,), steps=4)[8]
     assert mean(small_ops["layer"], "syncs") > 1

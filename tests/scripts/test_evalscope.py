@@ -164,6 +164,7 @@ def test_evalscope_itself_draws_a_thousand_questions_for_the_gate() -> None:
     assert done.stdout.strip() == "1000"
 
 
+@pytest.mark.long
 def test_the_score_falls_to_nothing_without_the_sinks(folder: Path, finished: str) -> None:
     """Also shows McNemar's test on real runs: the report names the better one."""
     import torch

@@ -140,6 +140,7 @@ def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_corrupt_checkpoints_end_vllm_serve_with_a_sentence() -> None:
     """The command itself, up to where it would fork the engine."""
     command = [sys.executable, "-m", "tests.model.fuzz", "--through", "serve", "--count", "15", "--seed", "5"]

@@ -101,6 +101,7 @@ def worst_of_first(said: list[dict[str, Any]], prompts: list[list[int]], checkpo
     return torch.tensor(found)
 
 
+@pytest.mark.long
 def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(
     checkpoint: Path, encode: Callable[[str], list[int]], harmony: Any, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(
     assert [line for line in printed.splitlines() if re.search(complaints, line)] == []
 
 
+@pytest.mark.long
 def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(checkpoint: Path, tmp_path: Path) -> None:
     """The buffer is rope's table, which vllm-ascend's forward replaces by one in another dtype."""
     said, done = run(tmp_path, checkpoint, [[1, 2, 3]], STOCK, tokens=1, graphs=True)
@@ -131,6 +133,7 @@ def test_with_graphs_vllms_check_of_buffers_ends_stock_and_not_the_plugin(checkp
     assert masks(tmp_path / "trace") == 0  # the control of the next test
 
 
+@pytest.mark.long
 def test_a_prompts_mask_is_copied_to_the_device_unless_we_leave_it_out(checkpoint: Path, tmp_path: Path) -> None:
     """Prompt length squared in bfloat16, once a prefill; the fused operator has no use for it (docs/tuning.md)."""
     how = {"tokens": 1, "trace": tmp_path / "trace", "skip": "ascend-host-mask"}

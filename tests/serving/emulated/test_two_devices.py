@@ -37,8 +37,13 @@ NOT_CAPTURED = {
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    # what cannot be captured whole is captured piecewise: once is enough
-    [(mode, how) for mode in MODES for how in PARALLEL if mode != "piecewise" or how not in NOT_CAPTURED],
+    # what cannot be captured whole is captured piecewise: once is enough; most layouts without graphs are long
+    [
+        pytest.param(mode, how, marks=[pytest.mark.long] * (mode == "eager" and how != "TP=2"))
+        for mode in MODES
+        for how in PARALLEL
+        if mode != "piecewise" or how not in NOT_CAPTURED
+    ],
 )
 def test_two_devices_equal_transformers_in_float32(mode, how, serve, expected):
     """Collectives are part of the graphs, and each rank updates its own attention. The first request is alone, on one
