@@ -34,6 +34,9 @@ class Device:
     def device(self, device: torch.device) -> Iterator[None]:
         yield
 
+    def set_stream(self, stream: SimpleNamespace) -> None:
+        self.events.append("back to the stream before")
+
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
         self.events.append("aside")
@@ -78,7 +81,8 @@ def test_a_step_that_asks_the_device_is_refused_with_the_way_out(device: Device)
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(InputError, match=r"cannot be captured .*\(operation not permitted.*choose graphs=none"):
-        Recorder(SimpleNamespace(type="cuda")).record(work)
+        Recorder(SimpleNamespace(type="npu")).record(work)  # of a GPU there is a generator, too: tests/engine/test_cuda
+    assert device.events[-1] == "back to the stream before"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
