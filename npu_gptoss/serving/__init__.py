@@ -1,4 +1,4 @@
-"""gpt-oss inside vLLM 0.11.0: everything in this package that knows vLLM.
+"""gpt-oss inside vLLM: everything in this package that knows vLLM.
 
 `plugin.register` is the only way in. Importing this package imports neither vLLM nor torch.
 """
