@@ -5,8 +5,8 @@
 * `keys`: with keys, every route but the two that ask for life needs one;
 * `body`: what every body has to be: bounded, UTF-8, JSON, one value for each key, finite numbers, whole characters;
 * `fields`: the table of every field of every route with its bounds;
-* `structured`: grammars, regular expressions and schemas, compiled once in a child process that may die of them.
+* `structures`: grammars, regular expressions and schemas, compiled once in a child process that may die of them.
 
 What is refused is answered with 400 in OpenAI's form before a stream begins. None of it knows a release of vLLM;
-`serving/compat/admission.py` puts it around the server.
+`serving/compat/admission.py` and `structures.py` put it around the server.
 """

@@ -1,4 +1,6 @@
-"""The table of every field that vLLM 0.11.0's requests have, by route: its bounds, or nothing where any value serves.
+"""The table of every field that requests have, by route: its bounds, or nothing where any value serves.
+
+One table for all lines: a field or a route that one vLLM does not know is bound there for nothing, and costs nothing.
 
 A field that is not named here is either free text for the model, or bound by vLLM before it does anything with it;
 `tests/serving/admission/test_fields.py` has the list of those, so that a field of another release cannot be missed.
@@ -105,8 +107,10 @@ QUEUED: Fields = {
     "model": MODEL,
     "priority": integer(-INT32, INT32),
     "request_id": REQUEST_ID,
+    "session_id": identifier(256),
     "cache_salt": text(1024),
     "mm_processor_kwargs": mapping(0),  # gpt-oss reads text
+    "media_io_kwargs": mapping(0),
     "truncate_prompt_tokens": integer(-1, "max_model_len"),
 }
 
@@ -140,6 +144,15 @@ SAMPLING: Fields = QUEUED | {
     "guided_whitespace_pattern": text(256),
     "vllm_xargs": mapping(64, keys=text(256)),
     "kv_transfer_params": size(16 * 1024),
+    "ec_transfer_params": size(16 * 1024),
+    "logprob_token_ids": token_ids("vocab_size", 128),  # so many are told apart in a step
+    "routed_experts_prompt_start": integer(0, "max_model_len"),
+    "stream_interval": integer(1, INT32),
+    "thinking_token_budget": integer(-1, INT64),
+    # each step looks for every size of pattern in the output
+    "repetition_detection": fields_of(
+        {"max_pattern_size": integer(0, 1024), "min_pattern_size": integer(0, 1024), "min_count": integer(0, INT32)}
+    ),
 }
 
 FUNCTION: Fields = {"name": text(256, strict=True), "parameters": size(256 * 1024, otherwise=fields_of({}))}
@@ -164,25 +177,90 @@ CHAT: Fields = {
     "structural_tag": SCHEMA,
 }
 
+
+def _conversations(value: Any, limits: Limits, name: str) -> None:
+    """A list of lists of messages."""
+    if not isinstance(value, list) or not value:
+        raise refuse(name, "a list of at least one conversation", value)
+    at_most(limits.max_prompts, "conversations", len(value), name)
+    for index, item in enumerate(value):
+        CHAT["messages"](item, limits, f"{name}[{index}]")
+
+
+BATCH: Fields = CHAT | {"messages": _conversations}
+
 COMPLETION: Fields = SAMPLING | {
     "prompt": _prompts,
+    "bad_words": CHAT["bad_words"],
     "prompt_embeds": unless("prompt_embeds", "this server takes no embeddings; --enable-prompt-embeds takes them."),
     "logprobs": logprobs(),
 }
 
-RESPONSES: Fields = QUEUED | {
-    "temperature": SAMPLING["temperature"],
-    "top_p": SAMPLING["top_p"],
-    "top_logprobs": logprobs(),
-    "max_output_tokens": integer(1, INT64),
-    "max_tool_calls": integer(0, INT32),
-    "text": fields_of({"format": _text_format}),
-    "tools": objects(512, FUNCTION),
-    "previous_response_id": identifier(256),
-    "reasoning": fields_of({}),
+_OF_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("stop", "stop_token_ids", "logit_bias", "structured_outputs", "vllm_xargs"),
+    *("kv_transfer_params", "ec_transfer_params"),
+)
+
+RESPONSES: Fields = (
+    QUEUED
+    | {name: SAMPLING[name] for name in _OF_SAMPLING}
+    | {
+        "chat_template_kwargs": TEMPLATE["chat_template_kwargs"],
+        "top_logprobs": logprobs(),
+        "max_output_tokens": integer(1, INT64),
+        "max_tool_calls": integer(0, INT32),
+        "text": fields_of({"format": _text_format}),
+        "tools": objects(512, FUNCTION),
+        "previous_response_id": identifier(256),
+        "previous_input_messages": objects(16384),
+        "reasoning": fields_of({}),
+        "prompt_cache_key": text(1024),
+        "safety_identifier": text(1024),
+    }
+)
+
+# Anthropic's form of a chat
+MESSAGES: Fields = (
+    QUEUED
+    | {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "vllm_xargs")}
+    | {
+        "kv_transfer_params": SAMPLING["kv_transfer_params"],
+        "ec_transfer_params": SAMPLING["ec_transfer_params"],
+        "chat_template_kwargs": TEMPLATE["chat_template_kwargs"],
+        "messages": objects(16384, empty=False),
+        "max_tokens": integer(1, INT64),
+        "stop_sequences": SAMPLING["stop"],
+        "tools": objects(512, {"name": text(256, strict=True), "input_schema": FUNCTION["parameters"]}),
+        "output_config": fields_of({"format": fields_of({"schema": SCHEMA})}),
+        "thinking": fields_of({"budget_tokens": integer(0, INT64)}),
+    }
+)
+
+# a prompt of token ids, and vLLM's own SamplingParams
+GENERATE_TOKENS: Fields = QUEUED | {
+    "token_ids": token_ids("vocab_size", empty=False),
+    "stream_options": SAMPLING["stream_options"],
+    "sampling_params": fields_of(SAMPLING | {"logprobs": logprobs(least=-1), "bad_words": CHAT["bad_words"]}),
+    "features": mapping(0),
+    "content_parts": objects(0),
+    "kv_transfer_params": SAMPLING["kv_transfer_params"],
+    "ec_transfer_params": SAMPLING["ec_transfer_params"],
+    "reasoning_parser_kwargs": size(16 * 1024),
 }
 
-TOKENIZE: Fields = TOOLS | TEMPLATE | {"model": MODEL, "messages": objects(16384), "mm_processor_kwargs": mapping(0)}
+SCORING: Fields = QUEUED | {"items": _prompts, "label_token_ids": token_ids("vocab_size", 1024)}
+
+TOKENIZE: Fields = (
+    TOOLS
+    | TEMPLATE
+    | {
+        "model": MODEL,
+        "messages": objects(16384),
+        "mm_processor_kwargs": QUEUED["mm_processor_kwargs"],
+        "media_io_kwargs": QUEUED["media_io_kwargs"],
+    }
+)
 
 DETOKENIZE: Fields = {"model": MODEL, "tokens": token_ids("tokenizer_size")}
 
@@ -193,6 +271,16 @@ ROUTES: dict[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
+    "/v1/chat/completions/batch": BATCH,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/chat/completions/render": CHAT,
+    "/v1/completions/render": COMPLETION,
+    "/v1/messages/render": MESSAGES,
+    "/v1/responses/render": RESPONSES,
+    "/inference/v1/generate": GENERATE_TOKENS,
+    "/generative_scoring": SCORING,
+    "/v1/systemone": QUEUED,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     **dict.fromkeys(

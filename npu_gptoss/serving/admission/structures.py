@@ -15,6 +15,7 @@ from typing import Any
 from npu_gptoss.serving.admission.bounded import Bounded, Busy, Died
 
 REMEMBERED = 1024
+HELD = 64 << 20  # characters of remembered structures: vLLM 0.33 writes each tool's schema twelve times
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Structures:
     def __init__(self, bounded: Bounded) -> None:
         self.bounded = bounded
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
+        self._held = 0
 
     def known(self, fields: Mapping[str, Any]) -> Verdict | None:
         return self._verdicts.get(key_of(fields))
@@ -59,6 +61,8 @@ class Structures:
         return found
 
     def _remember(self, key: str, verdict: Verdict) -> None:
+        """The last two stay in any case: a structure, and what its backend reads."""
+        self._held += len(key) if key not in self._verdicts else 0
         self._verdicts[key] = verdict
-        while len(self._verdicts) > REMEMBERED:
-            self._verdicts.popitem(last=False)
+        while len(self._verdicts) > REMEMBERED or (self._held > HELD and len(self._verdicts) > 2):
+            self._held -= len(self._verdicts.popitem(last=False)[0])

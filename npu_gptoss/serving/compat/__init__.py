@@ -45,6 +45,8 @@ FILES = (
     "metrics",
     "structured_output",
     "admission",
+    "structures",
+    "formats",
     "unsaid",
     "vocabulary",
     "reading",
@@ -88,11 +90,11 @@ class PatchStatus:
 
 
 _lock = threading.Lock()
-_status: dict[str, PatchStatus] = {}
+_status: dict[Patch, PatchStatus] = {}  # two lines may have a repair of one name, for one idea in two places
 
 
 def _set(patch: Patch, state: Literal["applied", "waiting", "skipped"], detail: str = "") -> None:
-    _status[patch.name] = PatchStatus(patch, state, detail)
+    _status[patch] = PatchStatus(patch, state, detail)
 
 
 def _install(patch: Patch, module: ModuleType) -> None:
@@ -114,12 +116,12 @@ def apply() -> None:
     if unknown:
         raise InputError(
             f"NPU_GPTOSS_SKIP_PATCHES names {', '.join(sorted(unknown))}; the patches are "
-            + ", ".join(patch.name for patch in patches())
+            + ", ".join(dict.fromkeys(patch.name for patch in patches()))
         )
     outside = []
     for patch in patches_here():
         with _lock:
-            if patch.name in _status:
+            if patch in _status:
                 continue
             if patch.name in skip:
                 _set(patch, "skipped", "NPU_GPTOSS_SKIP_PATCHES names it")
@@ -137,7 +139,7 @@ def apply() -> None:
 def status() -> tuple[PatchStatus, ...]:
     """What became of each patch, in the order of the table; a patch that `apply` has not seen is waiting."""
     return tuple(
-        _status.get(patch.name, PatchStatus(patch, "waiting", "apply() was not called")) for patch in patches_here()
+        _status.get(patch, PatchStatus(patch, "waiting", "apply() was not called")) for patch in patches_here()
     )
 
 

@@ -2,7 +2,7 @@
 
 vLLM 0.11.0 compiles a grammar in a thread and takes the result in `schedule()`, where a compile error ends the engine.
 And it makes one backend an engine, the one that the first request was validated for: a request validated for guidance
-after one for xgrammar is compiled by xgrammar, which may refuse it, or understand it otherwise.
+after one for xgrammar is compiled by xgrammar, which may refuse it, or understand it otherwise. 0.33 refuses it.
 
 Here every grammar is wrapped: what it raises is reported (`barrier.report`) and its row of the bit mask allows all.
 Each backend's name has a shallow copy of the manager of its own, which makes the backend and compiles with it; the
@@ -120,6 +120,26 @@ def install_backends(module: ModuleType) -> None:
     )
     expect_source(manager._async_create_grammar, "self.backend.compile_grammar(request_type, grammar_spec)")
     expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
+    _have_backends(manager)
+
+
+@repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.33",))
+def install_backends_0_33(module: ModuleType) -> None:
+    """The first structured request chooses the backend of all later ones: after one that xgrammar does not take, every
+    other is refused until the server is started again."""
+    manager = module.StructuredOutputManager
+    expect_source(
+        manager.grammar_init,
+        "if self.backend_name is not None and request_backend != self.backend_name: raise",
+        "if self.backend is None:",
+        "self.executor.submit(self._create_grammar, request)",
+    )
+    expect_source(manager._create_grammar, "self.backend.compile_grammar(")
+    expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
+    _have_backends(manager)
+
+
+def _have_backends(manager: type) -> None:
     original_init, original_clear = manager.grammar_init, manager.clear_backend
 
     def grammar_init(self: Any, request: Any) -> None:
@@ -132,7 +152,7 @@ def install_backends(module: ModuleType) -> None:
         if own is None:
             failures_of(self)  # made before it is copied, so that they share it
             own = copy.copy(self)
-            own.backend = None
+            own.backend = own.backend_name = None
             _make_backend(original_init, own, request)
             _expect_layout(self.backend, own.backend, name)
             copies[name] = own
@@ -142,9 +162,9 @@ def install_backends(module: ModuleType) -> None:
 
     def clear_backend(self: Any) -> None:
         others = [own.backend for own in vars(self).get(_BACKENDS, {}).values() if own.backend is not self.backend]
+        original_clear(self)  # on 0.33 this waits for those that compile
         for backend in others:
             backend.destroy()
-        original_clear(self)
 
     replace(manager, "grammar_init", grammar_init)
     replace(manager, "clear_backend", clear_backend)

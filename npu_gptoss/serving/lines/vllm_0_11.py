@@ -28,6 +28,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "get_tensor_model_parallel_world_size",
         "tensor_model_parallel_all_gather",
     ),
+    "vllm.entrypoints.openai.api_server": ("AuthenticationMiddleware",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     f"{_LAYERS}.fused_moe": ("FusedMoE",),
     f"{_LAYERS}.fused_moe.config": (
@@ -142,3 +143,55 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
     count, expert_map = determine_expert_map(cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts)
     first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
     return cut.tp_size, (first, first + count)
+
+
+def request_classes() -> dict[str, tuple[Any, ...]]:
+    """The classes that vLLM tries for the body of a route that generates, in its order."""
+    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+
+    return {
+        "/v1/chat/completions": (ChatCompletionRequest,),
+        "/v1/completions": (CompletionRequest,),
+        "/v1/responses": (ResponsesRequest,),
+        "/invocations": (ChatCompletionRequest, CompletionRequest),
+    }
+
+
+def sampling_of(request: Any, longest: int) -> Any:
+    """The SamplingParams of such a request; `longest`: the model's."""
+    from vllm.entrypoints.openai.protocol import ResponsesRequest
+
+    pattern = () if isinstance(request, ResponsesRequest) else (None,)
+    return request.to_sampling_params(longest, *pattern, {})
+
+
+def rewritten(state: Any, request: Any) -> Any:
+    """What vLLM makes of a request before it reads its structure; None: nothing. `state`: of vLLM's application."""
+    return None
+
+
+def load_tokenizer(model_config: Any) -> Any:
+    from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
+
+    return init_tokenizer_from_configs(model_config=model_config)
+
+
+def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
+    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    from types import SimpleNamespace
+
+    from vllm.v1.engine.processor import Processor
+
+    from npu_gptoss.serving.compat.patch import stock
+
+    reader = SimpleNamespace(
+        structured_outputs_config=vllm_config.structured_outputs_config, model_config=vllm_config.model_config
+    )
+    stock(Processor._validate_structured_output)(reader, params)
+
+
+def structure_key(params: Any) -> tuple[Any, str]:
+    """The first two arguments of a backend's `compile_grammar`."""
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    return get_structured_output_key(params)

@@ -21,6 +21,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tensor_model_parallel_all_gather",
         "tensor_model_parallel_all_reduce",
     ),
+    "vllm.entrypoints.serve.middleware.authenticate": ("AuthenticationMiddleware",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
@@ -60,3 +61,76 @@ def as_written(config: dict[str, Any]) -> dict[str, Any]:
 
 def register_formats() -> None:
     """None: vLLM hands the checkpoint's tensors over as they are."""
+
+
+def request_classes() -> dict[str, tuple[Any, ...]]:
+    """The classes that vLLM tries for the body of a route that generates, in its order."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    return {
+        "/v1/chat/completions": (ChatCompletionRequest,),
+        "/v1/chat/completions/batch": (BatchChatCompletionRequest,),
+        "/v1/completions": (CompletionRequest,),
+        "/v1/messages": (AnthropicMessagesRequest,),
+        "/v1/responses": (ResponsesRequest,),
+        "/invocations": (ChatCompletionRequest, CompletionRequest),
+    }
+
+
+def sampling_of(request: Any, longest: int) -> Any:
+    """The SamplingParams of such a request; `longest`: the model's."""
+    return _as_chat(request).to_sampling_params(longest, {})
+
+
+def _as_chat(request: Any) -> Any:
+    """As the chat that vLLM makes of it, or as it is."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+
+    if isinstance(request, AnthropicMessagesRequest):
+        return AnthropicServingMessages.to_chat_completion_request(request)
+    if isinstance(request, BatchChatCompletionRequest):
+        return request.to_chat_completion_request(request.messages[0])
+    return request
+
+
+def rewritten(state: Any, request: Any) -> Any:
+    """What vLLM makes of a request before it reads its structure; None: nothing. `state`: of vLLM's application.
+
+    It wraps the structure of a chat or a response, or of its tools, into one of whole turns of harmony.
+    """
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    if isinstance(request, CompletionRequest):
+        return None
+    chat = _as_chat(request)
+    state.online_renderer.adjust_harmony_request(chat)
+    return chat
+
+
+def load_tokenizer(model_config: Any) -> Any:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model_config=model_config)
+
+
+def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
+    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    from vllm.sampling_params import SamplingParams
+
+    from npu_gptoss.serving.compat.patch import stock
+
+    stock(SamplingParams._validate_structured_outputs)(
+        params, vllm_config.model_config, vllm_config.structured_outputs_config, tokenizer
+    )
+
+
+def structure_key(params: Any) -> tuple[Any, str]:
+    """The first two arguments of a backend's `compile_grammar`."""
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    return get_structured_output_key(params.structured_outputs)

@@ -22,10 +22,15 @@ FOREIGN = ("vllm", "vllm_ascend")
 WHEEL_0_33 = os.environ.get("NPU_GPTOSS_WHEEL_VLLM_0_33", "")  # the folder of an unpacked wheel
 
 
-def imports(path: Path) -> list[tuple[str, str]]:
-    """(module, name) of every `from … import …` of a file; name is "" for `import module`."""
+def imports(path: Path, without: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """(module, name) of every `from … import …` of a file; name is "" for `import module`.
+
+    `without`: functions of the file that are left out.
+    """
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    statements = ast.parse(path.read_text()).body
+    kept = [part for part in statements if not isinstance(part, ast.FunctionDef) or part.name not in without]
+    for node in ast.walk(ast.Module(kept, [])):
         if isinstance(node, ast.ImportFrom):
             found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -33,8 +38,8 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def foreign(path: Path) -> list[tuple[str, str]]:
-    return [(module, name) for module, name in imports(path) if module.split(".")[0] in FOREIGN]
+def foreign(path: Path, without: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    return [(module, name) for module, name in imports(path, without) if module.split(".")[0] in FOREIGN]
 
 
 FILES = sorted(SERVING.rglob("*.py"))
@@ -64,6 +69,7 @@ def test_every_line_has_the_names_that_serving_uses_and_no_other(package):
 
 def test_the_line_for_nvidia_has_the_names_that_its_model_uses_and_no_other():
     shared = [SERVING / name for name in ("limits.py", "metrics.py", "registered.py")]
+    shared += {SERVING / "compat" / patch.file for patch in compat.patches() if "0.33" in patch.lines}
     used = {name for path in shared for module, name in imports(path) if module == f"{lines.__name__}.vllm"}
     model = [path for path in FILES if "cuda" in path.parts]
     used |= {name for path in model for module, name in imports(path) if module.startswith(f"{lines.__name__}.vllm")}
@@ -87,8 +93,10 @@ def test_vllm_has_every_name_of_its_line_and_of_the_repairs():
     for module, names in lines.here().module("vllm").MODULES.items():
         assert not [name for name in names if not hasattr(importlib.import_module(module), name)], module
     for path in (SERVING / "compat").glob("*.py"):
-        here = {line for patch in compat.patches() if patch.file == path.name for line in patch.lines}
-        for module, name in foreign(path) if lines.here().name in here else ():
+        own = [patch for patch in compat.patches() if patch.file == path.name]
+        here = {line for patch in own for line in patch.lines}
+        others = frozenset(patch.install.__name__ for patch in own if lines.here().name not in patch.lines)
+        for module, name in foreign(path, others) if lines.here().name in here else ():
             if name and module != "vllm._C":
                 found = importlib.import_module(module)
                 assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), f"{path.name}: {module}"

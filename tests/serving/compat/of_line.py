@@ -1,0 +1,60 @@
+"""What the tests of repairs take from vLLM, by the line that is installed, and the files of tests that run on 0.33."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.lines.vllm import request_classes
+
+LINE = here().name
+OLD = LINE == "0.11"
+# Files of this folder; what the others repair, vLLM 0.33 has mended itself or has not got (docs/upstream.md).
+ON_0_33 = ("test_admission.py", "test_compat.py", "test_grammars.py", "test_structures.py")
+
+
+def chat_class() -> Any:
+    return request_classes()["/v1/chat/completions"][0]
+
+
+def completion_class() -> Any:
+    return request_classes()["/v1/completions"][0]
+
+
+def responses_class() -> Any:
+    return request_classes()["/v1/responses"][0]
+
+
+def parsed(*flags: str) -> Any:
+    """The arguments of a server."""
+    if OLD:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.utils import FlexibleArgumentParser
+    else:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+
+
+def application(arguments: Any) -> Any:
+    """vLLM's application, without state."""
+    if OLD:
+        from vllm.entrypoints.openai import api_server
+
+        return api_server.build_app(arguments)
+    from vllm.entrypoints.launchers import app
+
+    return app.build_app(arguments, ("generate",), None)
+
+
+def validate(params: Any, model_config: Any, structured_outputs_config: Any) -> None:
+    """vLLM's validation of SamplingParams with a structure, with what repairs it."""
+    if OLD:
+        import types
+
+        from vllm.v1.engine.processor import Processor
+
+        reader = types.SimpleNamespace(structured_outputs_config=structured_outputs_config, model_config=model_config)
+        Processor._validate_structured_output(reader, params)
+    else:
+        params._validate_structured_outputs(model_config, structured_outputs_config, object())

@@ -1,0 +1,277 @@
+"""Structures around vLLM's server: what asks for one, and that the server's own process parses none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from npu_gptoss.serving.admission.bounded import Bounded
+from npu_gptoss.serving.admission.structures import Structures, Verdict
+from npu_gptoss.serving.compat import structures
+from npu_gptoss.serving.compat.structures import StructureCompiler, structure_of
+from npu_gptoss.serving.lines.vllm import sampling_of
+from tests.serving.compat import of_line
+from tests.serving.compat.of_line import OLD
+
+pytestmark = pytest.mark.serving
+
+FORMATS_REPAIR = "response-formats" if OLD else "guided-fields"
+only_0_33 = pytest.mark.skipif(OLD, reason="needs vLLM 0.33")
+
+
+def structured(**fields: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "means"),
+    [
+        *([({}, {}), ({"whitespace_pattern": " "}, {})] if OLD else []),  # 0.33 makes none of these
+        ({"json_object": False}, {}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"json": {}}, {"json": {}}),
+        ({"regex": ""}, {"regex": ""}),
+        ({"choice": ["a"], "disable_any_whitespace": True}, {"choice": ["a"], "disable_any_whitespace": True}),
+    ],
+)
+def test_a_structure_that_asks_for_nothing_is_none(fields: dict[str, Any], means: dict[str, Any]) -> None:
+    assert structure_of(StructuredOutputsParams(**fields)) == means
+
+
+@pytest.fixture
+def admitted(monkeypatch: pytest.MonkeyPatch) -> Structures:
+    """This process's verdicts, as if a server ran; nothing is compiled."""
+    found = Structures(None)
+    monkeypatch.setattr(structures, "_structures", found)
+    return found
+
+
+def test_what_was_admitted_is_not_parsed_in_the_server_again(patched: Any, admitted: Structures) -> None:
+    """There a regular expression may end the whole server, or hold it."""
+    admitted._remember('{"regex": "(a"}', Verdict(backend="guidance", automatic=True, fields={"regex": "(b"}))
+    config = types.SimpleNamespace(backend="auto")
+    model = types.SimpleNamespace(skip_tokenizer_init=False, is_diffusion=False)
+    with patched("structure-verdicts"):
+        params = structured(regex="(a")
+        of_line.validate(params, model, config)
+        wanted = params.structured_outputs
+        assert (wanted.regex, wanted._backend, wanted._backend_was_auto) == ("(b", "guidance", True)
+        with pytest.raises(Exception, match="Grammar error" if OLD else "Failed to transform regex"):
+            # vLLM's own, where nobody asked; xgrammar's name keeps 0.33 from looking at the tokenizer
+            of_line.validate(
+                structured(regex="(c"), model, config if OLD else types.SimpleNamespace(backend="xgrammar")
+            )
+
+
+TAG = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a?){9}"}}
+
+
+@only_0_33
+def test_no_structural_tag_is_parsed_while_a_request_is_read(
+    patched: Any, admitted: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pydantic's validators would parse it, in the server's event loop."""
+    from vllm.v1.structured_output import backend_xgrammar
+
+    parsed: list[Any] = []
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", parsed.append)
+    fields = {"messages": [{"role": "user", "content": "hi"}], "response_format": TAG}
+    with patched("structure-tags"):
+        of_line.chat_class()(**fields)
+        of_line.completion_class()(prompt="a", response_format=TAG)
+        assert not parsed
+        admitted._remember('{"regex": "a"}', Verdict(backend="guidance", fields={"regex": "a"}))
+        from vllm.parser import abstract_parser
+
+        assert not abstract_parser._xgrammar_supports(StructuredOutputsParams(regex="a"))
+        assert not parsed
+    with patched():
+        of_line.chat_class()(**fields)
+        assert len(parsed) == 1, "stock"
+
+
+@only_0_33
+def test_a_structure_of_any_route_is_asked_about_before_the_engine_has_it(
+    patched: Any, admitted: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/inference/v1/generate brings SamplingParams of its own."""
+    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Reached(Exception):
+        pass
+
+    class Engine:
+        @property
+        def errored(self) -> bool:
+            raise Reached
+
+    async def verdict(fields: dict[str, Any]) -> Verdict:
+        known = {"a": Verdict(backend="xgrammar", fields=fields), "busy": Verdict(error="later", lasting=False)}
+        return known.get(fields["regex"], Verdict(error="too long"))
+
+    monkeypatch.setattr(admitted, "verdict", verdict)
+
+    def ask(params: Any) -> None:
+        asyncio.run(AsyncLLM.add_request(Engine(), "id", {}, params))
+
+    with patched("structure-requests"):
+        for params in (SamplingParams(), structured(regex="a")):
+            with pytest.raises(Reached):
+                ask(params)
+        with pytest.raises(VLLMValidationError, match="This structure cannot be compiled: too long"):
+            ask(structured(regex="b"))
+        with pytest.raises(GracefulHTTPError) as later:
+            ask(structured(regex="busy"))
+        assert later.value.http_status == 503
+    with patched(), pytest.raises(Reached):
+        ask(structured(regex="b"))
+
+
+FORMATS = [
+    ({"type": "text"}, None),
+    (None, None),
+    ({"type": "json_object"}, {"json_object": True}),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}, {"json": {"type": "null"}}),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, {"json": {}}),
+]
+
+
+def meant(request: Any) -> dict[str, Any]:
+    return structure_of(sampling_of(request, 9).structured_outputs)
+
+
+@pytest.mark.parametrize(("form", "means"), FORMATS)
+def test_a_format_means_the_same_on_every_route(patched: Any, form: Any, means: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    completion = {"prompt": "hi", "response_format": form}
+    flat = form and {"type": form["type"], **form.get("json_schema", {})}
+    response = {"input": "hi", "text": {"format": flat}} if flat else {"input": "hi"}
+    with patched(FORMATS_REPAIR):
+        assert meant(of_line.chat_class()(**chat)) == (means or {})
+        assert meant(of_line.completion_class()(**completion)) == (means or {})
+        assert meant(of_line.responses_class()(**response)) == (means or {})
+    if OLD:
+        with patched():
+            stock = sampling_of(of_line.chat_class()(**chat), 9).structured_outputs
+            assert (stock is None) is (form is None), "stock: an empty structure, at which the engine dies"
+            stock = sampling_of(of_line.completion_class()(**completion), 9).structured_outputs
+            assert stock is None, "stock: dropped"
+
+
+def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
+    fields = {"prompt": "a", "guided_choice": ["x"], "response_format": {"type": "text"}}
+    with patched(FORMATS_REPAIR):
+        assert meant(of_line.completion_class()(**fields)) == {"choice": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "means"),
+    [
+        ("guided_json", {"type": "null"}, {"json": {"type": "null"}}),
+        ("guided_regex", "[0-9]", {"regex": "[0-9]"}),
+        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
+        ("guided_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        ("guided_regex", None, {}),
+    ],
+)
+def test_the_fields_of_old_are_no_field_that_nobody_reads(patched: Any, field: str, value: Any, means: Any) -> None:
+    """vLLM 0.33 answers with 200, held to nothing."""
+    for kind, rest in (
+        (of_line.chat_class(), {"messages": [{"role": "user", "content": "hi"}]}),
+        (of_line.completion_class(), {"prompt": "hi"}),
+    ):
+        with patched(FORMATS_REPAIR):
+            assert meant(kind(**rest, **{field: value})) == means
+        with patched():
+            assert meant(kind(**rest, **{field: value})) == (means if OLD else {}), "stock"
+
+
+@only_0_33
+def test_a_field_of_old_of_another_type_is_refused(patched: Any) -> None:
+    with patched(FORMATS_REPAIR), pytest.raises(ValueError, match="regex"):
+        meant(of_line.completion_class()(prompt="a", guided_regex=[1]))
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bounded]:
+    """vLLM's own validation and backends on the tiny model's tokenizer, in bounded processes."""
+    from vllm.config import ModelConfig, StructuredOutputsConfig
+
+    from npu_gptoss.tiny.checkpoint import write_tiny
+
+    folder = tmp_path_factory.mktemp("compiler")
+    write_tiny(folder, trained=True, mxfp4=True)
+    config = types.SimpleNamespace(
+        model_config=ModelConfig(model=str(folder), max_model_len=256),
+        structured_outputs_config=StructuredOutputsConfig(),
+        speculative_config=None,
+    )
+    work = StructureCompiler(config)
+    bounded = Bounded(work.work, work.prepare, seconds=4)
+    try:
+        yield bounded
+    finally:
+        bounded.stop()
+
+
+# what is asked, and the backend that takes it; None where none does
+STRUCTURES: list[tuple[dict[str, Any], str | None]] = [
+    ({"json_object": True}, "xgrammar"),
+    ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}, "xgrammar"),
+    ({"json": {"type": "object", "patternProperties": {"a": {"type": "integer"}}}}, "guidance" if OLD else "xgrammar"),
+    ({"choice": ["spring", "autumn"]}, "xgrammar"),
+    ({"regex": "[0-9]{3}"}, "xgrammar"),
+    ({"grammar": 'root ::= "a" | "b"'}, "xgrammar"),
+    ({"choice": []}, None),
+    ({"regex": "\x00"}, None),  # SIGSEGV in xgrammar 0.1.25
+    ({"regex": "("}, None),
+    ({"grammar": ""}, None),
+    ({"grammar": "root ::= nothing"}, None),
+    ({"json": "{"}, None),
+    ({"json": {"type": "nothing"}}, None),
+    ({"structural_tag": "{}"}, None),
+    ({"structural_tag": "no json"}, None),
+]
+
+
+def test_a_refusal_says_why_where_vllm_forgot_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sentence about choices that xgrammar cannot take ends in the letters {err}."""
+
+    def compile_badly(self: StructureCompiler, fields: dict[str, Any]) -> None:
+        raise ValueError("Failed to transform choices into a grammar: {err}") from RuntimeError("a line break")
+
+    monkeypatch.setattr(StructureCompiler, "compile", compile_badly)
+    said = json.loads(StructureCompiler(types.SimpleNamespace()).work(b"{}"))["error"]
+    assert said.endswith("grammar: a line break")
+
+
+@pytest.mark.slow
+def test_structures_are_taken_by_a_backend_or_refused(compiler: Bounded) -> None:
+    """One that a backend takes in validation and refuses when it compiles ended the engine."""
+    structures = Structures(compiler)
+
+    async def verdicts() -> list[Verdict]:
+        return [await structures.verdict(fields) for fields, _ in STRUCTURES]
+
+    found = asyncio.run(verdicts())
+    assert [verdict.backend for verdict in found] == [backend for _, backend in STRUCTURES]
+    for verdict in found:
+        assert (verdict.error is None) is (verdict.backend is not None)
+        assert verdict.error is None or verdict.error.isprintable()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["c\nd", 'a"b', "a\\b", "\u00e9\u4e2d", "a\tb", "]", "[^a]", "'", "|"])
+def test_a_choice_of_any_text_is_served(compiler: Bounded, choice: str) -> None:
+    verdict = asyncio.run(Structures(compiler).verdict({"choice": [choice, "x"]}))
+    assert verdict.backend is not None, verdict.error
