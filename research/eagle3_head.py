@@ -4,7 +4,8 @@
 
 Its shape is that of RedHatAI/gpt-oss-20b-speculator.eagle3 where the checkpoint's is that of the 20b: one Llama layer
 with the heads of its target, the target's width inside its MLP, and logits over 32 000 tokens of the target's
-vocabulary. A smaller target gets a smaller head, with logits over half of its vocabulary. The embedding is the target's.
+vocabulary. A smaller target gets a smaller head, with logits over half of its vocabulary. It uses the target's
+embedding.
 
 What it proposes is hardly ever accepted. So a step brings each request one token, and costs what a step with drafts
 costs: it is for what speculation must not change, and for what it takes.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from npu_gptoss.engine import Engine, SamplingParams
+from research.eagle3_head import write_head
 from tests.checkpoints import write_random_checkpoint
 from tests.markdown import ROOT
 from tests.oracle import random_prompts
-from tests.serving.cuda.answers import NEVER_REFRESHED, Answer, Question
+from tests.serving.cuda.answers import NEVER_REFRESHED, OWN, RIGHT, WRONG, Answer, Question
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 pytestmark = [
@@ -133,3 +135,58 @@ def test_other_batches_part_at_near_ties_only(options, times, directory, prompts
         assert answer.preemptions > 0, "every request had its blocks"
     if "speculative_config" in options:
         assert set(answer.full) - {8}, "no step verified drafts in a graph"
+
+
+NGRAM, EAGLE3 = "ngram", "eagle3"
+WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5)]  # of drafting, with the number of drafts
+STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
+
+
+@pytest.fixture(scope="module")
+def drafted(directory, ask, tmp_path_factory) -> dict[tuple[str, int], Future[Answer]]:
+    """Answers of all ways of drafting, which start together: a start takes a minute, most of it the host's."""
+    head = tmp_path_factory.mktemp("head")
+    write_head(head, directory)
+    methods = {NGRAM: {"method": NGRAM, "prompt_lookup_max": 2}, EAGLE3: {"method": EAGLE3, "model": str(head)}}
+
+    def answer(way: tuple[str, int]) -> Answer:
+        method, drafts = way
+        options = {
+            "speculative_config": methods[method] | {"num_speculative_tokens": drafts},
+            "compilation_config": {"cudagraph_capture_sizes": [size * (1 + drafts) for size in (1, 2, 4, 8)]},
+        }
+        drafters = [OWN, WRONG, RIGHT] if method == NGRAM and way != STALE else [OWN]
+        return ask(SHARED | options, drafters=drafters, spoil="lengths" if way == STALE else None)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(ask, SHARED | {"enforce_eager": True})  # which `eager` then has
+        return {way: pool.submit(answer, way) for way in (*WAYS, STALE)}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}, {way[1]} drafts")
+def test_no_drafter_changes_a_token_but_at_near_ties(way, directory, prompts, drafted, eager) -> None:
+    answer = drafted[way].result()
+    for drafter, found in answer.drafted.items():
+        apart = regrets(directory, prompts, found["tokens"], eager)
+        print(f"{way}, {drafter}: accepted {found['accepted']} of {found['proposed']}, {len(apart)} part", apart)
+        assert all(regret < NEAR for regret in apart)
+        assert found["proposed"] > 0
+    assert answer.late == 0, "a graph was captured while requests waited"
+    assert answer.full.get(8 * (1 + way[1]), 0) > 0, "seven requests never verified in the graph of eight"
+
+
+def test_the_check_of_drafts_notices_lengths_of_another_step(directory, prompts, drafted, eager) -> None:
+    assert max(regrets(directory, prompts, drafted[STALE].result().tokens, eager), default=0) > NEAR
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way[0] == NGRAM], ids=lambda way: f"{way[1]} drafts")
+def test_wrong_drafts_are_all_refused_and_right_ones_all_taken(way, prompts, drafted) -> None:
+    """But in requests that parted from the record: what it says next is then neither wrong nor right."""
+    found = drafted[way].result().drafted
+    for drafter in (WRONG, RIGHT):
+        pairs = zip(found[drafter]["tokens"], found[OWN]["tokens"], strict=True)
+        parted = sum(ours != record for ours, record in pairs)
+        assert parted <= len(prompts) // 3
+        proposed, accepted = found[drafter]["proposed"], found[drafter]["accepted"]
+        surprises = accepted if drafter == WRONG else proposed - accepted
+        assert surprises <= parted * TOKENS * way[1], f"{drafter}: accepted {accepted} of {proposed}"
