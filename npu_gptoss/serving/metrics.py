@@ -1,8 +1,8 @@
 """Prometheus metrics of our own on vLLM's /metrics: selected kernels, graph replays against eager steps, padding.
 
 `StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
-that group yet, so `compat/metrics.py` hands it over there. One instance per engine, one set of metrics per process.
-docs/monitoring.md lists them.
+that group yet, so `compat/metrics.py` hands it over there. vLLM 0.33 counts steps only with --cudagraph-metrics;
+without it there are no series. One instance per engine, one set of metrics per process. docs/monitoring.md lists them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from prometheus_client import Counter, Gauge
 from npu_gptoss import envs
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.lines import installed_vllm, line_of
-from npu_gptoss.serving.lines.vllm import StatLoggerBase
-from npu_gptoss.serving.steps import EAGER, MODES, Step, take
+from npu_gptoss.serving.lines.vllm import StatLoggerBase, counts_steps, step_of
+from npu_gptoss.serving.steps import EAGER, MODES, Step
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -63,7 +63,8 @@ class StatLogger(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
         supported = envs.get("NPU_GPTOSS") and line_of(installed_vllm()) is not None
-        self._active = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
+        ours = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
+        self._active = ours and counts_steps(vllm_config)
         if self._active:  # series exist before their first event, so that rates see it
             for mode in MODES:
                 metrics().tokens.labels(*self._labels, mode)
@@ -72,7 +73,7 @@ class StatLogger(StatLoggerBase):
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Called by vLLM for each output of the engine; what follows the two statistics differs between releases."""
-        step = take(scheduler_stats) if self._active else None
+        step = step_of(scheduler_stats) if self._active else None
         if step is not None:
             self._count(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.steps import Step, take
 
 if TYPE_CHECKING:
     import torch
@@ -195,3 +196,13 @@ def structure_key(params: Any) -> tuple[Any, str]:
     from vllm.v1.structured_output.request import get_structured_output_key
 
     return get_structured_output_key(params)
+
+
+def counts_steps(vllm_config: Any) -> bool:
+    """Whether the statistics of this server's engines tell their steps: `compat/metrics.py` has them told."""
+    return True
+
+
+def step_of(scheduler_stats: Any) -> Step | None:
+    """What the step of a SchedulerStats was; it is taken out."""
+    return take(scheduler_stats)

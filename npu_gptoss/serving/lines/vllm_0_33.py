@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.steps import EAGER, MODES, Step
 
 # The names that serving takes from vLLM, by module.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -134,3 +135,19 @@ def structure_key(params: Any) -> tuple[Any, str]:
     from vllm.v1.structured_output.request import get_structured_output_key
 
     return get_structured_output_key(params.structured_outputs)
+
+
+def counts_steps(vllm_config: Any) -> bool:
+    """Whether the statistics of this server's engines tell their steps: vLLM's own do, with this option."""
+    return vllm_config.observability_config.cudagraph_metrics
+
+
+def step_of(scheduler_stats: Any) -> Step | None:
+    """What the step of a SchedulerStats was."""
+    told = getattr(scheduler_stats, "cudagraph_stats", None)
+    if told is None:
+        return None
+    mode = told.runtime_mode.rpartition(".")[2].lower()
+    if mode not in MODES:  # NONE
+        return Step(EAGER, 0, told.num_unpadded_tokens, told.num_paddings)
+    return Step(mode, told.num_padded_tokens, told.num_unpadded_tokens, told.num_paddings)
