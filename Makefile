@@ -44,7 +44,7 @@ help: ## list the targets
 .PHONY: serve
 serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
 	@$(SETUP) cpu
-	@exec $(BIN)/python scripts/serve_cpu.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
+	@exec $(BIN)/python scripts/serve_here.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: fuzz-checkpoints
 fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm serve (ARGS="--count 2000 --seed 1")
@@ -55,7 +55,7 @@ fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
 	@$(SETUP) emulated
-	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_cpu.py \
+	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_here.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 # beside each other, each telling its story when it is done; the first has the CPU's environment, which all need

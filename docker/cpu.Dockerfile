@@ -21,7 +21,7 @@ COPY npu_gptoss npu_gptoss
 RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && rm -rf build npu_gptoss ./*.egg-info
 
-COPY scripts/serve_cpu.py scripts/
+COPY scripts/serve_here.py scripts/
 COPY docker/entrypoint.sh docker/healthcheck.py docker/vocabulary.py docker/
 # the tiny trained checkpoint is written here
 RUN python3 docker/vocabulary.py vocabulary \

@@ -17,7 +17,7 @@ import yaml
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.lines import ascend_line
-from scripts.serve_cpu import cpu_environment
+from scripts.serve_here import cpu_environment
 from tests.scripts.shell import run as run_script
 from tests.scripts.test_serve_sh import checkpoint
 
@@ -124,7 +124,7 @@ def image_folder(tmp_path: Path) -> Path:
     files = {
         "docker/entrypoint.sh": (ROOT / "docker/entrypoint.sh").read_text(),
         "docker/preflight.py": "",
-        "scripts/serve_cpu.py": "",
+        "scripts/serve_here.py": "",
         "scripts/serve.sh": '#!/bin/sh\necho serve.sh "$@" CANN=$CANN_SET\n',
         "serve.log": "",
         **{f"bin/{name}": printing.format(name) for name in ("npu-gptoss", "python3", "program")},
@@ -166,7 +166,7 @@ def test_on_a_910b_the_checks_come_before_the_server_and_both_see_cann(image_fol
 
 def test_on_a_cpu_it_does_what_make_serve_does(image_folder: Path) -> None:
     told = start(image_folder, "serve", "--model", "/m", NPU_GPTOSS_PLATFORM="cpu").stdout
-    called = rf"python3 {image_folder}/scripts/serve_cpu\.py --log \S+/serve\.\w+"
+    called = rf"python3 {image_folder}/scripts/serve_here\.py --log \S+/serve\.\w+"
     assert re.fullmatch(rf"{called} --host 127\.0\.0\.1 --port 8000 --model /m\n", told)
 
 

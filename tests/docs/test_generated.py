@@ -22,7 +22,7 @@ from npu_gptoss.doctor.memory import (
 )
 from npu_gptoss.serving.ascend.sizes import most_sizes
 from scripts.docs import configuration_page, doctor_page, soak_page, upstream_page
-from scripts.serve_cpu import serve_command
+from scripts.serve_here import serve_command
 from tests.markdown import ROOT
 from tests.soak import report
 from tests.soak.server import Stack

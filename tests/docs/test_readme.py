@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts.docs.docs_site import links
-from scripts.serve_cpu import TINY_NAME, TINY_QUESTION, example_request
+from scripts.serve_here import TINY_NAME, TINY_QUESTION, example_request
 from tests.markdown import ROOT, blocks, code_blocks, commands
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"

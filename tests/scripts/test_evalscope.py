@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import serve_cpu, tiny_mmlu
+from scripts import serve_here, tiny_mmlu
 from tests.scripts.shell import EVALSCOPE, SCRIPTS, environment, needs_evalscope, report, run
 from tests.scripts.test_eval_sh import SIZES
 from tests.serving.server import START_LIMIT, Server, free_port
@@ -31,13 +31,13 @@ def serve_sh(model: Path, log: Path) -> Iterator[Server]:
     port = free_port()
     what = ("--model", str(model), "--name", "gpt-oss-tiny", "--on", "cpu")
     where = ("--host", "127.0.0.1", "--port", str(port))
-    process = serve_cpu.start(["sh", str(SCRIPTS / "serve.sh"), *what, *where], environment(), log)
+    process = serve_here.start(["sh", str(SCRIPTS / "serve.sh"), *what, *where], environment(), log)
     try:
-        serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=START_LIMIT)
+        serve_here.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=START_LIMIT)
         yield Server(f"http://127.0.0.1:{port}", "gpt-oss-tiny", log)
         assert process.poll() is None, f"the server died during the tests; its log is {log}"
     finally:
-        serve_cpu.stop(process)
+        serve_here.stop(process)
 
 
 @pytest.fixture(scope="module")

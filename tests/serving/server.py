@@ -14,7 +14,7 @@ from pathlib import Path
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.serving.compat.ports import quiet_port
-from scripts import serve_cpu
+from scripts import serve_here
 
 START_LIMIT = 240  # seconds; about 20 on two idle cores
 
@@ -66,15 +66,15 @@ def serve(model: Path, log: Path, *flags: str, name: str = "gpt-oss-tiny") -> It
     """Yields the server when it is ready. Without the vocabulary in the environment: the plugin has to find it."""
     port = free_port()
     base = {key: value for key, value in os.environ.items() if key != BASE_VARIABLE and not key.startswith("VLLM_")}
-    environment = serve_cpu.cpu_environment(
+    environment = serve_here.cpu_environment(
         model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     )
     del environment[BASE_VARIABLE]
-    process = serve_cpu.start(serve_cpu.serve_command(model, name, "127.0.0.1", port, flags), environment, log)
+    process = serve_here.start(serve_here.serve_command(model, name, "127.0.0.1", port, flags), environment, log)
     try:
         url = f"http://127.0.0.1:{port}"
-        serve_cpu.wait_until_ready(process, url, log, timeout=START_LIMIT)
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
         yield Server(url, name, log)
         assert process.poll() is None, f"the server died during the tests; its log is {log}"
     finally:
-        serve_cpu.stop(process)
+        serve_here.stop(process)

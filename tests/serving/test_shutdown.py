@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from docker import healthcheck
-from scripts import serve_cpu
+from scripts import serve_here
 from tests.serving.in_flight import InFlight, descendants, engine_of, is_running
 from tests.serving.server import START_LIMIT, free_port, wait_for
 
@@ -29,12 +29,12 @@ class Started:
         self.port = free_port()
         self.log, self.url = log, f"http://127.0.0.1:{self.port}"
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-        environment = serve_cpu.cpu_environment(
+        environment = serve_here.cpu_environment(
             model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         )
-        command = serve_cpu.serve_command(model, NAME, "127.0.0.1", self.port, ())
-        self.process = serve_cpu.start(command, environment, log)
-        serve_cpu.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
+        command = serve_here.serve_command(model, NAME, "127.0.0.1", self.port, ())
+        self.process = serve_here.start(command, environment, log)
+        serve_here.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
         self.engine = engine_of(self.process.pid)
         self.below = descendants(self.process.pid)
 
@@ -72,7 +72,7 @@ def started(model: Path, tmp_path: Path) -> Iterator[Started]:
     try:
         yield server
     finally:
-        serve_cpu.stop(server.process)
+        serve_here.stop(server.process)
 
 
 def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_every_client(started, monkeypatch):
@@ -111,5 +111,5 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
     for answer in requests.wait(5):
         assert answer.error()["code"] == 503, answer
         assert answer.error()["message"]
-    assert "SIGKILL" in serve_cpu.likely_reason(started.log)
+    assert "SIGKILL" in serve_here.likely_reason(started.log)
     assert wait_for(lambda: not any(map(is_running, started.below)), 5)

@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 from npu_gptoss.errors import InputError
-from scripts import serve_cpu
+from scripts import serve_here
 from tests.serving.server import Server, wait_for
 from tests.soak import report
 from tests.soak.honest import VARIANTS
@@ -97,7 +97,7 @@ def soak(
         words=work.findings.words,
         in_flight=sorted(work.findings.in_flight - type(work.findings.in_flight)()),
         begun=work.findings.begun,
-        log=[] if died is None else serve_cpu.tail(server.log, 30),
+        log=[] if died is None else serve_here.tail(server.log, 30),
     )
 
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         try:
-            model, log = serve_cpu.tiny_checkpoint(), Path(folder) / "server.log"
+            model, log = serve_here.tiny_checkpoint(), Path(folder) / "server.log"
             with start(stack, model, log) as (server, process):
                 record = soak(
                     stack,

@@ -17,7 +17,7 @@ import psutil
 from ascend_emulator.launch import Machine, environment, find_venv
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
-from scripts import serve_cpu
+from scripts import serve_here
 from tests.serving.server import START_LIMIT, Server, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +56,12 @@ class Stack:
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        command = serve_cpu.serve_command(model, NAME, "127.0.0.1", port, self.flags())
+        command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags())
         if self.stack == "emulated":
             place = find_venv()
             base = environment(Machine(), place, base)
             command[0] = str(place / "bin/vllm")
-        variables = serve_cpu.cpu_environment(model, model, base)
+        variables = serve_here.cpu_environment(model, model, base)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
         return command, {**variables, "PYTHONPATH": str(ROOT)}  # this tree, whatever tree the environment knows
 
@@ -71,13 +71,13 @@ def start(stack: Stack, model: Path, log: Path) -> Iterator[tuple[Server, Popen[
     """Yields the server when it is ready, and its process; a server that died meanwhile is the caller's finding."""
     port = free_port()
     command, variables = stack.command(model, port)
-    process = serve_cpu.start(command, variables, log)
+    process = serve_here.start(command, variables, log)
     try:
         url = f"http://127.0.0.1:{port}"
-        serve_cpu.wait_until_ready(process, url, log, timeout=START_LIMIT * (1 if stack.stack == "cpu" else 2))
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (1 if stack.stack == "cpu" else 2))
         yield Server(url, NAME, log), process
     finally:
-        serve_cpu.stop(process)
+        serve_here.stop(process)
 
 
 def role(process: psutil.Process, root: int) -> str:
@@ -143,7 +143,7 @@ class Watch:
         while not self._end.wait(HEALTH_EVERY):
             begin = time.monotonic()
             try:
-                with serve_cpu.DIRECT.open(f"{self.url}/health", timeout=30) as response:
+                with serve_here.DIRECT.open(f"{self.url}/health", timeout=30) as response:
                     fine = response.status == 200
             except OSError:
                 fine = False

@@ -21,8 +21,8 @@ import pytest
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import platform
-from scripts import serve_cpu
-from scripts.serve_cpu import ServeError
+from scripts import serve_here
+from scripts.serve_here import ServeError
 from tests.serving.server import free_port
 
 SLEEPS = "import time; time.sleep(60)"
@@ -31,11 +31,11 @@ SLEEPS = "import time; time.sleep(60)"
 @contextlib.contextmanager
 def started(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A stand-in for the server: this Python with these arguments."""
-    process = serve_cpu.start([sys.executable, *words], os.environ, log)
+    process = serve_here.start([sys.executable, *words], os.environ, log)
     try:
         yield process
     finally:
-        serve_cpu.stop(process, patience=0.1)
+        serve_here.stop(process, patience=0.1)
 
 
 def read_when_written(log: Path) -> str:
@@ -60,7 +60,7 @@ def test_an_address_that_cannot_be_is_refused(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1] if port is None else port
-        assert serve_cpu.main(["--host", host, "--port", str(number)]) == 2
+        assert serve_here.main(["--host", host, "--port", str(number)]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
         for name in files:
             (model / name).write_text("{}")
     with pytest.raises(InputError, match=words):
-        serve_cpu.own_checkpoint(str(model))
+        serve_here.own_checkpoint(str(model))
 
 
 def test_two_servers_started_together_write_the_tiny_checkpoint_once(
@@ -99,10 +99,10 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
         written.append(str(folder))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(serve_cpu.subprocess, "run", slowly)
+    monkeypatch.setattr(serve_here.subprocess, "run", slowly)
     place = tmp_path / "checkpoints/gpt-oss-tiny"
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(serve_cpu.tiny_checkpoint, [place, place])) == [place, place]
+        assert list(pool.map(serve_here.tiny_checkpoint, [place, place])) == [place, place]
     assert written == [str(place)]
 
 
@@ -110,14 +110,14 @@ def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.M
     def interrupted() -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve_cpu, "tiny_checkpoint", interrupted)
-    assert serve_cpu.main(["--port", str(free_port())]) == 130
+    monkeypatch.setattr(serve_here, "tiny_checkpoint", interrupted)
+    assert serve_here.main(["--port", str(free_port())]) == 130
 
 
 def test_what_the_user_sets_wins(tmp_path: Path) -> None:
-    environment = serve_cpu.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
+    environment = serve_here.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
     assert (environment["OMP_NUM_THREADS"], environment["HF_HUB_OFFLINE"]) == ("7", "1")
-    command = serve_cpu.serve_command(tmp_path, "name", "127.0.0.1", 8000, ["--max-model-len", "99"])
+    command = serve_here.serve_command(tmp_path, "name", "127.0.0.1", 8000, ["--max-model-len", "99"])
     assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
 
 
@@ -131,7 +131,7 @@ def test_what_the_user_sets_wins(tmp_path: Path) -> None:
 def test_a_server_that_dies_or_never_answers_is_given_up(tmp_path: Path, code: str, timeout: int, words: str) -> None:
     log = tmp_path / "log"
     with started(log, "-c", code) as process, pytest.raises(ServeError, match=words):
-        serve_cpu.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=timeout)
+        serve_here.wait_until_ready(process, "http://127.0.0.1:9", log, timeout=timeout)
 
 
 COLOURED = "\x1b[1;36m(APIServer pid=1)\x1b[0;0m"
@@ -156,18 +156,18 @@ DIED = "npu-gptoss: the engine died: RuntimeError: first. The server ends"
 )
 def test_the_reason_is_not_lost_among_tracebacks(tmp_path: Path, log: str, reason: str) -> None:
     (tmp_path / "log").write_text(log)
-    found = serve_cpu.likely_reason(tmp_path / "log")
+    found = serve_here.likely_reason(tmp_path / "log")
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
 
 
 def test_a_second_server_does_not_cut_the_first_ones_log(tmp_path: Path) -> None:
-    assert serve_cpu.log_of(8000) != serve_cpu.log_of(8001)
+    assert serve_here.log_of(8000) != serve_here.log_of(8001)
     log = tmp_path / "log"
     with started(log, "-c", f"print('mine', flush=True); {SLEEPS}"):
         assert read_when_written(log) == "mine\n"
         with pytest.raises(ServeError, match=str(log)):
-            serve_cpu.start([sys.executable, "-c", ""], os.environ, log)
+            serve_here.start([sys.executable, "-c", ""], os.environ, log)
         assert log.read_text() == "mine\n"
     with started(log, "-c", "") as second:
         assert second.wait(20) == 0
@@ -176,17 +176,17 @@ def test_a_second_server_does_not_cut_the_first_ones_log(tmp_path: Path) -> None
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="--log"):
-        serve_cpu.start([sys.executable, "-c", ""], os.environ, tmp_path / "no folder" / "log")
+        serve_here.start([sys.executable, "-c", ""], os.environ, tmp_path / "no folder" / "log")
 
 
 def test_a_second_ctrl_c_leaves_no_server_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(signum: int) -> None:
         raise KeyboardInterrupt
 
-    process = serve_cpu.start([sys.executable, "-c", SLEEPS], os.environ, tmp_path / "log")
+    process = serve_here.start([sys.executable, "-c", SLEEPS], os.environ, tmp_path / "log")
     monkeypatch.setattr(process, "send_signal", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        serve_cpu.stop(process)
+        serve_here.stop(process)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -200,7 +200,7 @@ def test_the_proxy_is_not_asked_for_a_server_on_this_machine(tmp_path: Path, mon
     (tmp_path / "health").touch()
     port, log = str(free_port()), tmp_path / "log"
     with started(log, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", str(tmp_path)) as process:
-        assert serve_cpu.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=10) < 10
+        assert serve_here.wait_until_ready(process, f"http://127.0.0.1:{port}", log, timeout=10) < 10
 
 
 STUBBORN = f"""
@@ -224,7 +224,7 @@ def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
     with started(log, "-c", STUBBORN) as process:
         child = int(read_when_written(log))
         assert _is_running(child)
-        serve_cpu.stop(process, patience=0.5)
+        serve_here.stop(process, patience=0.5)
     assert process.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 5
     while _is_running(child) and time.monotonic() < deadline:
@@ -233,7 +233,7 @@ def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
 
 
 def test_the_printed_request_survives_the_shell() -> None:
-    words = shlex.split(serve_cpu.example_request("http://h:1", "it's", 'say "hi"'))
+    words = shlex.split(serve_here.example_request("http://h:1", "it's", 'say "hi"'))
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["messages"][0]["content"]) == ("it's", 'say "hi"')
 
@@ -246,5 +246,5 @@ def test_an_accelerator_does_not_keep_make_serve_from_the_cpu(tmp_path: Path, mo
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
     assert any("/dev/nvidia0" in reason for reason in platform.objections(tmp_path))
-    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", serve_cpu.cpu_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"])
+    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", serve_here.cpu_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"])
     assert not any("accelerator" in reason for reason in platform.objections(tmp_path))
