@@ -4,6 +4,8 @@
     python research/bench_peer_vllm.py engine --model DIR --out OUT --batch 1 --tokens 8192
     python research/agreement.py compare --model DIR --peer OUT/greedy.json --json FILE
 
+`stock_agreement.py` asks the same of our model inside vLLM.
+
 Two right implementations in bfloat16 part at near-ties and where rounding flips a router's choice (docs/numerics.md).
 So the other engine's greedy tokens are followed one by one: at each place our own choice is compared with its token,
 given everything that it had seen before. Where they differ, the distance of the two tokens in our logits, in standard
@@ -137,6 +139,14 @@ _OF_LAYERS: dict[str, Callable[[Layer], Layer]] = {
     "clamp left out": lambda layer: replace(
         layer, moe=replace(layer.moe, experts=replace(layer.moe.experts, swiglu_limit=NO_LIMIT))
     ),
+    "attention's biases dropped": lambda layer: replace(
+        layer,
+        attention=replace(
+            layer.attention,
+            qkv_bias=torch.zeros_like(layer.attention.qkv_bias),
+            output_bias=torch.zeros_like(layer.attention.output_bias),
+        ),
+    ),
     "router's bias dropped": lambda layer: replace(
         layer, moe=replace(layer.moe, router_bias=torch.zeros_like(layer.moe.router_bias))
     ),
@@ -149,14 +159,14 @@ MISTAKES = (*_OF_LAYERS, RAMP)
 def mistaken(engine: Engine, mistake: str) -> Iterator[None]:
     """Inside, the engine computes prompts with the mistake; graphs hold what they were captured with."""
     right = engine.model
-    engine.model = _with_mistake(right, mistake)
+    engine.model = with_mistake(right, mistake)
     try:
         yield
     finally:
         engine.model = right
 
 
-def _with_mistake(model: GptOss, mistake: str) -> GptOss:
+def with_mistake(model: GptOss, mistake: str) -> GptOss:
     """A copy that shares all that is right with the model."""
     wrong = copy.copy(model)
     if mistake == RAMP:
@@ -221,6 +231,8 @@ def share_equal(first: Sequence[int], second: Sequence[int]) -> float:
 
 def write_calm(args: argparse.Namespace) -> int:
     config, device = full_config(args.size), resolve_device(args.device)
+    if args.layers is not None:
+        config = replace(config, num_hidden_layers=args.layers, layer_types=config.layer_types[: args.layers])
     write_checkpoint(args.directory, config, calm_tensors(config, args.seed, device))
     return 0
 
@@ -245,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_weights = commands.add_parser("checkpoint", help="write calm weights of full size, without a tokenizer")
     of_weights.add_argument("directory", type=Path, metavar="DIR", help="where to write; must hold no weights")
     of_weights.add_argument("--size", choices=SHAPES, default="20b")
+    of_weights.add_argument("--layers", type=session.count, metavar="N", help="only the first ones")
     of_weights.add_argument("--seed", type=int, default=0)
     of_weights.add_argument("--device", default="auto", metavar="auto|cpu|cuda", help="where the numbers are drawn")
     of_tokens = commands.add_parser("compare", help="our tokens against another engine's on the same checkpoint")

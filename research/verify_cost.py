@@ -42,8 +42,8 @@ DEFINITIONS = {
     "context": f"{CONTEXT} random tokens of each prompt",
     "relative": "step_ms over that of the same engine and batch without drafts",
     "predicted_tokens_per_s": "a PREDICTION, not a measurement: batch * tokens / step_ms for "
-    f"{PUBLISHED_TOKENS[0]} and {PUBLISHED_TOKENS[1]} tokens a step, the least and the most that are published for the head at "
-    f"{PUBLISHED_DRAFTS} drafts; predicted_speedup is over the same engine without drafts",
+    f"{PUBLISHED_TOKENS[0]} and {PUBLISHED_TOKENS[1]} tokens a step, the least and the most that are published for "
+    f"the head at {PUBLISHED_DRAFTS} drafts; predicted_speedup is over the same engine without drafts",
 }
 
 
