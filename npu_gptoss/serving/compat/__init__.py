@@ -52,6 +52,7 @@ FILES = (
     "reading",
     "segments",
     "context_length",
+    "encoding",
     "prompt",
     "streaming",
     "chat_stream",
@@ -59,6 +60,7 @@ FILES = (
     "tools",
     "responses",
     "shutdown",
+    "keep_alive",
     "pulse",
 )
 

@@ -1,26 +1,29 @@
 """A prompt that the model's context cannot hold is refused in the words and with the code that clients look for.
 
 vLLM 0.11.0 also names the context less max_tokens as the model's context on /v1/completions, and encodes a text of any
-length before it looks.
+length before it looks. vLLM 0.33 gives a request the tokens that are left, however many it asks for.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
+from collections.abc import Callable
 from http import HTTPStatus
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.harmony.encoding import check_characters, check_length
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import ENGINE
+from npu_gptoss.harmony.encoding import ContextError, check_characters, check_length
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ENGINE, ERRORS, ERRORS_COPIES
 
 CODE = "context_length_exceeded"
 BEGINNING = "This model's maximum context length is "
 # the class that refuses -> the field that is too long
 PARAMS = {"OpenAIServingChat": "messages", "OpenAIServingResponses": "input", "OpenAIServingCompletion": "prompt"}
 REFUSAL = "Error in preprocessing prompt inputs"  # what vLLM logs, with a traceback
+OF_0_33 = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
 APIS = ("chat", "completion", "responses", "tokenization")
 
 
@@ -36,26 +39,9 @@ class OneLine(logging.Filter):
         return True
 
 
-@repair(
-    "context-length",
-    f"{ENGINE}:OpenAIServing.create_error_response",
-    "vllm.entrypoints.renderer:CompletionRenderer._tokenize ._create_tokens_prompt",
-    lines=("0.11",),
-)
-def install(serving_engine: ModuleType) -> None:
-    """A chat longer than the model's context is refused with 'max_tokens must be at least 1, got -874', which
-    clients that shorten the history do not understand, and each refusal is a traceback in the log."""
+def response_maker(protocol: Any) -> Callable[[str, int, str | None], Any]:
+    """Makes vLLM's ErrorResponse of a sentence, a status and a field. `protocol` has vLLM's classes."""
     from pydantic import model_serializer
-    from vllm.entrypoints.openai import protocol
-    from vllm.entrypoints.renderer import CompletionRenderer
-
-    serving = serving_engine.OpenAIServing
-    original = serving.create_error_response
-    original_tokenize, original_prompt = CompletionRenderer._tokenize, CompletionRenderer._create_tokens_prompt
-    expect_parameters(original, "self", "message", "err_type", "status_code")
-    expect_parameters(original_tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
-    expect_parameters(original_prompt, "self", "token_ids", "max_length")
-    expect_source(original_prompt, "This model's maximum context length is {max_length} tokens.")
 
     class ContextLengthInfo(protocol.ErrorInfo):
         """`code` is the HTTP status for vLLM, and OpenAI's word for the client."""
@@ -67,6 +53,34 @@ def install(serving_engine: ModuleType) -> None:
     class ContextLengthResponse(protocol.ErrorResponse):
         error: ContextLengthInfo
 
+    def made(message: str, status: int, param: str | None) -> Any:
+        info = ContextLengthInfo(message=message, code=status, type="invalid_request_error", param=param)
+        return ContextLengthResponse(error=info)
+
+    return made
+
+
+@repair(
+    "context-length",
+    f"{ENGINE}:OpenAIServing.create_error_response",
+    "vllm.entrypoints.renderer:CompletionRenderer._tokenize ._create_tokens_prompt",
+    lines=("0.11",),
+)
+def install(serving_engine: ModuleType) -> None:
+    """A chat longer than the model's context is refused with 'max_tokens must be at least 1, got -874', which
+    clients that shorten the history do not understand, and each refusal is a traceback in the log."""
+    from vllm.entrypoints.openai import protocol
+    from vllm.entrypoints.renderer import CompletionRenderer
+
+    response_of = response_maker(protocol)
+    serving = serving_engine.OpenAIServing
+    original = serving.create_error_response
+    original_tokenize, original_prompt = CompletionRenderer._tokenize, CompletionRenderer._create_tokens_prompt
+    expect_parameters(original, "self", "message", "err_type", "status_code")
+    expect_parameters(original_tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
+    expect_parameters(original_prompt, "self", "token_ids", "max_length")
+    expect_source(original_prompt, "This model's maximum context length is {max_length} tokens.")
+
     @functools.wraps(original)
     def create_error_response(
         self,
@@ -77,9 +91,7 @@ def install(serving_engine: ModuleType) -> None:
         response = original(self, message, err_type, status_code)
         if not message.startswith(BEGINNING):
             return response
-        fields = {"type": "invalid_request_error", "param": PARAMS.get(type(self).__name__)}
-        info = ContextLengthInfo(message=message.removesuffix(" None"), code=response.error.code, **fields)
-        return ContextLengthResponse(error=info)
+        return response_of(message.removesuffix(" None"), response.error.code, PARAMS.get(type(self).__name__))
 
     @functools.wraps(original_tokenize)
     async def _tokenize(
@@ -105,3 +117,28 @@ def install(serving_engine: ModuleType) -> None:
         logger = logging.getLogger(f"vllm.entrypoints.openai.serving_{name}")
         if not any(isinstance(known, OneLine) for known in logger.filters):
             logger.addFilter(OneLine())
+
+
+@repair("context-length", f"{' '.join((ERRORS, *ERRORS_COPIES))}:create_error_response", lines=("0.33",))
+def install_words(module: ModuleType) -> None:
+    """A prompt longer than the model's context is refused without the code, and a chat also without the words, by
+    which clients know that they have to shorten the conversation."""
+    expect_parameters(module.create_error_response, "message", "err_type", "status_code", "param")
+    response_of = response_maker(module)
+
+    @around(module, "create_error_response", copies=ERRORS_COPIES)
+    def create_error_response(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
+        said = str(message)
+        if found := OF_0_33.fullmatch(said):
+            said = _words(int(found[1]), int(found[2]))
+        if not said.startswith(BEGINNING):
+            return original(message, *args, **kwargs)
+        return response_of(said, HTTPStatus.BAD_REQUEST.value, None)
+
+
+def _words(tokens: int, limit: int) -> str:
+    try:
+        check_length(limit, tokens)
+    except ContextError as error:
+        return str(error)
+    raise AssertionError(f"{tokens} tokens fit into {limit}")

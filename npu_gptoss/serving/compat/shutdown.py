@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, LAUNCHER
+from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, LAUNCHER, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -35,8 +35,6 @@ logger = logging.getLogger("vllm.npu_gptoss")
 WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
 STATUS = 1  # of a server whose engine died
-KEEP_ALIVE = 75  # seconds that an idle connection stays open
-SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # they log each request that fails with a traceback
 TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
@@ -101,19 +99,6 @@ def install_server(launcher: ModuleType) -> None:
         while True:
             await asyncio.sleep(WATCH)
             launcher.terminate_if_errored(server, engine)
-
-
-@repair("keep-alive", f"{LAUNCHER}:serve_http")
-def install_keep_alive(launcher: ModuleType) -> None:
-    """A connection that was idle for 5 s is closed, at times under the request that a client is just sending on it:
-    OpenAI's clients keep theirs for 5 s too, proxies for 60."""
-    expect_parameters(launcher.serve_http, "app", "sock", "uvicorn_kwargs")
-
-    @around(launcher, "serve_http", copies=SERVERS)
-    async def serve_http(original: Callable[..., Awaitable[Coroutine]], *args: Any, **kwargs: Any) -> Coroutine:
-        if "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" not in os.environ:
-            kwargs["timeout_keep_alive"] = KEEP_ALIVE
-        return await original(*args, **kwargs)
 
 
 async def _nothing() -> None:

@@ -10,9 +10,11 @@ APP = "vllm.entrypoints.launchers.app"  # of 0.33
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
 LAUNCHER = "vllm.entrypoints.launcher"
 API_SERVER = "vllm.entrypoints.openai.api_server"
+SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 PROTOCOL = "vllm.entrypoints.openai.protocol"
-BASE_PROTOCOL = "vllm.entrypoints.generate.base.protocol"  # of 0.33, as the two below
+BASE_PROTOCOL = "vllm.entrypoints.generate.base.protocol"  # of 0.33, as the three below
 CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
+CHAT_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 COMPLETION_PROTOCOL = "vllm.entrypoints.openai.completion.protocol"
 CHAT = "vllm.entrypoints.openai.serving_chat"
 ENGINE = "vllm.entrypoints.openai.serving_engine"
@@ -31,6 +33,19 @@ CLIENT = "vllm.v1.engine.core_client"
 OUTPUTS = "vllm.v1.engine.output_processor"
 PROCESSOR = "vllm.v1.engine.processor"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
+RENDERER = "vllm.renderers.online_renderer"  # of 0.33, with the two below
+HARMONY_UTILS = "vllm.entrypoints.openai.parser.harmony_utils"
+RESPONSES_CONTEXT = "vllm.entrypoints.openai.responses.context"
+ERRORS = "vllm.entrypoints.serve.exception_handling.error_response"  # of 0.33, with its copies
+ERRORS_COPIES = (
+    "vllm.entrypoints.serve",
+    "vllm.entrypoints.serve.engine.serving",
+    "vllm.entrypoints.serve.exception_handling.handlers.exception",
+    "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
+    "vllm.entrypoints.openai.models.serving",
+    RENDERER,
+)
+LAUNCHER_0_33 = "vllm.entrypoints.launchers.launcher"
 LOGGERS = "vllm.v1.metrics.loggers"
 SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 GRAMMARS = "vllm.v1.structured_output"

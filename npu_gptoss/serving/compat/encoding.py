@@ -1,0 +1,75 @@
+"""vLLM 0.33's prompts of chats and responses, encoded in linear time; long ones in a thread, and no hopeless ones.
+
+openai-harmony's tokenizer takes the square of the length of a run of one character, and vLLM 0.33 has it run in the
+server's event loop: 64 000 dashes take 3.5 s, all that a body may hold takes hours, in which nobody is answered.
+The token ids are those of stock vLLM, but for the header of a tool's result: oss-harmony 0.0.10 puts its recipient
+behind the channel, which is not what the model was trained on; vLLM writes only the headers of calls back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from openai_harmony import Message
+
+from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import HARMONY_UTILS, RENDERER, RESPONSES_CONTEXT
+from npu_gptoss.serving.compat.vocabulary import checkpoint_directory
+
+IN_THE_LOOP = 20_000  # characters, about 10 ms; a longer request is rendered in a thread
+
+_served: ContextVar[Any] = ContextVar("npu_gptoss_served", default=None)  # the ModelConfig of the request's server
+
+
+@repair(
+    "harmony-encoding",
+    f"{RENDERER}:OnlineRenderer.render_chat .render_responses",
+    f"{RENDERER} {HARMONY_UTILS} {RESPONSES_CONTEXT}:render_for_completion",
+    lines=("0.33",),
+    upstream="openai/harmony issue 79 (open)",
+)
+def install(renderer: ModuleType) -> None:
+    """A chat with a long run of one character holds the server for hours: its prompt is encoded in the event loop, by
+    openai-harmony's tokenizer, which takes the square of the length of such a run."""
+    from vllm.entrypoints.openai.parser import harmony_utils
+
+    online = renderer.OnlineRenderer
+    expect_parameters(online.render_chat, "self", "request", "skip_mm_cache")
+    expect_source(online.render_chat, "if not self.use_harmony:", "self._make_request_with_harmony(")
+    expect_source(online.render_responses, "if self.use_harmony: return self._render_responses_with_harmony(")
+    expect_source(
+        harmony_utils.render_for_completion,
+        "messages = auto_drop_analysis_messages(messages)",
+        "config=RenderConversationConfig(auto_drop_analysis=False)",
+        "return _use_legacy_tool_call_headers(token_ids)",
+    )
+
+    def render_for_completion(messages: list[Message]) -> list[int]:
+        config = _served.get()
+        directory = None if config is None else checkpoint_directory(config)
+        encoder = Encoder(harmony_utils.get_encoding(), None if directory is None else text_tokenizer(directory))
+        limit = None if config is None else config.max_model_len
+        return encoder.encode(harmony_utils.auto_drop_analysis_messages(messages), limit)
+
+    replace(harmony_utils, "render_for_completion", render_for_completion, copies=(RENDERER, RESPONSES_CONTEXT))
+
+    async def rendered(original: Callable[..., Any], self: Any, request: Any, **options: Any) -> Any:
+        """With harmony, `original` never waits: it may run in a loop of its own."""
+        _served.set(self.model_config)
+        if not self.use_harmony or _size(request) <= IN_THE_LOOP:
+            return await original(self, request, **options)
+        return await asyncio.to_thread(asyncio.run, original(self, request, **options))
+
+    for name in ("render_chat", "render_responses"):
+        around(online, name)(rendered)
+
+
+def _size(request: Any) -> int:
+    """Characters, roughly."""
+    parts = (getattr(request, name, None) for name in ("messages", "input", "instructions", "tools"))
+    return sum(len(part) if isinstance(part, str) else len(repr(part)) for part in parts if part is not None)

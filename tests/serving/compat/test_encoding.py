@@ -1,0 +1,125 @@
+"""vLLM 0.33's prompts of chats: those of stock, in linear time and beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.parser.harmony", reason="needs vLLM 0.33")
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from npu_gptoss.harmony.encoding import ContextError
+
+pytestmark = pytest.mark.serving
+
+TEXTS = ("What is 3 + 4?", "", "<|end|> is no token here", "\n\n  \t", "深度学习 é \U0001f600", '{"a": [1]}', "x" * 300)
+WEATHER = {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": WEATHER}}]
+
+
+@pytest.fixture
+def renderer(tokenizer_directory: Path) -> Any:
+    """vLLM's, as far as a chat's prompt needs it."""
+    online = object.__new__(OnlineRenderer)
+    config = SimpleNamespace(
+        max_model_len=4096, tokenizer=str(tokenizer_directory), model=str(tokenizer_directory), revision=None
+    )
+    vars(online).update(
+        model_config=config, use_harmony=True, parser=None, supports_browsing=False, supports_code_interpreter=False,
+        reasoning_effort_map={}, exclude_tools_when_tool_choice_none=True, renderer=SimpleNamespace(tokenizer=None),
+    )  # fmt: skip
+    return online
+
+
+def prompt(renderer: Any, messages: list[dict[str, Any]], **fields: Any) -> list[int]:
+    request = ChatCompletionRequest(messages=messages, **fields)
+    _, (made,) = asyncio.run(renderer.render_chat(request))
+    return made["prompt_token_ids"]
+
+
+def conversation(draw: random.Random) -> list[dict[str, Any]]:
+    messages = []
+    if draw.random() < 0.5:
+        messages.append({"role": draw.choice(["system", "developer"]), "content": draw.choice(TEXTS)})
+    for _ in range(draw.randrange(1, 4)):
+        messages.append({"role": "user", "content": draw.choice(TEXTS)})
+        if draw.random() < 0.5:
+            function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+            call = {"id": "a", "type": "function", "function": function}
+            asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+            messages.append(asked | ({"reasoning": draw.choice(TEXTS)} if draw.random() < 0.5 else {}))
+            messages.append({"role": "tool", "tool_call_id": "a", "content": draw.choice(TEXTS)})
+        if draw.random() < 0.7:
+            answer = {"role": "assistant", "content": draw.choice(TEXTS)}
+            messages.append(answer | ({"reasoning": draw.choice(TEXTS)} if draw.random() < 0.5 else {}))
+    return messages
+
+
+# a tool's result, as oss-harmony 0.0.10 writes it, and as OpenAI's guide and template do
+STOCK, GUIDE = "<|channel|>commentary to=assistant<|message|>", " to=assistant<|channel|>commentary<|message|>"
+
+
+def test_prompts_are_those_of_stock_but_for_the_header_of_a_result(patched: Any, renderer: Any) -> None:
+    """It is the one header that vLLM does not write back to what the model was trained on."""
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+
+    draw, results = random.Random(0), 0
+    for _ in range(200):
+        messages, fields = conversation(draw), {"tools": TOOLS} if draw.random() < 0.5 else {}
+        fields["reasoning_effort"] = draw.choice(["low", "medium", "high", None])
+        with patched():
+            stock = prompt(renderer, messages, **fields)
+        with patched("harmony-encoding"):
+            ours = prompt(renderer, messages, **fields)
+        if any(message["role"] == "tool" for message in messages):
+            results += 1
+            told = get_encoding().decode(stock)
+            assert told.count(STOCK) == sum(message["role"] == "tool" for message in messages)
+            assert get_encoding().decode(ours) == told.replace(STOCK, GUIDE)
+        else:
+            assert ours == stock, messages
+    assert 20 < results < 180
+
+
+def test_a_run_of_one_character_takes_no_square_of_its_length(patched: Any, renderer: Any) -> None:
+    def seconds(length: int) -> float:
+        since = time.perf_counter()
+        prompt(renderer, [{"role": "user", "content": "-" * length}])
+        return time.perf_counter() - since
+
+    with patched("harmony-encoding"):
+        seconds(10)  # loads the tokenizer
+        ours = seconds(48_000)
+    with patched():
+        assert seconds(48_000) > 5 * ours, "stock"
+
+
+def test_the_loop_goes_on_while_a_long_prompt_is_encoded(patched: Any, renderer: Any) -> None:
+    """/health waits for it else."""
+
+    async def beats(length: int) -> list[float]:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "word " * length}])
+        done, times = asyncio.create_task(renderer.render_chat(request)), [time.perf_counter()]
+        while not done.done():
+            await asyncio.sleep(0.001)
+            times.append(time.perf_counter())
+        return times
+
+    with patched("harmony-encoding"):
+        prompt(renderer, [{"role": "user", "content": "hi"}])
+        assert len(asyncio.run(beats(80_000))) > 5
+    with patched():
+        assert len(asyncio.run(beats(80_000))) <= 3, "stock"
+
+
+def test_a_text_that_no_context_can_hold_is_not_encoded(patched: Any, renderer: Any) -> None:
+    with patched("harmony-encoding"), pytest.raises(ContextError, match="maximum context length is 4096 tokens"):
+        prompt(renderer, [{"role": "user", "content": "-" * (129 * 4096)}])
