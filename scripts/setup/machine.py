@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHONS = ("python3.11", "python3.12", "python3.10", "python3", sys.executable)
 FREE_GB_NEEDED = 3.0
 STATE = ".npu-gptoss"
 PLACE = "place"  # its content: where the environment was made; environments of older set-ups lack it
@@ -85,6 +84,7 @@ class Environment:
     """A virtual environment. `packages`: name -> version, of completely installed ones."""
 
     path: Path
+    free_gb: float = FREE_GB_NEEDED  # before it is made
     packages: dict[str, str] = field(default_factory=dict)
     index_reached: bool = False
 
@@ -256,10 +256,11 @@ def lock_step(purpose: str, lock: Path, loose: Sequence[str] = (), options: Sequ
 
 
 def choose_python(wanted: str, versions: Sequence[str]) -> str:
-    """The interpreter for the environment: `wanted` or the first suitable of PYTHONS. Raises with all the reasons."""
+    """The interpreter for the environment: `wanted`, or the first suitable one. Raises with all the reasons."""
     probe = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
     reasons = []
-    for name in [wanted] if wanted else PYTHONS:
+    names = [wanted] if wanted else [*(f"python{version}" for version in versions), "python3", sys.executable]
+    for name in names:
         path = shutil.which(name)
         if path is None:
             reasons.append(f"{name} is not there")
@@ -277,17 +278,15 @@ def choose_python(wanted: str, versions: Sequence[str]) -> str:
     others = f" ({' and '.join(versions[1:])} work too)" if versions[1:] else ""
     raise SetupError(
         f"Python {versions[0]} is needed{others}, and none was found: " + "; ".join(dict.fromkeys(reasons)) + ". "
-        "Install one, or name it: make serve PYTHON=/path/to/python3.11"
+        f"Install one, or name it: make serve PYTHON=/path/to/python{versions[0]}"
     )
 
 
 def make_environment(run: Run, python: str) -> str:
     env = run.env
     free = shutil.disk_usage(env.path.parent).free / 1e9
-    if free < FREE_GB_NEEDED:
-        raise SetupError(
-            f"{free:.1f} GB are free in {env.path.parent}, the environment needs about {FREE_GB_NEEDED:.0f}"
-        )
+    if free < env.free_gb:
+        raise SetupError(f"{free:.1f} GB are free in {env.path.parent}, the environment needs about {env.free_gb:.0f}")
     run.must(python, "-m", "venv", str(env.path))
     (env.state / PLACE).write_text(str(env.path))
     return ask(str(env.python), "-V").stdout.strip()
@@ -342,7 +341,7 @@ def in_words(error: OSError, folder: Path) -> str:
     """What the file system refused below `folder`, and what to do."""
     what = f"{error.filename or folder}: {error.strerror or error}."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{what} The disk is full; the environment needs about {FREE_GB_NEEDED:.0f} GB. Make space and {AGAIN}"
+        return f"{what} The disk is full; an environment needs {FREE_GB_NEEDED:.0f} GB or more. Make space and {AGAIN}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid():

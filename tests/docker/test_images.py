@@ -17,7 +17,7 @@ import yaml
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.serving.lines import ascend_line
-from scripts.serve_here import cpu_environment
+from scripts.serve_here import serving_environment
 from tests.scripts.shell import run as run_script
 from tests.scripts.test_serve_sh import checkpoint
 
@@ -223,4 +223,4 @@ def test_a_proxy_of_the_user_s_is_not_asked_for_the_server_in_the_container() ->
 
 def test_the_cpu_image_sets_what_make_serve_would_look_for() -> None:
     names = {pair.partition("=")[0] for pair in all_of("cpu", "ENV")[-1].split()}
-    assert names - {"PORT"} <= set(cpu_environment(ROOT, ROOT, {}))
+    assert names - {"PORT"} <= set(serving_environment(ROOT, ROOT, {}))

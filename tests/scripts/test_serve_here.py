@@ -115,10 +115,29 @@ def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.M
 
 
 def test_what_the_user_sets_wins(tmp_path: Path) -> None:
-    environment = serve_here.cpu_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
+    environment = serve_here.serving_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
     assert (environment["OMP_NUM_THREADS"], environment["HF_HUB_OFFLINE"]) == ("7", "1")
     command = serve_here.serve_command(tmp_path, "name", "127.0.0.1", 8000, ["--max-model-len", "99"])
     assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
+
+
+def test_on_a_gpu_nothing_of_the_cpu_is_passed(tmp_path: Path) -> None:
+    """NPU_GPTOSS_PLATFORM=cpu would choose the CPU's kernels; the length would cut a real checkpoint's."""
+    environment = serve_here.serving_environment(tmp_path, tmp_path, {"HF_HUB_OFFLINE": "0"}, "cuda")
+    assert set(environment) == {
+        *("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "TIKTOKEN_ENCODINGS_BASE", "VLLM_USE_FLASHINFER_SAMPLER")
+    }
+    assert environment["HF_HUB_OFFLINE"] == "0"
+    assert "--max-model-len" not in serve_here.serve_command(tmp_path, "name", "127.0.0.1", 8000, [], "cuda")
+
+
+def test_what_runs_by_our_kernels_is_told_in_one_line_whatever_the_ranks(tmp_path: Path) -> None:
+    said = "npu-gptoss computes all of gpt-oss by its own kernels, experts in mxfp4; NPU_GPTOSS=0 leaves it to vLLM."
+    log = tmp_path / "log"
+    log.write_text("".join(f"(Worker_TP{rank} pid=1) INFO 11-24 [model.py:95] {said}\n" for rank in range(2)))
+    assert serve_here.ours(log) == [said]
+    model = (serve_here.ROOT / "npu_gptoss/serving/cuda/model.py").read_text()
+    assert serve_here.OURS.search(model), "the model says it in other words"
 
 
 @pytest.mark.parametrize(
@@ -246,5 +265,7 @@ def test_an_accelerator_does_not_keep_make_serve_from_the_cpu(tmp_path: Path, mo
     (tmp_path / "dev" / "nvidia0").touch()
     monkeypatch.delenv("NPU_GPTOSS_PLATFORM", raising=False)
     assert any("/dev/nvidia0" in reason for reason in platform.objections(tmp_path))
-    monkeypatch.setenv("NPU_GPTOSS_PLATFORM", serve_here.cpu_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"])
+    monkeypatch.setenv(
+        "NPU_GPTOSS_PLATFORM", serve_here.serving_environment(tmp_path, tmp_path, {})["NPU_GPTOSS_PLATFORM"]
+    )
     assert not any("accelerator" in reason for reason in platform.objections(tmp_path))

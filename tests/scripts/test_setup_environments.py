@@ -119,6 +119,33 @@ def test_a_missing_version_falls_back_to_the_loose_requirements(env: Environment
         assert run.commands[-1].endswith(how), "vLLM's own requirements are resolved where the lock's are"
 
 
+def test_the_environment_for_a_gpu_has_nothing_that_its_lock_does_not_name(env: Environment) -> None:
+    run = Recorder(env)
+    step("packages", "cuda").action(run)
+    (command,) = run.commands
+    assert command.endswith("requirements/cuda.txt")
+    assert "--no-deps --require-hashes --only-binary :all:" in command
+    failing = Recorder(env, "requirements/cuda.txt")
+    with pytest.raises(SetupError, match="this step failed"):  # no other versions in their place
+        step("packages", "cuda").action(failing)
+    step("npu_gptoss", "cuda").action(run)
+    assert "emulator" not in run.commands[-1]
+
+
+def test_what_triton_compiles_with_is_asked_for_before_gigabytes_are_downloaded(
+    env: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [found.name for found in ENVIRONMENTS["cuda"].steps(False)]
+    assert names.index("compiler") < names.index("packages")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(SetupError, match=r"no-such-compiler.*apt install gcc"):
+        step("compiler", "cuda").action(Recorder(env))
+    monkeypatch.setenv("CC", sys.executable)
+    env.python.write_text("#!/bin/sh\necho /nowhere/python3.12/Python.h\n")
+    with pytest.raises(SetupError, match=r"/nowhere/python3\.12/Python\.h.*apt install python3\.12-dev"):
+        step("compiler", "cuda").action(Recorder(env))
+
+
 def test_a_machine_without_a_wheel_of_shellcheck_does_without_it(env: Environment) -> None:
     run = Recorder(env, "shellcheck")
     assert "not linted" in step("tools").action(run)

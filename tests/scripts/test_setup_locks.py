@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from npu_gptoss.kernels.platform import HOPPER, Platform
+from npu_gptoss.serving.lines import LINES
 from scripts.setup.environments import CLIENTS, ENVIRONMENTS, REQUIREMENTS
 from scripts.setup.lock import ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
 from scripts.setup.machine import ROOT, read_pins
@@ -21,6 +23,12 @@ EXACT = ["cpu", "dev", "evalscope", *(f"clients-{year}" for year in CLIENTS)]
 A, B = "a" * 64, "b" * 64
 # what evalscope asks for and only other benchmarks import, and two programs of the command line
 LEFT_OUT = {"jieba", "nltk", "rouge-chinese", "rouge-score", "sacrebleu", "zhconv", "typer", "hf-xet"}
+# what vLLM 0.33 asks for and gpt-oss does not import, as the lock says, and what quack-kernels asks for besides
+LEFT_OUT_ON_CUDA = {
+    *("fastsafetensors", "flashinfer-python", "instanttensor", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
+    *("opencv-python-headless", "pynvvideocodec", "tilelang", "tokenspeed-mla", "torch-c-dlpack-ext"),
+    *("torchaudio", "torchcodec", "torchvision"),
+}
 # clients' versions beyond what a package asks for, as the lock says: (what is asked too little, by whom)
 BEYOND = {("openai", "litellm"), ("jiter", "instructor")}
 
@@ -111,6 +119,24 @@ def test_nothing_is_missing_and_versions_fit(name: str) -> None:
     assert missing == (LEFT_OUT if name == "evalscope" and not unlocked else set()), said
     unfit = {(asked, by) for by, asked in re.findall(r"^(\S+) \S+ has requirement (\w+)", said, re.M)}
     assert unfit <= (BEYOND if name.startswith("clients") else set()), said
+
+
+def test_the_environment_for_a_gpu_lacks_nothing_but_what_its_lock_names() -> None:
+    venv = ROOT / ENVIRONMENTS["cuda"].folder
+    if not (venv / "bin/python").exists():
+        pytest.skip(f"{venv.name} is not set up")
+    check = [str(venv / "bin/python"), "-m", "pip", "check"]
+    said = subprocess.run(check, capture_output=True, text=True, check=False).stdout
+    assert set(re.findall(r"requires ([\w-]+), which is not installed", said)) == LEFT_OUT_ON_CUDA, said
+    assert set(re.findall(r"has requirement (\w+)", said)) <= {"torch", "certifi"}, said
+
+
+def test_the_lock_for_a_gpu_is_of_the_vllm_that_serves_there_and_of_the_triton_of_our_kernels() -> None:
+    pins = read_pins(REQUIREMENTS / "cuda.txt")
+    (line,) = (line for line in LINES if "cuda" in line.devices)
+    assert pins["vllm"] == line.vllm.recommended
+    assert HOPPER.reasons_against(Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", pins["triton"]),))) == []
+    assert not {"oss-harmony", "openai-harmony"} <= set(pins), "they have the same files"
 
 
 def test_one_wheel_for_all_places_has_one_hash_and_others_have_each_their_own() -> None:

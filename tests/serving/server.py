@@ -66,7 +66,7 @@ def serve(model: Path, log: Path, *flags: str, name: str = "gpt-oss-tiny") -> It
     """Yields the server when it is ready. Without the vocabulary in the environment: the plugin has to find it."""
     port = free_port()
     base = {key: value for key, value in os.environ.items() if key != BASE_VARIABLE and not key.startswith("VLLM_")}
-    environment = serve_here.cpu_environment(
+    environment = serve_here.serving_environment(
         model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     )
     del environment[BASE_VARIABLE]

@@ -29,7 +29,7 @@ class Started:
         self.port = free_port()
         self.log, self.url = log, f"http://127.0.0.1:{self.port}"
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-        environment = serve_here.cpu_environment(
+        environment = serve_here.serving_environment(
             model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         )
         command = serve_here.serve_command(model, NAME, "127.0.0.1", self.port, ())

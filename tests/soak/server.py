@@ -61,7 +61,7 @@ class Stack:
             place = find_venv()
             base = environment(Machine(), place, base)
             command[0] = str(place / "bin/vllm")
-        variables = serve_here.cpu_environment(model, model, base)
+        variables = serve_here.serving_environment(model, model, base)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
         return command, {**variables, "PYTHONPATH": str(ROOT)}  # this tree, whatever tree the environment knows
 
