@@ -62,7 +62,17 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"npu-gptoss: there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[name][0])
+    try:
+        module = importlib.import_module(COMMANDS[name][0])
+    except ModuleNotFoundError as error:
+        if error.name != "openai_harmony":
+            raise
+        print(
+            f"npu-gptoss {name}: openai-harmony is not installed, which chats need. A vLLM brings it; without one: "
+            "pip install openai-harmony",
+            file=sys.stderr,
+        )
+        return 2
     parser = argparse.ArgumentParser(prog=f"npu-gptoss {name}", description=module.__doc__)
     if name != "doctor":  # which has a check of its own
         for sentence in envs.unknown(os.environ):

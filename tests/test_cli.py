@@ -53,3 +53,14 @@ def test_a_command_that_is_stopped_with_ctrl_c_says_so_without_a_traceback(monke
     monkeypatch.setattr(importlib.import_module(COMMANDS["doctor"][0]), "run", run)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "npu-gptoss: stopped\n"
+
+
+def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'openai_harmony'", name="openai_harmony")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    assert main(["generate"]) == 2
+    assert "pip install openai-harmony" in capsys.readouterr().err

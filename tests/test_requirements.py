@@ -44,6 +44,16 @@ def test_the_tools_are_those_of_pyproject() -> None:
     assert [str(r) for r in wanted if not r.specifier.contains(TOOLS.get(canonical(r.name), "0"))] == []
 
 
+def test_pip_install_beside_vllm_0_33_overwrites_nothing_of_it() -> None:
+    """It brings openai_harmony as oss-harmony; openai-harmony has files of the same names, of an older release."""
+    project = (ROOT / "pyproject.toml").read_text()
+    asked = re.search(r"^dependencies = \[(.*?)^\]$", project, re.M | re.S)[1]
+    wanted = [Requirement(item) for item in re.findall(r'"([^"]+)"', asked)]
+    brought = read_pins(ROOT / "requirements" / "cuda.txt")
+    assert {r.name for r in wanted} >= {"torch", "tokenizers"}
+    assert [str(r) for r in wanted if not r.specifier.contains(brought.get(canonical(r.name), "0"))] == []
+
+
 @pytest.mark.serving
 def test_nothing_that_vllm_asks_for_is_missing_from_the_lock() -> None:
     """The set-up installs the lock without a resolver, so an incomplete lock would fail only when it is imported."""
