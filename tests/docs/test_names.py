@@ -23,6 +23,7 @@ FOLDERS = "npu_gptoss|emulator|research|scripts|tests|docs|docker|requirements|p
 FOREIGN_OPTIONS = {
     *("--pdb", "--constraint", "--no-deps", "--require-hashes", "--privileged", "--build", "--restart", "--use-cache"),
     *("--warmup-num", "--nginx", "--no-binary", "--max-concurrency", "--request-rate", "--save-result"),
+    *("--reasoning-effort-map", "--shutdown-timeout"),  # of vLLM 0.33
 }
 VLLM_PARSER = """
 import contextlib, io, json, sys
