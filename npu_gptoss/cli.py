@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("npu_gptoss.engine.command", "generate text with the offline engine"),
     "kernels": ("npu_gptoss.kernels.command", "list the registered kernels, or explain which one is selected and why"),
     "tiny": ("npu_gptoss.tiny.command", "write a tiny checkpoint in the official layout, random or trained"),
+    "tune": ("npu_gptoss.bench.tune", "measure the kernels' tiles on this NVIDIA GPU, and write them as a table"),
     "verify": ("npu_gptoss.verify.command", "check every kernel that can run here against the definition"),
     "vocabulary": (
         "npu_gptoss.harmony.vocabulary_command",

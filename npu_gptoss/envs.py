@@ -109,6 +109,12 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "NPU_GPTOSS_SKIP_PATCHES", names, (), "names of runtime patches of vLLM to leave out, separated by commas"
         ),
+        Variable(
+            "NPU_GPTOSS_TILES",
+            str,
+            "",
+            "on NVIDIA GPUs: a file of `npu-gptoss tune` with this GPU's tiles, in the place of those in the package",
+        ),
     )
 }
 

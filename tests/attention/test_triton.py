@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.tiles import trial
 from tests.attention.cases import HEAD_DIM, SCALE, Shape, as_decode, check, interleaved, make_step
 from tests.attention.triton_run import (
     DECODE_MUTATIONS,
@@ -36,9 +37,10 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """A GPU is filled with hundreds of programs, which the interpreter runs one by one."""
-    for name in ("WIDE", "FULL"):
-        config = dataclasses.replace(getattr(launch_decode, name), programs=64)
-        monkeypatch.setattr(launch_decode, name, config)
+    monkeypatch.setattr(launch_decode, "WIDE", dataclasses.replace(launch_decode.WIDE, programs=64))
+    full = launch_decode.decode_config(torch.bfloat16, False, 1)
+    with trial("attention.decode.full", dataclasses.asdict(full) | {"programs": 64}):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_a_length_beyond_the_table_is_cut_there():
 
 def test_many_rows_of_a_window_layer_run_in_smaller_programs(monkeypatch):
     monkeypatch.setattr(launch_decode, "MANY_ROWS", 4)
-    assert launch_decode.decode_config(torch.bfloat16, True, 3) is launch_decode.WINDOW_MANY
+    few, many = (launch_decode.decode_config(torch.bfloat16, True, rows) for rows in (2, 3))
+    assert many.keys < few.keys
     check(run_triton, make_step(DECODE, torch.bfloat16), 128, rounded_weights=True)
 
 

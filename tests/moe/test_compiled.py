@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from npu_gptoss.moe.triton import device, few, launches, many
 from npu_gptoss.moe.triton.layout import TiledMatrix
-from npu_gptoss.moe.triton.tuned import TABLE
+from npu_gptoss.moe.triton.tuned import POINTS, tiles as tiles_of
 
 @triton.jit
 def at_once(sums, COMPILED):
@@ -57,8 +57,8 @@ def compiled(name, kernel, warps, scales, constants):
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 common = {"TOP_K": 4, "EXPERTS": 32, "BE": 32, "HAS_MAP": False, "PDL": True, "NATIVE": True}
-for form, (path, most, *both) in ((form, row) for form in ("mxfp4", "float8_e4m3fn") for row in TABLE[form]):
-    for tiles, name, rows in zip(both, ("gate_up", "down"), (5760, 2880)):
+for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") for point in POINTS[form]):
+    for tiles, name, rows in zip(tiles_of(form, path, most), ("gate_up", "down"), (5760, 2880)):
         kernel = many.grouped if path == "many" else getattr(few, name)
         scales = "*i32" if form == "mxfp4" else "*fp32"
         sizes = launches._constants(TiledMatrix(None, scales, None, rows, 2880), tiles)

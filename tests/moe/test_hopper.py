@@ -68,8 +68,8 @@ class Program:
 # share without inputs
 ONE = Program(
     "one",
-    "ONE",
-    {"used": tuned.ONE, "other": tuned.OneTiles(warps=1, deep=3, down_deep=2, splits=3, registers=168)},
+    "one_gluon_tiles",
+    {"used": tuned.one_gluon_tiles(), "other": tuned.OneTiles(warps=1, deep=3, down_deep=2, splits=3, registers=168)},
     ("gate_up", "down"),
     uneven=(1120, 800),
     groups=(1,) * 8,  # a single token: no groups
@@ -80,7 +80,7 @@ FEW = Program(
     "few",
     "few_gluon_tiles",
     {
-        **{f"{shape.slots}slots_{shape.deep}deep": shape for _, shape in tuned.FEW},
+        **{f"up_to_{most}": tuned.few_gluon_tiles(most) for most in tuned.FEW},
         "other": tuned.FewTiles(slots=2, rows=32, warps=1, deep=3, registers=168),
     },
     ("gate_up", "down"),
@@ -92,7 +92,7 @@ FEW = Program(
 MANY = Program(
     "many",
     "gluon_tiles",
-    {"wide": tuned.GLUON[0][1], "tall": tuned.GLUON[1][1]},
+    {name: tuned.gluon_tiles(pairs, 1) for name, pairs in zip(("wide", "tall"), tuned.GLUON, strict=True)},
     ("product",),
     uneven=(192, 256),  # an odd number of steps in one product and an even one in the other
     groups=(0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 300),
@@ -111,7 +111,7 @@ def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     from npu_gptoss.moe.triton import launches
 
     program, shape = request.param
-    monkeypatch.setattr(launches, program.chooser, shape if program is ONE else lambda *sizes: shape)
+    monkeypatch.setattr(launches, program.chooser, lambda *sizes: shape)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield program
     torch.use_deterministic_algorithms(False)
@@ -199,8 +199,9 @@ def test_the_second_projection_asks_for_its_weights_before_it_waits(program):
     (compiled,) = kernels.values()
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
     if program is ONE:
-        load, steps = "ld.global.v4.b32", -(-12 // launches.ONE.splits)  # of 256 inputs
-        loads = 4 * min(launches.ONE.down_deep, steps)
+        shape = launches.one_gluon_tiles()
+        load, steps = "ld.global.v4.b32", -(-12 // shape.splits)  # of 256 inputs
+        loads = 4 * min(shape.down_deep, steps)
     else:  # a step: two tiles, of 16 rows of each warp two
         load, shape = "ld.global.v2.b32", launches.few_gluon_tiles(8)
         loads = shape.deep * 2 * 2 * (shape.rows // (16 * shape.warps))

@@ -12,6 +12,7 @@ from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is missing: make setup")
 
@@ -108,8 +109,9 @@ def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products(tiles_of_e
             kernel.function(**{**arguments, "weights": prepared})
             reached.add((tiles_of_experts.pop(), weights.hidden_size, weights.intermediate_size))
             assert not tiles_of_experts, "one program a call"
-    in_triton = {(form, (up, down)) for form, rows in tuned.TABLE.items() for _, _, up, down in rows}
-    tiles = {tuned.ONE, *(each for _, each in tuned.FEW), *(each for _, each in tuned.GLUON), *in_triton}
+    in_triton = {(form, tuned.tiles(form, *point)) for form, points in tuned.POINTS.items() for point in points}
+    in_gluon = {*map(tuned.few_gluon_tiles, tuned.FEW), *(tuned.gluon_tiles(pairs, 1) for pairs in tuned.GLUON)}
+    tiles = {tuned.one_gluon_tiles(), *in_gluon, *in_triton}
     assert {tile for tile, hidden, _ in reached if hidden == GPT_OSS} >= tiles
     assert {tile for tile, _, inner in reached if inner == GPT_OSS} >= tiles
 
@@ -117,14 +119,15 @@ def test_each_tile_of_the_experts_sees_gpt_oss_sizes_of_both_products(tiles_of_e
 def test_each_ring_of_the_projections_goes_round() -> None:
     """More steps than it has places, or a tile that is written too early would not show."""
     reached = set()
-    tables = {"qkv": launch_hopper.QKV, "output": launch_hopper.LINEAR}
-    for name, table in tables.items():
+    for name in ("qkv", "output"):
         for _, call in calls_of(f"dense.{name}.gluon"):
             x = call.inputs["residual" if name == "qkv" else "attended"]
-            ring = launch_hopper._ring(table, len(x))
+            ring = launch_hopper._ring(name, len(x))
             if x.shape[1] > ring.inputs * ring.stages * ring.splits:
                 reached.add((name, ring))
-    assert reached == {(name, ring) for name, table in tables.items() for _, ring in table}
+    assert reached == {
+        (name, launch_hopper._ring(name, most)) for name in ("qkv", "output") for most in launch_hopper.TOKENS
+    }
 
 
 @pytest.mark.parametrize("name", ["gluon", "triton"])
@@ -148,6 +151,7 @@ def test_prompts_and_decode_rows_of_attention_reach_each_configuration() -> None
                 configs.add(config)
                 if window is None:
                     splits.add(launch_decode.splits_for(len(single), kv_heads, max(single), config))
-    assert tilings == {launch.FULL, launch.WINDOW, launch.WIDE}
-    assert configs >= {launch_decode.FULL, launch_decode.WINDOW, launch_decode.WINDOW_MANY}
+    assert tilings == {launch.WIDE, *(launch.tiling_for(torch.bfloat16, window) for window in (None, 128))}
+    wanted = ((False, 1), (True, 1), (True, launch_decode.MANY_ROWS))
+    assert configs >= {launch_decode.decode_config(torch.bfloat16, *each) for each in wanted}
     assert {1, launch_decode.MOST_SPLITS} <= splits

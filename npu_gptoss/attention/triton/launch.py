@@ -20,6 +20,7 @@ from npu_gptoss.attention.triton.plan import Plan, Prompts, Rows, make_plan
 from npu_gptoss.attention.triton.prefill import gather_kernel, prefill_kernel
 from npu_gptoss.attention.window import keys_before
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels.tiles import tile
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
 
 LOG2_E = 1 / math.log(2)
@@ -41,9 +42,7 @@ class Tiling:
         return max(self.rows // group, 1)
 
 
-# Best of a grid on an H200 with gpt-oss's heads.
-FULL = Tiling(rows=64, keys=128, warps=4, stages=2)
-WINDOW = Tiling(rows=64, keys=32, warps=4, stages=3)
+# Of the table are those for bfloat16 in Triton. A tile of the Gluon kernel is what its groups of warps hold.
 WIDE = Tiling(rows=32, keys=32, warps=4, stages=1)
 HOPPER = Tiling(rows=192, keys=128, warps=4, stages=2, hopper=True)
 
@@ -52,7 +51,7 @@ def tiling_for(dtype: torch.dtype, sliding_window: int | None) -> Tiling:
     """Of the Triton kernel."""
     if dtype == torch.float32:
         return WIDE
-    return FULL if sliding_window is None else WINDOW
+    return tile(f"attention.prefill.{'full' if sliding_window is None else 'window'}", Tiling)
 
 
 def run(

@@ -10,6 +10,7 @@ import triton
 
 from npu_gptoss.attention.triton.decode import decode_kernel
 from npu_gptoss.attention.triton.plan import Rows
+from npu_gptoss.kernels.tiles import tile
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options
 
 MOST_SPLITS = 32
@@ -29,20 +30,15 @@ class DecodeConfig:
     programs: int
 
 
-# Best of a grid on an H200 with gpt-oss's heads.
-FULL = DecodeConfig(keys=128, warps=4, stages=3, programs=512)
-WINDOW = DecodeConfig(keys=128, warps=4, stages=1, programs=1)
-WINDOW_MANY = DecodeConfig(keys=64, warps=2, stages=2, programs=1)  # smaller programs: more of them at a time
-MANY_ROWS = 128
+MANY_ROWS = 128  # from which on a window layer has smaller programs: more of them at a time
 WIDE = DecodeConfig(keys=32, warps=4, stages=1, programs=512)
 
 
 def decode_config(dtype: torch.dtype, window: bool, rows: int) -> DecodeConfig:
     if dtype == torch.float32:
         return WIDE
-    if not window:
-        return FULL
-    return WINDOW_MANY if triton.next_power_of_2(rows) >= MANY_ROWS else WINDOW
+    many = "_many" if triton.next_power_of_2(rows) >= MANY_ROWS else ""
+    return tile(f"attention.decode.window{many}" if window else "attention.decode.full", DecodeConfig)
 
 
 def splits_for(rows: int, kv_heads: int, longest: int, config: DecodeConfig) -> int:

@@ -11,6 +11,7 @@ import triton
 from npu_gptoss.attention.operations import head_stride
 from npu_gptoss.dense.triton.device import halves
 from npu_gptoss.dense.triton.launches import add_norm, arrivals
+from npu_gptoss.kernels.tiles import tile
 from npu_gptoss.kernels.triton_launch import launch_options
 
 if TYPE_CHECKING:
@@ -32,13 +33,11 @@ class Ring:
     splits: int = 1
 
 
-# Measured on an H200 in the engine, at gpt-oss's sizes (with 1, 8 and 32 requests): tokens up to -> ring.
-QKV = ((16, Ring(256, 5)), (32, Ring(256, 3)))
-LINEAR = ((16, Ring(256, 5, splits=2)), (32, Ring(128, 4, splits=4)))
+TOKENS = (16, 32)  # up to how many a ring of the table counts
 
 
-def _ring(table: tuple[tuple[int, Ring], ...], tokens: int) -> Ring:
-    return next(ring for most, ring in table if tokens <= most)
+def _ring(projection: str, tokens: int) -> Ring:
+    return tile(f"dense.{projection}.{next(most for most in TOKENS if tokens <= most)}", Ring)
 
 
 def _columns(tokens: int) -> int:
@@ -88,7 +87,7 @@ def project(
     tokens, inputs = normed.shape
     kv_heads = key_cache.shape[2]
     heads = weight.shape[0] // HEAD_DIM - 2 * kv_heads
-    ring, columns = ring or _ring(QKV, tokens), _columns(tokens)
+    ring, columns = ring or _ring("qkv", tokens), _columns(tokens)
     query = torch.empty(tokens, heads, HEAD_DIM, dtype=normed.dtype, device=normed.device)
     hopper.qkv_kernel[(heads + 2 * kv_heads, triton.cdiv(tokens, columns))](
         hopper.descriptor(weight, HEAD_DIM, ring.inputs),
@@ -127,7 +126,7 @@ def linear(
 
     tokens, inputs = x.shape
     outputs = weight.shape[0]
-    ring, columns = ring or _ring(LINEAR, tokens), _columns(tokens)
+    ring, columns = ring or _ring("output", tokens), _columns(tokens)
     tiles, token_tiles = triton.cdiv(outputs, 64), triton.cdiv(tokens, columns)
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     shares = arrived = x  # not touched

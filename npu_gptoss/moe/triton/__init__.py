@@ -2,7 +2,7 @@
 
 All share one layout of the weights (`layout.py`): for a single token (`few.py`, `one_hopper.py`), a decode batch
 (`few.py`, `few_hopper.py`), a prefill (`many.py`, `many_hopper.py`). Those in Gluon are for MXFP4 on Hopper.
-Weights stay in bfloat16, FP8 or MXFP4 and are opened in registers (`device.py`). `tuned.py` is the table of tile sizes,
+Weights stay in bfloat16, FP8 or MXFP4 and are opened in registers (`device.py`). `tuned.py` has the tile sizes,
 `launches.py` the host's side. Triton is imported at the first call, so that a machine without it can list these
 kernels.
 """
@@ -13,14 +13,14 @@ from npu_gptoss.kernels import ANY, HOPPER, TRITON, Priority, Range, Where, acce
 from npu_gptoss.moe.activation import SWIGLUOAI
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.moe.triton.layout import INPUTS, prepare
-from npu_gptoss.moe.triton.tuned import FEW, GLUON
+from npu_gptoss.moe.triton.tuned import FEW, GLUON, MOST_SLOTS
 
 LAUNCHES = "npu_gptoss.moe.triton.launches"
 TRAITS = {"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY}
 # Longer groups are tiles of sorted pairs: with 32 pairs to an expert 209 us instead of 277 (MXFP4 of 20b on an H200).
 MOST_UNSORTED = 24
 # The inputs of all columns of `few_hopper` in shared memory, of which half is enough for any model here.
-STAGED = Range(most=112 * 1024 // (2 * max(shape.slots for _, shape in FEW)))
+STAGED = Range(most=112 * 1024 // (2 * MOST_SLOTS))
 
 
 def _whole_steps(least: int) -> Where:
@@ -65,7 +65,7 @@ for _name, _sizes, _priority, _summary in (
     ),
     (
         "gluon_few",
-        {"rows": Range(most=FEW[-1][0]), "hidden_size": STAGED, "intermediate_size": STAGED},
+        {"rows": Range(most=FEW[-1]), "hidden_size": STAGED, "intermediate_size": STAGED},
         Priority.SPECIALISED + 1,
         "As triton_few, with the tokens' inputs in shared memory.",
     ),
@@ -73,7 +73,7 @@ for _name, _sizes, _priority, _summary in (
         "gluon_many",
         {
             "rows": Range(FEW_ROWS + 1),
-            "pairs_per_expert": Range(GLUON[-1][0]),
+            "pairs_per_expert": Range(GLUON[-1]),
             "hidden_size": _whole_steps(2 * INPUTS),
             "intermediate_size": _whole_steps(INPUTS),
         },

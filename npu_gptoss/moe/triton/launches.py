@@ -12,7 +12,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
 from npu_gptoss.moe.triton import few, many, routing
 from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
-from npu_gptoss.moe.triton.tuned import ONE, GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, tiles, unroll
+from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
 _SORT_CELLS = 1 << 14
@@ -129,7 +129,7 @@ def gluon_one(**arguments: Any) -> torch.Tensor:
     from npu_gptoss.moe.triton import one_hopper
 
     call = _call(**arguments)
-    return _combined(one_hopper.shares_of(call, ONE), call)
+    return _combined(one_hopper.shares_of(call, one_gluon_tiles()), call)
 
 
 def gluon_few(**arguments: Any) -> torch.Tensor:

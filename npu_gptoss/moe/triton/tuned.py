@@ -1,11 +1,13 @@
-"""Sizes of the kernels' tiles: the one table. Measured on one NVIDIA H200, for hidden and intermediate size 2880.
+"""Sizes of the kernels' tiles, from the table of the GPU, and for how many tokens each counts.
 
-Other GPUs and other sizes run with the same numbers; they are right everywhere, and best where they were measured.
+They were measured for hidden and intermediate size 2880. Other sizes run with the same numbers, which are right.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from npu_gptoss.kernels.tiles import tile
 
 UNBOUNDED = 1 << 30
 
@@ -30,28 +32,11 @@ class Tiles:
 # A single token has few programs, all under way at once. Their stages fill a third of a multiprocessor's shared memory,
 # so that no more than three come to one: programs that start while the previous kernel ends are dealt out unevenly, and
 # a multiprocessor with eight of them is what everybody waits for (in the engine a layer took 113 instead of 93 us).
-# (path, tokens up to) -> tiles of gate_up, tiles of down; the first that fits. By weight format.
-TABLE: dict[str, tuple[tuple[str, int, Tiles, Tiles], ...]] = {
-    "mxfp4": (
-        ("few", 1, Tiles(64, 8, 2, 10, 4), Tiles(64, 8, 2, 10, 4, splits=2)),
-        ("few", 48, Tiles(64, 8, 2, 4, 2), Tiles(64, 8, 2, 4, 2)),
-        ("few", UNBOUNDED, Tiles(128, 32, 2, 4, 4), Tiles(128, 32, 2, 4, 4)),
-        ("many", 512, Tiles(128, 64, 1, 4, 4), Tiles(128, 64, 1, 4, 4)),
-        ("many", UNBOUNDED, Tiles(128, 128, 2, 3, 4), Tiles(128, 128, 2, 3, 4)),
-    ),
-    "float8_e4m3fn": (
-        ("few", 1, Tiles(64, 8, 3, 5, 4), Tiles(64, 8, 3, 5, 4, splits=2)),
-        ("few", 48, Tiles(128, 8, 3, 3, 4), Tiles(64, 8, 3, 3, 2)),
-        ("few", UNBOUNDED, Tiles(128, 32, 3, 3, 4), Tiles(128, 32, 3, 3, 4)),
-        ("many", 512, Tiles(128, 64, 2, 3, 4), Tiles(128, 64, 2, 3, 4)),
-        ("many", UNBOUNDED, Tiles(128, 128, 1, 3, 4), Tiles(128, 128, 1, 3, 4)),
-    ),
-    "bfloat16": (
-        ("few", 1, Tiles(64, 8, 1, 8, 4), Tiles(64, 8, 1, 8, 4, splits=2)),
-        ("few", 48, Tiles(128, 8, 1, 4, 4), Tiles(64, 8, 1, 4, 2)),
-        ("few", UNBOUNDED, Tiles(128, 32, 1, 4, 4), Tiles(128, 32, 1, 4, 4)),
-        ("many", UNBOUNDED, Tiles(128, 256, 1, 3, 8), Tiles(128, 256, 1, 3, 8)),
-    ),
+# By weight format, the paths and up to how many tokens a tile of the table counts; the first that fits.
+POINTS: dict[str, tuple[tuple[str, int], ...]] = {
+    "mxfp4": (("few", 1), ("few", 48), ("few", UNBOUNDED), ("many", 512), ("many", UNBOUNDED)),
+    "float8_e4m3fn": (("few", 1), ("few", 48), ("few", UNBOUNDED), ("many", 512), ("many", UNBOUNDED)),
+    "bfloat16": (("few", 1), ("few", 48), ("few", UNBOUNDED), ("many", UNBOUNDED)),
 }
 
 
@@ -69,11 +54,8 @@ class GluonTiles:
     fetch: int
 
 
-# (pairs to an expert, at least) -> tiles; the first that fits. Fewer: the Triton kernels.
-GLUON: tuple[tuple[int, GluonTiles], ...] = (
-    (1536, GluonTiles(64, 256, 5, 208, 88)),
-    (256, GluonTiles(128, 128, 7, 224, 56)),
-)
+# Pairs to an expert, at least; the first that fits. Fewer: the Triton kernels.
+GLUON = (1536, 256)
 
 
 @dataclass(frozen=True)
@@ -92,9 +74,6 @@ class OneTiles:
     registers: int
 
 
-ONE = OneTiles(warps=4, deep=4, down_deep=6, splits=2, registers=168)
-
-
 @dataclass(frozen=True)
 class FewTiles:
     """A tile of `few_hopper`: `rows` of weights (16 to 128) by `slots` of an expert (2, 4 or 8).
@@ -110,25 +89,28 @@ class FewTiles:
     registers: int
 
 
-# (tokens up to) -> tiles; the first that fits. More tokens: the Triton kernels.
-FEW: tuple[tuple[int, FewTiles], ...] = (
-    (3, FewTiles(slots=4, rows=64, warps=4, deep=6, registers=168)),
-    (6, FewTiles(slots=4, rows=64, warps=4, deep=3, registers=96)),
-    (48, FewTiles(slots=8, rows=64, warps=4, deep=5, registers=128)),
-)
+# Tokens up to; the first that fits. More tokens: the Triton kernels.
+FEW = (3, 6, 48)
+MOST_SLOTS = 8  # of FewTiles
+
+
+def one_gluon_tiles() -> OneTiles:
+    return tile("moe.one", OneTiles)
 
 
 def few_gluon_tiles(tokens: int) -> FewTiles:
-    return next(shape for most, shape in FEW if tokens <= most)
+    return tile(f"moe.few.{next(most for most in FEW if tokens <= most)}", FewTiles)
 
 
 def gluon_tiles(slots: int, experts: int) -> GluonTiles:
-    return next((shape for least, shape in GLUON if slots >= least * experts), GLUON[-1][1])
+    return tile(f"moe.many.{next((least for least in GLUON if slots >= least * experts), GLUON[-1])}", GluonTiles)
 
 
 def tiles(weight_format: str, path: str, tokens: int) -> tuple[Tiles, Tiles]:
     """Of gate_up and of down, for a path ("few" or "many") and a number of tokens."""
-    return next((up, down) for name, most, up, down in TABLE[weight_format] if name == path and tokens <= most)
+    most = next(most for name, most in POINTS[weight_format] if name == path and tokens <= most)
+    name = f"moe.{weight_format}.{path}.{'more' if most == UNBOUNDED else most}"
+    return tile(f"{name}.gate_up", Tiles), tile(f"{name}.down", Tiles)
 
 
 def unroll(tiles_of_inputs: int, most: int) -> int:
