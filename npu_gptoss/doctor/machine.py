@@ -14,6 +14,7 @@ from npu_gptoss.serving.lines import find_vllm
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
+DEVICE_TYPES = {ASCEND: "npu", CUDA: "cuda", CPU: "cpu"}  # what torch and vLLM call them
 PLATFORM_VARIABLE = "NPU_GPTOSS_PLATFORM"
 EMULATED_VARIABLE = "ASCEND_EMULATOR"
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 
 from npu_gptoss import plugin as entry
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, one_line, warning
-from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Machine
+from npu_gptoss.doctor.machine import ASCEND, CUDA, DEVICE_TYPES, Machine
 from npu_gptoss.serving import lines
 from npu_gptoss.serving import platform as cpu_platform
 
@@ -153,7 +153,7 @@ def registration(here: Machine) -> Finding:
             f"Run `python -m {REGISTERED}` to see the whole error.",
         )
     device, model = found["device"], found["model"]
-    wanted = {ASCEND: "npu", CPU: "cpu", CUDA: "cuda"}[kind]
+    wanted = DEVICE_TYPES[kind]
     if device != wanted:
         return failed(
             f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}.",

@@ -7,7 +7,7 @@ import re
 from npu_gptoss import plugin
 from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
-from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, PLATFORM_VARIABLE, PLATFORMS, Machine
+from npu_gptoss.doctor.machine import ASCEND, CPU, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving import lines
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.lines import TORCH_OLDEST, ascend_line, line_of, silent_defect
@@ -123,7 +123,7 @@ def vllm(here: Machine) -> Finding:
     if objection:
         sentence, _, rest = objection.partition(". Install")
         return failed(f"{sentence}.", f"Install{rest}" if rest else remedy)
-    line, device = line_of(release), {ASCEND: "npu", CPU: "cpu", CUDA: "cuda"}[platform]
+    line, device = line_of(release), DEVICE_TYPES[platform]
     if device not in line.devices:
         other = next(line for line in lines.LINES if device in line.devices).vllm.recommended
         state, stays = (warning, ": gpt-oss stays vLLM's own here") if device == "cuda" else (failed, "")

@@ -79,6 +79,17 @@ def tokens_of(library: HarmonyEncoding, pieces: Iterable[str]) -> list[int]:
     return [token for piece in pieces for token in encoded(library, piece)]
 
 
+def noisy(library: HarmonyEncoding, draw: random.Random) -> list[int]:
+    """Well-formed messages of which tokens are left out, exchanged, or followed by any others."""
+    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
+    tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
+    for _ in range(draw.randrange(6)):
+        at = draw.randrange(len(tokens))
+        tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
+        tokens = tokens or [200_006]
+    return tokens
+
+
 def read(library: HarmonyEncoding, tokens: list[int]) -> tuple[TolerantParser, str]:
     """The parser at the end, and the text that it told as it came."""
     parser, told = TolerantParser(library, role=Role.ASSISTANT), ""
@@ -102,14 +113,8 @@ def test_no_text_of_a_message_is_lost_however_its_header_is_spelled(library):
 
 def test_any_tokens_at_all_are_read_without_an_exception(library):
     draw = random.Random(1)
-    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
     for _ in range(STREAMS):
-        tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
-        for _ in range(draw.randrange(6)):
-            at = draw.randrange(len(tokens))
-            tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
-            tokens = tokens or [200_006]
-        read(library, tokens)
+        read(library, noisy(library, draw))
 
 
 def test_what_is_well_formed_is_read_as_the_strict_parser_reads_it(library):

@@ -16,7 +16,7 @@ pytest.importorskip("vllm.parser.harmony", reason="needs vLLM 0.33")
 from vllm.parser import harmony as parsing
 
 from npu_gptoss.serving.compat import segments
-from tests.harmony.test_parser import MARKS, Written, spoiled, tokens_of, well_formed
+from tests.harmony.test_parser import Written, noisy, spoiled, tokens_of, well_formed
 
 STREAMS = 5_000  # of each of two kinds
 
@@ -104,14 +104,9 @@ def test_the_strict_parser_loses_text_without_a_word(library):
 
 def test_any_tokens_at_all_are_told_without_an_exception(library):
     draw = random.Random(1)
-    marks = library.encode("".join(f"<|{mark}|>" for mark in MARKS), allowed_special="all")
     with repaired():
         for _ in range(STREAMS):
-            tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
-            for _ in range(draw.randrange(6)):
-                at = draw.randrange(len(tokens))
-                tokens[at : at + draw.randrange(2)] = draw.choice(([], [draw.choice(marks)], [draw.randrange(201_088)]))
-                tokens = tokens or [200_006]
+            tokens = noisy(library, draw)
             Served(library).whole(tokens)
             Served(library).streamed(tokens, draw)
 
