@@ -124,7 +124,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def serve(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "ON", "MODEL", "PORT")}
+    """As from a user's shell: these tests may themselves run under a make, whose variables would reach this one."""
+    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ON", "MODEL", "PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
     command = ["make", "serve", f"PYTHON={sys.executable}", *words]
     return subprocess.run(command, cwd=checkout, env=environment | variables, capture_output=True, text=True)
 
