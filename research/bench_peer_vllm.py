@@ -1,6 +1,7 @@
-"""Stock vLLM measured as `npu-gptoss bench` measures the offline engine: the peer beside our numbers.
+"""vLLM measured as `npu-gptoss bench` measures the offline engine: the peer beside our numbers, or our model in it.
 
-Needs vLLM (0.25.1 was used) and nothing of this package, so that it can run in vLLM's own environment. Without
+Needs vLLM (0.25.1 and 0.33.0 were used). Of stock it needs nothing of this package, so that it can run in vLLM's own
+environment; where vLLM 0.33 finds the package's plugin, our model is measured, and the files say so. Without
 flashinfer, which only sampling at a temperature wants of it on this GPU, set VLLM_USE_FLASHINFER_SAMPLER=0. Run it on
 the machine and the checkpoint that ours ran on, and give its files to `npu-gptoss bench … --peer`:
 
@@ -19,14 +20,17 @@ import datetime
 import gzip
 import json
 import math
+import os
 import platform
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -80,6 +84,8 @@ def main() -> None:
         nargs="+",
         help="of vLLM's graphs, for a faster start (default: its own)",
     )
+    engine.add_argument("--moe-backend", help="of vLLM's experts (default: its own choice)")
+    engine.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     attention = commands.add_parser("attention", help="FlashAttention-3 with sinks, alone")
     attention.add_argument("--out", type=Path, required=True)
     attention.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
@@ -93,20 +99,28 @@ def main() -> None:
         measure_attention(args)
 
 
-def document(what: str, definitions: dict[str, str], settings: dict[str, Any], rows: Sequence[Any]) -> dict[str, Any]:
-    """The form of `npu-gptoss bench`'s files."""
+def document(
+    what: str, definitions: dict[str, str], settings: dict[str, Any], rows: Sequence[Any], *, ours: bool = False
+) -> dict[str, Any]:
+    """The form of `npu-gptoss bench`'s files. ours: vLLM ran this package's model."""
     import torch
-    import vllm
 
+    own: dict[str, str] = {}
+    if ours:
+        from npu_gptoss.bench.provenance import versions
+
+        own = {name: versions()[name] for name in ("npu_gptoss", "commit")}
     return {
         "schema": 1,
         "what": what,
-        "engine": f"vLLM {vllm.__version__}",
+        "engine": f"vLLM {version('vllm')}" + (" with npu_gptoss" if ours else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {"device": torch.cuda.get_device_name(), "driver": driver()},
         "versions": {
-            "vllm": vllm.__version__,
+            **own,
+            "vllm": version("vllm"),
             "torch": torch.__version__,
+            "triton": version("triton"),
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
@@ -136,7 +150,7 @@ class Peer:
     """An idle engine and what the measurements need of it."""
 
     def __init__(self, args: argparse.Namespace, trace_directory: str) -> None:
-        from vllm import LLM
+        from vllm import LLM, ModelRegistry
 
         self.config = json.loads((args.model / "config.json").read_text())
         shape = (self.config["num_hidden_layers"], self.config["num_local_experts"])
@@ -148,6 +162,10 @@ class Peer:
             "max_num_seqs": max([128, *args.batch]),
             "max_num_batched_tokens": 16384,
         }
+        if args.tp > 1:
+            options["tensor_parallel_size"] = args.tp
+        if args.moe_backend:
+            options["moe_backend"] = args.moe_backend
         if args.capture_sizes:
             options["compilation_config"] = {"cudagraph_capture_sizes": sorted({*args.capture_sizes, *args.batch})}
         self.settings = {
@@ -173,7 +191,12 @@ class Peer:
         )
         self.settings["start_s"] = round(time.perf_counter() - start, 1)
         self.engine = self.llm.llm_engine
+        known = ModelRegistry.models.get("GptOssForCausalLM")
+        self.ours = getattr(known, "module_name", "").startswith("npu_gptoss.")
         self._numbers = iter(range(10**9))
+
+    def document(self, what: str, definitions: dict[str, str], settings: dict[str, Any], rows: Sequence[Any]) -> Any:
+        return document(what, definitions, settings, rows, ours=self.ours)
 
     def add(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[str]:
         from vllm import SamplingParams
@@ -236,7 +259,7 @@ def measure_engine(args: argparse.Namespace) -> None:
         peer = Peer(args, traces)
         print("started in", peer.settings["start_s"], "s", flush=True)
         settings = {**peer.settings, "steps": args.steps, "repeats": args.repeats}
-        keys = {"model": peer.model, "weights": args.weights}
+        keys = {"model": peer.model, "weights": args.weights, "layout": f"tp{args.tp}"}
         if args.tokens:
             rows = []
             for tokens in args.tokens:
@@ -252,7 +275,7 @@ def measure_engine(args: argparse.Namespace) -> None:
                     }
                 )
                 print("prefill", json.dumps(rows[-1]), flush=True)
-                save(args.out / "prefill.json", document("prefill", PREFILL_DEFINITIONS, settings, rows))
+                save(args.out / "prefill.json", peer.document("prefill", PREFILL_DEFINITIONS, settings, rows))
         rows = []
         for context in args.context:
             for batch in args.batch:
@@ -272,11 +295,12 @@ def measure_engine(args: argparse.Namespace) -> None:
                     }
                 )
                 print("decode", json.dumps(rows[-1]), flush=True)
-                save(args.out / "decode.json", document("decode", DECODE_DEFINITIONS, settings, rows))
+                save(args.out / "decode.json", peer.document("decode", DECODE_DEFINITIONS, settings, rows))
         if args.greedy:
             keep_greedy(peer, args)
         if args.profile:
             keep_profile(peer, args, Path(traces))
+        peer.llm.llm_engine.engine_core.shutdown()
 
 
 def keep_greedy(peer: Peer, args: argparse.Namespace, length: int = 128, tokens: int = 32) -> None:
@@ -292,7 +316,7 @@ def keep_greedy(peer: Peer, args: argparse.Namespace, length: int = 128, tokens:
         for name, prompt in zip(names, prompts, strict=True)
     ]
     assert all(len(row["token_ids"]) == tokens for row in rows), "not every request got its tokens"
-    save(args.out / "greedy.json", document("greedy", {"token_ids": "greedy continuation"}, peer.settings, rows))
+    save(args.out / "greedy.json", peer.document("greedy", {"token_ids": "greedy continuation"}, peer.settings, rows))
 
 
 def keep_profile(peer: Peer, args: argparse.Namespace, traces: Path) -> None:
@@ -307,14 +331,14 @@ def keep_profile(peer: Peer, args: argparse.Namespace, traces: Path) -> None:
     peer.first_token(prompt)
     peer.llm.stop_profile()
     found["prefill_8192"] = kernels_of(set(traces.rglob("*")) - seen)
-    save(args.out / "kernels.json", document("profile", {"us": "of one call"}, peer.settings, [found]))
+    save(args.out / "kernels.json", peer.document("profile", {"us": "of one call"}, peer.settings, [found]))
     experts = f"{args.weights} of {peer.config['num_local_experts']} tokens="
     rows = [
         {"operation": "moe.experts", "kernel": EXPERT_GEMM, "case": f"{experts}{tokens}", "us": us}
         for name, tokens in (("decode_b32", 32), ("prefill_8192", 8192))
         if (us := experts_us(found[name])) is not None
     ]
-    save(args.out / "experts.json", document("kernel", EXPERTS_DEFINITIONS, peer.settings, rows))
+    save(args.out / "experts.json", peer.document("kernel", EXPERTS_DEFINITIONS, peer.settings, rows))
     for name, kernels in found.items():
         print(name)
         for kernel in kernels[:16]:
@@ -444,3 +468,5 @@ def graph_time(calls: list[Callable[[], Any]], samples: int = 20) -> float:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # without a tokenizer vLLM does not end by itself

@@ -1,7 +1,7 @@
-"""Write the tables of docs/performance.md's CUDA section from the records in docs/benchmarks.
+"""Write the tables of docs/performance.md's CUDA sections, and their picture, from the records in docs/benchmarks.
 
-    python research/bench_table.py            # prints them
-    python research/bench_table.py --write    # and puts them into docs/performance.md
+    python research/bench_table.py            # says whether the page is of these records
+    python research/bench_table.py --write    # writes it
 
 No number is typed: each is in a record that a command wrote (docs/benchmarks/README.md), and what this page says of it
 follows from the record. Peers' numbers stand beside ours of the same point, from their own files. Goals are those that
@@ -10,26 +10,21 @@ were set before anything was measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from npu_gptoss.bench.records import beside
+from npu_gptoss.files import write_atomically
 from npu_gptoss.tables import markdown
+from research import inside_vllm
+from research.bench_rows import EARLIER, FOLDER, Record, against, has_goals, layout_of, sources
+from scripts.docs.page_tables import Tables
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, FOLDER = ROOT / "docs/performance.md", ROOT / "docs/benchmarks"
-BEGIN, END = "<!-- written by research/bench_table.py: begin -->", "<!-- bench_table: end -->"
 OURS = "npu_gptoss"
-EARLIER = "earlier"  # ends the name of a peer that was measured on another day; one measured beside ours goes before it
-GOALS_ARE_FOR = "NVIDIA H200"
-
-Record = dict[str, Any]
 
 # Upper limits in milliseconds, of decode by (model, weights, batch, context); the factor is of the floor for `context`
 # keys and uniform routing. Prefill's goal is the peer.
@@ -79,15 +74,6 @@ def of(records: Iterable[Record], what: str, ours: bool = True) -> list[Record]:
     return [r for r in records if r["_"]["what"] == what and (r["_"]["engine"] == OURS) == ours]
 
 
-def has_goals(record: Record) -> bool:
-    """Goals are for one GPU of the kind that they were set for."""
-    return layout_of(record) == "tp1" and record["_"]["machine"]["device"] == GOALS_ARE_FOR
-
-
-def layout_of(record: Record) -> str:
-    return record.get("layout", "tp1")
-
-
 def experts_of(record: Record) -> str:
     """The experts' format, and whatever else is not as usual."""
     text = record["weights"]
@@ -111,13 +97,6 @@ def decode_goal(record: Record) -> float | None:
     if point in FACTOR_POINTS:
         return DECODE_FACTOR * record["floor_uniform_ms"]
     return DECODE_LIMITS_MS.get(point)
-
-
-def against(value: float, goal: float | None) -> str:
-    """Whether a time keeps its goal."""
-    if goal is None:
-        return "–"
-    return "met" if value <= goal else f"missed, {value / goal:.2f} ×"
 
 
 def decode_table(records: list[Record]) -> list[str]:
@@ -245,17 +224,6 @@ def control_table(record: Record) -> list[str]:
     return ["", *markdown(head, rows)]
 
 
-def sources(records: list[Record]) -> list[str]:
-    """Which machine and which versions, once for each file."""
-    lines = []
-    for name in dict.fromkeys(r["_"]["file"] for r in records):
-        header = next(r["_"] for r in records if r["_"]["file"] == name)
-        versions = ", ".join(f"{k} {v[:12] if k == 'commit' else v}" for k, v in header["versions"].items())
-        what = f"{header['engine']} on {header['machine']['device']}, {header['date'][:10]}"
-        lines.append(f"* [{name}](benchmarks/{name}): {what}; {versions}")
-    return lines
-
-
 def render(records: list[Record]) -> str:
     """The whole section between the marks."""
     parts: list[str] = []
@@ -271,28 +239,22 @@ def render(records: list[Record]) -> str:
     return "\n".join(parts).strip() + "\n"
 
 
-def insert(page: str, section: str) -> str:
-    """The page with the section between the marks, which must be there once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise SystemExit(f"bench_table: {PAGE.name} must hold {BEGIN} and {END} once each")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{section}\n{END}{rest.split(END)[1]}"
+TABLES = Tables(
+    script="research/bench_table.py",
+    page="docs/performance.md",
+    tables={
+        "one GPU": lambda: render(load()).rstrip(),
+        "inside vLLM": lambda: inside_vllm.render(inside_vllm.load()),
+    },
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
-    options = parser.parse_args(arguments)
-    records = load()
-    if not records:
-        print(f"bench_table: {FOLDER} holds no records", file=sys.stderr)
-        return 1
-    section = render(records)
-    if options.write:
-        PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), section), encoding="utf-8")
-    else:
-        print(section, end="")
-    return 0
+    result = TABLES.main(__doc__, arguments)
+    drawn = inside_vllm.picture(inside_vllm.load())
+    if drawn and "--write" in (sys.argv[1:] if arguments is None else arguments):
+        write_atomically(inside_vllm.PICTURE, drawn.encode())
+    return result
 
 
 if __name__ == "__main__":

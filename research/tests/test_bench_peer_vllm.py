@@ -56,12 +56,14 @@ def test_a_gap_in_the_steady_steps_starts_them_again(monkeypatch):
 def test_a_point_that_is_left_out_is_said(tmp_path, monkeypatch, capsys):
     made = SimpleNamespace(settings={"start_s": 1}, model="20b", config={"vocab_size": 100})
     made.steady_steps = lambda batch, context, steps: [0.001] * steps
+    made.document = lambda what, definitions, settings, rows: list(rows)
+    made.llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None)))
     monkeypatch.setattr(script, "Peer", lambda args, traces: made)
-    monkeypatch.setattr(script, "document", lambda what, definitions, settings, rows: list(rows))
-    options = {"tokens": [], "context": [10], "batch": [1, 8], "most_tokens": 79, "steps": 2, "repeats": 1}
+    options = {"tokens": [], "tp": 2, "context": [10], "batch": [1, 8], "most_tokens": 79, "steps": 2, "repeats": 1}
     options |= {"weights": "mxfp4", "greedy": 0, "profile": False, "out": tmp_path}
     script.measure_engine(SimpleNamespace(**options))
-    assert [row["batch"] for row in json.loads((tmp_path / "decode.json").read_text())] == [1]
+    rows = json.loads((tmp_path / "decode.json").read_text())
+    assert [(row["batch"], row["layout"]) for row in rows] == [(1, "tp2")]
     assert "batch 8, context 10: left out, more tokens than --most-tokens 79" in capsys.readouterr().out
 
 
@@ -74,6 +76,17 @@ def test_a_profile_holds_steady_steps_only(monkeypatch):
     )
     made.steady_steps(2, 10, 3, profile=True)
     assert marks == [5, 1], "from after the warm-up to the last step that counts"
+
+
+def test_a_file_says_whether_our_model_ran_and_at_which_commit(monkeypatch):
+    monkeypatch.setattr(script, "version", lambda name: "1")
+    monkeypatch.setattr(script, "driver", lambda: "2")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setenv("NPU_GPTOSS_COMMIT", "abc")
+    stock, ours = (script.document("decode", {}, {}, [], ours=ours) for ours in (False, True))
+    assert (stock["engine"], ours["engine"]) == ("vLLM 1", "vLLM 1 with npu_gptoss")
+    assert ours["versions"]["commit"] == "abc"
+    assert "commit" not in stock["versions"]
 
 
 def test_the_warm_up_and_the_definitions_are_those_of_our_own_measurement():

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from research import bench_table
-from research.bench_table import BEGIN, END, FOLDER, PAGE, against, decode_goal, insert, load, render
+from research.bench_rows import FOLDER, against
+from research.bench_table import TABLES, decode_goal, load, render
+from scripts.docs.page_tables import ROOT
 
 HEADER = {
     "engine": "npu_gptoss",
@@ -147,17 +148,10 @@ def test_agreement_stands_beside_what_mistakes_leave_of_it():
     assert "as it is" not in render([without]), "records of an earlier form"
 
 
-def test_the_section_goes_between_its_marks_and_nothing_else_changes():
-    page = f"before\n{BEGIN}\nold\n{END}\nafter <!-- end -->\n"
-    assert insert(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter <!-- end -->\n"
-    with pytest.raises(SystemExit, match="once each"):
-        insert("no marks", "new")
-
-
 def test_the_page_shows_the_committed_records():
     """`python research/bench_table.py --write` after a change of the records."""
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == insert(page, render(load())), "the tables are not those of docs/benchmarks"
+    page = (ROOT / TABLES.page).read_text(encoding="utf-8")
+    assert page == TABLES.written(page), "the tables are not those of docs/benchmarks"
 
 
 def test_every_record_file_is_named_in_the_folders_page():
@@ -165,9 +159,3 @@ def test_every_record_file_is_named_in_the_folders_page():
     for file in FOLDER.glob("*.json"):
         assert any(pattern in file.name for pattern in patterns), file.name
         assert json.loads(file.read_text())["definitions"], file.name
-
-
-def test_nothing_is_written_without_records(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_table, "load", lambda: [])
-    assert bench_table.main(["--write"]) == 1
-    assert "holds no records" in capsys.readouterr().err

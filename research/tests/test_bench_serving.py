@@ -1,0 +1,185 @@
+"""Which server and which client are run, that only whole answers count, and that a wrong engine is not measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from research import bench_serving as script
+from scripts import serve_here
+
+OURS_LINE = "(EngineCore pid=1) INFO 11-24 [model.py:96] npu-gptoss computes all of gpt-oss by its own kernels."
+STOCK_LINE = "(EngineCore pid=1) INFO 11-24 [mxfp4.py:9] Using 'TRITON' Mxfp4 MoE backend."
+
+
+def result(streams: int, **changes: Any) -> dict[str, Any]:
+    requests = script.requests_of(streams)
+    times = {f"{kind}_{time}_ms": 1.5 for time in script.TIMES for kind in script.STATISTICS}
+    found = {"completed": requests, "total_output_tokens": requests * script.OUTPUT, "duration": 2.0}
+    return {**found, **times, "total_input_tokens": requests * 1024, "output_throughput": 100.0, **changes}
+
+
+def test_every_point_has_several_rounds_of_requests():
+    assert [script.requests_of(streams) for streams in (1, 16, 64, 256)] == [24, 128, 512, 1024]
+
+
+def test_answers_that_are_cut_or_refused_are_no_measurement():
+    assert script.row_of(result(16), 16)["output_tokens_per_s"] == 100.0
+    for broken in ({"completed": 127}, {"total_output_tokens": 128 * script.OUTPUT - 1}):
+        with pytest.raises(RuntimeError, match="16 streams: expected 128 answers of 256 tokens"):
+            script.row_of(result(16, **broken), 16)
+
+
+def test_a_row_has_each_statistic_of_each_time():
+    row = script.row_of(result(1), 1)
+    assert {f"{time}_{kind}_ms" for time in ("ttft", "itl", "tpot") for kind in ("mean", "median", "p99")} <= set(row)
+
+
+@pytest.mark.parametrize(("engine", "lines"), [("ours", [STOCK_LINE]), ("stock", [OURS_LINE]), ("ours", [])])
+def test_the_wrong_engine_is_not_measured(tmp_path, engine, lines):
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines))
+    with pytest.raises(RuntimeError, match="the wrong model runs"):
+        script.computing(log, engine)
+
+
+def test_what_the_log_says_of_the_kernels_is_kept(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(STOCK_LINE)
+    assert script.computing(log, "stock:humming") == ["Using 'TRITON' Mxfp4 MoE backend."]
+    log.write_text(OURS_LINE)
+    assert script.computing(log, "ours") == ["npu-gptoss computes all of gpt-oss by its own kernels."]
+
+
+def test_both_engines_have_the_same_flags_but_for_the_backend():
+    ours = script.serve_command(Path("m"), "ours", "0", 1, ["--x"])
+    stock = script.serve_command(Path("m"), "stock", "0", 1, ["--x"])
+    humming = script.serve_command(Path("m"), "stock:humming", "0", 1, ["--x"])
+    assert ours == stock
+    assert [word for word in humming if word not in stock] == ["--moe-backend", "humming"]
+    two = script.serve_command(Path("m"), "ours", "0,1", 1, [])
+    assert two[two.index("--tensor-parallel-size") + 1] == "2"
+
+
+SERVER = """
+import http.server, sys
+port = int(sys.argv[1])
+print(sys.argv[2], flush=True)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Measures engines with servers that are healthy and clients that find `answer`; the arguments are kept."""
+    asked: list[list[str]] = []
+    places: list[tuple[str, str, str]] = []
+
+    class Client:
+        answer = staticmethod(lambda streams, number: result(streams))
+
+        def __init__(self, name, command, log, environment) -> None:
+            places.append((name, environment["CUDA_VISIBLE_DEVICES"], environment["NPU_GPTOSS"]))
+
+        def tell(self, every) -> None:
+            self.points = every
+            asked.extend(every)
+
+        def hear(self, seconds) -> str:
+            return "ready"
+
+        def ask(self, number, seconds):
+            flags = self.points[number]
+            return self.answer(int(flags[flags.index("--max-concurrency") + 1]), number)
+
+        def end(self) -> None:
+            places.append(("end", "", ""))
+
+    def command(model, engine, gpus, port, flags):
+        line = OURS_LINE if engine == "ours" else STOCK_LINE
+        return [sys.executable, "-c", SERVER, str(port), line]
+
+    config = SimpleNamespace(quantization="mxfp4")
+    monkeypatch.setattr(script, "Child", Client)
+    monkeypatch.setattr(script, "serve_command", command)
+    monkeypatch.setattr(script, "GptOssConfig", SimpleNamespace(from_directory=lambda model: config))
+    monkeypatch.setattr(script, "model_name", lambda config: "20b")
+    monkeypatch.setattr(
+        script, "document", lambda what, d, settings, rows, ours: {"settings": settings, "records": rows}
+    )
+
+    def run(engines: list[str], gpus: list[str], streams: list[int]) -> SimpleNamespace:
+        args = argparse.Namespace(model=tmp_path, out=tmp_path, engines=engines, gpus=gpus, streams=streams, flags=[])
+        whole = [script.lane(args, number) for number in range(len(gpus))]
+        return SimpleNamespace(whole=whole, asked=asked, places=places)
+
+    run.client = Client
+    return run
+
+
+def test_each_gpu_takes_its_share_of_the_engines_and_each_engine_has_its_variable(measured, tmp_path):
+    found = measured(["ours", "stock", "stock:humming"], ["0", "1"], [1])
+    assert found.whole == [True, True]
+    clients = [place for place in found.places if place[0] != "end"]
+    assert clients == [
+        ("client of ours", "0", "1"),
+        ("client of stock:humming", "0", "0"),
+        ("client of stock", "1", "0"),
+    ]
+    assert {file.name for file in tmp_path.glob("*.json")} == {
+        f"serving_{name}.json" for name in ("ours", "stock", "stock_humming")
+    }
+
+
+def test_the_warm_up_is_not_counted_and_prompts_are_never_sent_twice(measured, tmp_path):
+    found = measured(["ours"], ["0"], [1, 4])
+    rows = json.loads((tmp_path / "serving_ours.json").read_text())["records"]
+    assert [row["streams"] for row in rows] == [1, 4]
+    seeds = [flags[flags.index("--seed") + 1] for flags in found.asked]
+    assert len(set(seeds)) == len(seeds) == 3
+
+
+def test_what_was_measured_before_a_failure_is_kept_and_the_next_engine_is_measured(measured, tmp_path, capsys):
+    measured.client.answer = staticmethod(lambda streams, number: result(streams, completed=0 if streams == 4 else 24))
+    assert measured(["ours", "stock"], ["0"], [1, 4]).whole == [False]
+    for name in ("ours", "stock"):
+        rows = json.loads((tmp_path / f"serving_{name}.json").read_text())["records"]
+        assert [row["streams"] for row in rows] == [1]
+    assert "ours: 4 streams: expected" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_is_told_by_its_log(measured, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "serve_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no memory')"])
+    assert measured(["ours"], ["0"], [1]).whole == [False]
+    assert "no memory" in capsys.readouterr().err
+
+
+def test_ratios_are_of_the_same_streams(tmp_path):
+    for name, speed in (("ours", 300.0), ("stock", 200.0)):
+        rows = [script.row_of(result(1, output_throughput=speed), 1)]
+        rows += [script.row_of(result(16), 16)] if name == "stock" else []
+        (tmp_path / f"serving_{name}.json").write_text(json.dumps({"records": rows}))
+    lines = script.ratios(tmp_path, ["ours", "stock", "stock:humming"])
+    assert lines == ["ours over stock, 1 streams: output tok/s 1.50 ×, p99 ITL 1.00 ×, p99 TTFT 1.00 ×"]
+
+
+def test_the_line_that_tells_our_kernels_is_the_models():
+    """Else a server of ours would be taken for stock's."""
+    text = (Path(script.__file__).parents[1] / "npu_gptoss/serving/cuda/model.py").read_text()
+    assert serve_here.OURS.search(text)
+
+
+def test_an_unknown_engine_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--model", "m", "--out", "o", "--engines", "ours", "theirs"])
+    assert "theirs" in capsys.readouterr().err
