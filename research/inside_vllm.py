@@ -179,7 +179,7 @@ def render(records: list[Record]) -> str:
         ("Records:", sources(records)),
     ):
         parts += [title, "", *lines, ""] if lines else []
-        if lines and "bench serve" in title:
+        if "bench serve" in title and picture(records):
             name = PICTURE.relative_to(FOLDER.parent).as_posix()
             parts += [f"![Output tokens a second by streams, ours and stock]({name})", ""]
     return "\n".join(parts).strip()
