@@ -122,7 +122,8 @@ def prefill_goal(point: Point) -> float | None:
 
 def both(mine: Record | None, stock: Record | None, name: str) -> str:
     """Ours and stock's in one cell, in milliseconds."""
-    return " / ".join("–" if record is None else f"{record[name]:.3g}" for record in (mine, stock))
+    values = (record[name] if record else None for record in (mine, stock))
+    return " / ".join("–" if value is None else f"{value:.{0 if value >= 100 else 1}f}" for value in values)
 
 
 def serving_verdict(point: Point, mine: Record, stock: Record | None) -> tuple[str, str]:
@@ -162,7 +163,7 @@ def starts(records: Iterable[Record]) -> list[str]:
     """When each server was ready, and what its log said of its kernels."""
     headers = {record["_"]["file"]: record["_"] for record in records if record["_"]["what"] == "serving"}
     return [
-        f"* {header['engine']}, {header['settings'].get('moe_backend', DEFAULT)} experts: ready after "
+        f"* {header['engine']}, experts backend {header['settings'].get('moe_backend') or DEFAULT}: ready after "
         f"{header['settings']['start_s']:.0f} s. {' '.join(header['settings']['kernels'])}".rstrip()
         for header in headers.values()
     ]

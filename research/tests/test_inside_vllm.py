@@ -99,6 +99,11 @@ def test_serving_faster_with_worse_latencies_misses_the_goal(tmp_path, mine, ver
     assert verdict in render(load(tmp_path))
 
 
+def test_milliseconds_above_a_thousand_are_written_out(tmp_path):
+    write(tmp_path, "inside_vllm_0_33/serving_ours.json", "serving", OURS, [serving(256, 9.0, ttft=1234.4)], **SERVER)
+    assert "| 5.0 / – | 5.0 / – | 1234 / – | 1234 / – |" in render(load(tmp_path))
+
+
 def test_of_servers_the_faster_stock_is_the_one_with_more_tokens(tmp_path):
     write(tmp_path, "peer_0_33/serving_stock.json", "serving", STOCK, [serving(16, 1000.0)], **SERVER)
     write(tmp_path, "peer_0_33/serving_other.json", "serving", STOCK, [serving(16, 1200.0)], **SERVER)
