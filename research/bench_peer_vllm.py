@@ -109,7 +109,8 @@ def document(
     if ours:
         from npu_gptoss.bench.provenance import versions
 
-        own = {name: versions()[name] for name in ("npu_gptoss", "commit")}
+        found = versions()
+        own = {name: found[name] for name in ("npu_gptoss", "commit")}
     return {
         "schema": 1,
         "what": what,
