@@ -83,6 +83,13 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
         self._nothing: KVCache = (torch.zeros(shape), torch.zeros(shape))
 
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """vLLM's second runner asks for it; the first has none of what it derives from."""
+        from npu_gptoss.serving.cuda.state import StepState
+
+        return StepState
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError."""
         form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)

@@ -38,6 +38,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec", "KVCacheLayout", "SlidingWindowSpec"),
     "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+    "vllm.v1.worker.gpu.model_states.default": ("DefaultModelState",),
+    "vllm.v1.worker.gpu.sample.gumbel": ("gumbel_sample",),
+    "vllm.v1.worker.gpu.sample.output": ("SamplerOutput",),
+    "vllm.v1.worker.gpu.sample.sampler": ("Sampler",),
 }
 
 

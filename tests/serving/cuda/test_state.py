@@ -1,0 +1,189 @@
+"""The short ways through a step of decode give what the long ones give, and are taken only where they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace as Having
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.worker.gpu.sample.sampler", reason="needs vLLM 0.33")
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+
+from npu_gptoss.serving.cuda import state
+from npu_gptoss.serving.cuda.state import PlainSampler, StepState
+from tests.triton import TRITON_HERE
+
+VOCABULARY, SLOTS = 5000, 8
+GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's way without pinned memory, where there is none."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.is_uva_available", lambda: False)
+
+
+class Step:
+    """Requests in slots of vLLM's tables, each with a row of logits, and both samplers over the same tables."""
+
+    def __init__(self, *wanted: dict[str, Any], slots: Sequence[int] = (5, 2, 7)) -> None:
+        self.states = RequestState(SLOTS, 64, 64, 0, VOCABULARY, torch.device("cpu"))
+        config = Having(reasoning_config=None)
+        self.long = Sampler(config, SLOTS, VOCABULARY, torch.device("cpu"), self.states)
+        self.short = PlainSampler.of(self.long)
+        self.slots = list(slots[: len(wanted)])
+        for slot, options in zip(self.slots, wanted, strict=True):
+            self.states.free_indices = [slot]
+            self.states.add_request(f"r{slot}", 4, [1, 2, 3, 4], 4, 9)
+            self.short.add_request(slot, SamplingParams(**options))
+        self.states.apply_staged_writes()
+        self.short.apply_staged_writes()
+        self.batch = InputBatch.make_dummy(len(wanted), len(wanted), InputBuffers(SLOTS, 64, torch.device("cpu")))
+        self.batch.idx_mapping_np = np.array(self.slots, dtype=np.intp)
+        self.batch.idx_mapping = self.batch.expanded_idx_mapping = torch.tensor(self.slots)
+        self.batch.positions.copy_(torch.arange(4, 4 + len(wanted)))
+        self.batch.seq_lens.fill_(5)
+        torch.manual_seed(0)
+        self.logits = torch.randn(len(wanted), VOCABULARY).bfloat16()
+
+    def both(self) -> tuple[Any, Any]:
+        return self.long(self.logits.clone(), self.batch), self.short(self.logits.clone(), self.batch)
+
+
+def tokens(output: Any) -> tuple[list[Any], ...]:
+    return tuple(x.tolist() for x in (output.sampled_token_ids, output.num_sampled, output.num_rejected))
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each step that goes through vLLM's own."""
+    taken: list[int] = []
+    call = Sampler.__call__
+
+    def counted(self: Any, *args: Any) -> Any:
+        if isinstance(self, PlainSampler):
+            taken.append(1)
+        return call(self, *args)
+
+    monkeypatch.setattr(Sampler, "__call__", counted)
+    return taken
+
+
+@TRITON_HERE
+@pytest.mark.parametrize("wanted", [(GREEDY,), (GREEDY, DRAWN, GREEDY), (DRAWN, DRAWN | {"seed": 4})])
+def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
+    step = Step(*wanted)
+    for _ in range(2):
+        long, short = step.both()
+        assert tokens(short) == tokens(long)
+        assert short.num_sampled.dtype == long.num_sampled.dtype
+        assert short.num_rejected.dtype == long.num_rejected.dtype
+        assert short.sampled_token_ids.dtype == long.sampled_token_ids.dtype
+        assert short.logprobs_tensors is short.num_nans is short.sampling_mask_tensors is None
+        step.logits = step.logits.roll(7, dims=1)
+    assert not long_ways
+    step.batch.positions += 1
+    step.logits = torch.randn(len(wanted), VOCABULARY).bfloat16()
+    assert tokens(step.short(step.logits, step.batch)) == tokens(step.long(step.logits, step.batch))
+
+
+@TRITON_HERE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 1.0, "seed": 3, "top_k": 5},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.5},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"temperature": 0.0, "logit_bias": {7: 100.0}},
+        {"temperature": 0.0, "stop_token_ids": [7], "min_tokens": 3},
+    ],
+    ids=lambda options: next(reversed(options)),
+)
+def test_a_request_that_wants_more_goes_the_long_way_and_so_do_its_neighbours(long_ways, options, monkeypatch):
+    monkeypatch.setattr(Sampler, "sample", lambda *_, **__: (torch.tensor([11, 12]), None))
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores", lambda *_, **__: None)
+    step = Step(GREEDY, GREEDY)
+    step.short(step.logits, step.batch)
+    assert not long_ways
+    step.short.add_request(step.slots[1], SamplingParams(**options))  # in the place of one that ended
+    step.short.apply_staged_writes()
+    assert step.short(step.logits, step.batch).sampled_token_ids.tolist() == [[11], [12]]
+    assert long_ways == [1]
+    step.short.add_request(step.slots[1], SamplingParams(**GREEDY))
+    step.short.apply_staged_writes()
+    step.short(step.logits, step.batch)
+    assert long_ways == [1]
+
+
+@TRITON_HERE
+def test_prompts_and_drafts_go_the_long_way(long_ways, monkeypatch):
+    monkeypatch.setattr(Sampler, "sample", lambda *_, **__: (torch.tensor([11, 12]), None))
+    step = Step(GREEDY, GREEDY)
+    for name, value in (("has_prefill", True), ("num_tokens", 3)):
+        before, kept = len(long_ways), getattr(step.batch, name)
+        setattr(step.batch, name, value)
+        step.short(step.logits, step.batch)
+        assert len(long_ways) == before + 1
+        setattr(step.batch, name, kept)
+
+
+def made(**config: Any) -> StepState:
+    found = StepState.__new__(StepState)
+    found.vllm_config = Having(**{"speculative_config": None, "kv_transfer_config": None} | config)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("built", "config", "mode", "more"),
+    [
+        (False, {}, CUDAGraphMode.FULL, {}),
+        (True, {}, CUDAGraphMode.PIECEWISE, {}),
+        (True, {}, CUDAGraphMode.NONE, {}),
+        (True, {}, CUDAGraphMode.FULL, {"for_capture": True}),
+        (True, {}, CUDAGraphMode.FULL, {"ubatch_idx": 0}),
+        (True, {"speculative_config": object()}, CUDAGraphMode.FULL, {}),
+        (True, {"kv_transfer_config": object()}, CUDAGraphMode.FULL, {}),
+    ],
+)
+def test_metadata_is_left_out_only_where_a_replay_reads_none(monkeypatch, built, config, mode, more):
+    asked: list[Any] = []
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda self, *a, **k: asked.append((a, k)) or {"layer": 1})
+    arguments = "batch", mode, "tables", "slots", "groups", "config"
+    found = made(**config).prepare_attn(*arguments, **more)
+    assert found == ({"layer": 1} if built else {})
+    assert asked == ([(arguments, {"for_capture": False} | more)] if built else [])
+
+
+def test_only_vllm_s_own_sampler_is_replaced_and_none_that_verifies(monkeypatch):
+    class Watermarked(Sampler):
+        pass
+
+    sampler = Sampler.__new__(Sampler)
+    sampler.top = 5
+    replaced, rejection = made().custom_sampler(sampler)
+    assert type(replaced) is PlainSampler
+    assert replaced.top == 5
+    assert rejection is None
+    assert made(speculative_config=object()).custom_sampler(sampler) is None
+    assert made().custom_sampler(Watermarked.__new__(Watermarked)) is None
+
+
+def test_vllm_asks_the_model_for_its_state():
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+    from npu_gptoss.serving.cuda.model import GptOssForCausalLM
+
+    assert resolve_model_state_cls(Having(), GptOssForCausalLM.__new__(GptOssForCausalLM)) is state.StepState
