@@ -41,6 +41,7 @@ FILES = (
     "priority",
     "seeds",
     "rows",
+    "unchanged",
     "ending",
     "metrics",
     "structured_output",

@@ -51,5 +51,7 @@ SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 GRAMMARS = "vllm.v1.structured_output"
 BATCH = "vllm.v1.worker.gpu_input_batch"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+RUNNER_0_33 = "vllm.v1.worker.gpu.model_runner"  # the second runner, with the one below
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 ASCEND_RUNNER = "vllm_ascend.worker.model_runner_v1"
 ASCEND_BATCH = "vllm_ascend.worker.npu_input_batch"
