@@ -58,6 +58,17 @@ SWITCHES: dict[str, dict[str, str | None]] = {
     "unchanged-tables": {"vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva": None},
     "unchanged-rows": {"vllm.v1.worker.gpu.model_runner:async_tensor_h2d": None},
     "unchanged-views": {"vllm.v1.worker.gpu.model_runner:build_slot_mappings_by_layer": None},
+    "launches": {
+        f"vllm.v1.worker.gpu.{module}:{kernel}": None
+        for module, kernel in (
+            ("input_batch", "_prepare_pos_seq_lens_kernel"),
+            ("input_batch", "_combine_sampled_and_draft_tokens_kernel"),
+            ("input_batch", "_post_update_kernel"),
+            ("block_table", "_gather_block_tables_kernel"),
+            ("block_table", "_compute_slot_mappings_kernel"),
+            ("sample.gumbel", "_gumbel_sample_kernel"),
+        )
+    },
     "no-metadata": {
         f"{_STATE}:StepState.prepare_attn": "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn"
     },

@@ -42,6 +42,7 @@ FILES = (
     "seeds",
     "rows",
     "unchanged",
+    "launches",
     "ending",
     "metrics",
     "structured_output",
