@@ -147,10 +147,22 @@ def serving_environment(
     }
 
 
-def serve_command(model: Path, name: str, host: str, port: int, extra: Sequence[str], on: str = "cpu") -> list[str]:
-    """The stock command. `extra` comes last, so that a user's flag overrides ours."""
+def serve_command(
+    model: Path,
+    name: str,
+    host: str,
+    port: int,
+    extra: Sequence[str],
+    on: str = "cpu",
+    python: Path = Path(sys.executable),
+) -> list[str]:
+    """The stock command of that Python's vLLM. `extra` comes last, so that a user's flag overrides ours.
+
+    A vLLM on PYTHONPATH, or installed elsewhere than its Python, has no script beside it; its module does the same.
+    """
+    script = python.parent / "vllm"
     return [
-        str(Path(sys.executable).parent / "vllm"),
+        *([str(script)] if script.is_file() else [str(python), "-m", "vllm.entrypoints.cli.main"]),
         *("serve", str(model), "--served-model-name", name, "--host", host, "--port", str(port)),
         *(("--max-model-len", "8192") if on == "cpu" else ()),  # a GPU has the memory for the checkpoint's own
         *("--enable-auto-tool-choice", "--tool-call-parser", "openai"),

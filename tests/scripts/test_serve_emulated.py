@@ -22,8 +22,8 @@ from openai import OpenAI
 from emulator.tests.machine import venv
 from npu_gptoss.engine import Engine
 from npu_gptoss.tiny.checkpoint import load_trained
+from research.score_server import score_server
 from research.tiny_data import evaluation_set
-from research.tiny_score import Example, tally
 from tests.oracle import random_prompts
 from tests.scripts.make_serve import made
 from tests.serving.server import Server
@@ -135,15 +135,7 @@ def test_the_score_is_that_of_the_cpu(served: Served, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(ROOT / ".checkpoints/gpt-oss-tiny"))
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
 
-    def is_right(example: Example) -> bool:
-        asked = {"messages": list(example.messages), "reasoning_effort": example.reasoning_effort}
-        tools = {"tools": list(example.tools)} if example.tools else {}
-        message = chat(served.url, temperature=0, max_tokens=200, **asked, **tools)
-        call = message["tool_calls"][0]["function"] if message["tool_calls"] else {}
-        return example.is_right_reply(message["content"], call.get("name"), call.get("arguments"))
-
-    with ThreadPoolExecutor(16) as pool:
-        here = tally(EXAMPLES, pool.map(is_right, EXAMPLES))
+    here = score_server(served.url, EXAMPLES)
     state = load_trained()
     cpu = score(
         build(state.config, state.parameters, torch.bfloat16),

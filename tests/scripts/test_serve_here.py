@@ -121,6 +121,19 @@ def test_what_the_user_sets_wins(tmp_path: Path) -> None:
     assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
 
 
+def test_a_vllm_without_a_script_beside_its_python_is_started_by_its_module(tmp_path: Path) -> None:
+    """As with `pip install --user`, `--target`, or an image whose vLLM lies on PYTHONPATH."""
+    python = tmp_path / "python"
+
+    def begin() -> list[str]:
+        command = serve_here.serve_command(tmp_path, "name", "127.0.0.1", 8000, [], python=python)
+        return command[: command.index("serve")]
+
+    assert begin() == [str(python), "-m", "vllm.entrypoints.cli.main"]
+    (tmp_path / "vllm").touch()
+    assert begin() == [str(tmp_path / "vllm")]
+
+
 def test_on_a_gpu_nothing_of_the_cpu_is_passed(tmp_path: Path) -> None:
     """NPU_GPTOSS_PLATFORM=cpu would choose the CPU's kernels; the length would cut a real checkpoint's."""
     environment = serve_here.serving_environment(tmp_path, tmp_path, {"HF_HUB_OFFLINE": "0"}, "cuda")

@@ -8,7 +8,7 @@ import re
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +62,29 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def serve(model: Path, log: Path, *flags: str, name: str = "gpt-oss-tiny") -> Iterator[Server]:
-    """Yields the server when it is ready. Without the vocabulary in the environment: the plugin has to find it."""
+def serve(
+    model: Path,
+    log: Path,
+    *flags: str,
+    name: str = "gpt-oss-tiny",
+    on: str = "cpu",
+    through: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Yields the server when it is ready. Without the vocabulary in the environment: the plugin has to find it.
+
+    on: of serve_here.PLACES. through: a command in the place of `vllm`. variables: of its environment.
+    """
     port = free_port()
     base = {key: value for key, value in os.environ.items() if key != BASE_VARIABLE and not key.startswith("VLLM_")}
     environment = serve_here.serving_environment(
-        model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(variables or {})}, on
     )
     del environment[BASE_VARIABLE]
-    process = serve_here.start(serve_here.serve_command(model, name, "127.0.0.1", port, flags), environment, log)
+    command = serve_here.serve_command(model, name, "127.0.0.1", port, flags, on)
+    if through:
+        command = [*through, *command[command.index("serve") :]]
+    process = serve_here.start(command, environment, log)
     try:
         url = f"http://127.0.0.1:{port}"
         serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)

@@ -32,6 +32,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WORDS = 201_000  # below every special token
+TOKEN_IDS = {"return_token_ids": True}  # of a chat's or a completion's body
 VARIANTS = 12  # of each kind: so many answers are taken before the soak
 
 
@@ -74,6 +75,22 @@ def _facts(seed: int) -> str:
     colour, number = ("red", "green", "blue")[seed % 3], seed % 80 + 10
     facts = " ".join(f"The river code is {n}." for n in range(40))
     return f"The {colour} code is {number}. {facts} The pink code is 5. What is the pink code?"
+
+
+@dataclass(frozen=True)
+class Said:
+    """The token ids of a prompt and of its answer."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def said(pieces: list[Any]) -> Said | None:
+    """Of a reply that was asked for them by TOKEN_IDS; None where a route has none to give, as Responses."""
+    choices = [choice for piece in pieces for choice in piece.get("choices", ())]
+    prompt = next((ids for place in (*pieces, *choices) if (ids := place.get("prompt_token_ids"))), None)
+    tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return Said(tuple(prompt), tuple(tokens)) if prompt and tokens else None
 
 
 # --- readers: the pieces of a reply -> what is compared ---

@@ -10,17 +10,20 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from npu_gptoss.files import write_atomically
-from tests.soak.run import Findings
-from tests.soak.server import ROLES, Sample
+from tests.soak.run import NEAR_TIE, Findings
+from tests.soak.server import Sample
 
 HEALTH_LIMIT = 1.0  # seconds
 # how much more the last third may have than the second, of either's median
-GROWTH = {"rss": (0.03, 24.0), "descriptors": (0.0, 16.0), "threads": (0.0, 2.0)}  # share of it, and MiB or number
+GROWTH = {  # share of it, and MiB or number
+    **{"rss": (0.03, 24.0), "gpu": (0.03, 24.0)},
+    **{"descriptors": (0.0, 16.0), "threads": (0.0, 2.0)},
+}
 ENOUGH = 12  # looks at the processes below which nothing is said of their growth
 
 
@@ -42,12 +45,13 @@ class Record:
     in_flight: list[str]
     begun: list[str]
     log: list[str]  # the server's last lines if it died
+    regrets: list[float] = field(default_factory=list)  # of the near-ties, in log-probability of fp32
 
     def number(self, group: str, outcome: str = "") -> int:
         return sum(n for g, _, o, n in self.counts if g == group and outcome in ("", o))
 
-    def not_of(self, group: str, outcome: str) -> int:
-        return self.number(group) - self.number(group, outcome)
+    def not_of(self, group: str, *outcomes: str) -> int:
+        return self.number(group) - sum(self.number(group, outcome) for outcome in outcomes)
 
 
 def counted(findings: Findings) -> list[tuple[str, str, str, int]]:
@@ -70,7 +74,10 @@ def thirds(samples: Sequence[Sample]) -> dict[str, dict[str, list[float]]]:
     if not all(parts):
         return {}
     return {
-        what: {role: [statistics.median(getattr(s, what)[role] for s in part) for part in parts] for role in ROLES}
+        what: {
+            role: [statistics.median(getattr(s, what)[role] for s in part) for part in parts]
+            for role in getattr(samples[0], what)
+        }
         for what in GROWTH
     }
 
@@ -88,13 +95,15 @@ def grown(record: Record) -> list[str]:
 
 def verdicts(record: Record, health_limit: float = HEALTH_LIMIT) -> list[tuple[str, bool, str]]:
     """(what is promised, kept, what was seen)."""
-    wrong = record.not_of("honest", "equal") + record.number("alone")
+    wrong = record.not_of("honest", "equal", NEAR_TIE) + record.number("alone")
+    near = record.number("honest", NEAR_TIE)
+    turned = f", {near} near-ties (fp32 prefers one by {max(record.regrets):.3f} at most)" if near else ""
     unanswered = record.not_of("hostile", "answered")
     growth = grown(record)
     at_rest = ", ".join(f"{name} {value:g}" for name, value in record.at_rest.items()) or "not asked"
     return [
         ("no death", record.exit_status is None, "alive" if record.exit_status is None else f"{record.exit_status}"),
-        ("honest answers as alone", not wrong, f"{record.number('honest')} asked, {wrong} wrong"),
+        ("honest answers as alone", not wrong, f"{record.number('honest')} asked, {wrong} wrong{turned}"),
         ("hostile ones answered as due", not unanswered, f"{record.number('hostile')} asked, {unanswered} not"),
         ("nobody stuck", not record.not_of("rude", "done"), f"{record.number('rude')} rude clients"),
         ("at rest at the end", bool(record.at_rest) and not any(record.at_rest.values()), at_rest),
@@ -111,10 +120,9 @@ def verdicts(record: Record, health_limit: float = HEALTH_LIMIT) -> list[tuple[s
 def said_of_memory(record: Record) -> str:
     if not record.thirds:
         return "too short to say"
-    rss = record.thirds["rss"]
-    return "; ".join(
-        f"{role} {' → '.join(f'{one:.0f}' for one in rss[role])} MiB" for role in ("api", "core") if any(rss[role])
-    )
+    looked = [(role, record.thirds["rss"][role]) for role in ("api", "core")]
+    looked += [("GPU", one) for one in record.thirds.get("gpu", {}).values()]
+    return "; ".join(f"{role} {' → '.join(f'{one:.0f}' for one in each)} MiB" for role, each in looked if any(each))
 
 
 def printed(record: Record, health_limit: float = HEALTH_LIMIT) -> str:
@@ -135,7 +143,7 @@ def printed(record: Record, health_limit: float = HEALTH_LIMIT) -> str:
     return "\n".join(lines)
 
 
-FINE = ("equal", "answered", "done")
+FINE = ("equal", NEAR_TIE, "answered", "done")
 
 
 def save(record: Record, folder: Path) -> Path:
@@ -164,12 +172,13 @@ def table(records: Sequence[Record]) -> str:
         def total(group: str, outcome: str = "", runs: list[Record] = runs) -> int:
             return sum(run.number(group, outcome) for run in runs)
 
+        near = total("honest", NEAR_TIE)
         rest: Any = [max(values) for values in zip(*(run.at_rest.values() for run in runs), strict=False)]
         cells = [
             stack.replace("-", ", "),
             len(runs),
             sum(run.requests for run in runs),
-            f"{total('honest', 'equal')} of {total('honest')}",
+            f"{total('honest', 'equal')} of {total('honest')}" + (f", {near} near-ties" if near else ""),
             f"{total('hostile', 'answered')} of {total('hostile')}",
             total("rude"),
             sum(run.exit_status is not None for run in runs),

@@ -21,15 +21,18 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from npu_gptoss.engine import Engine
 from npu_gptoss.errors import InputError
-from tests.serving.hostile import HOSTILE, Hostile
-from tests.soak.honest import KINDS, VARIANTS, Honest, Wrong
+from tests.near_ties import NEAR, regret
+from tests.serving.hostile import HOSTILE, RESPONSES, Hostile
+from tests.soak.honest import KINDS, TOKEN_IDS, VARIANTS, Answer, Honest, Said, Wrong, said
 from tests.soak.rude import RUDE, Rude, Stuck, name
 from tests.soak.server import Watch
 
 SHARES = {"honest": 0.72, "hostile": 0.16, "rude": 0.12}
 PATIENCE = 120  # seconds for an honest request; the server is meant to be busy
 HOSTILE_PATIENCE = 30  # seconds; a refusal computes nothing, but waits its turn
+DIFFERENT, NEAR_TIE, PARTED = "different", "near-tie", "parted"
 KEPT = 40  # findings with their words; the rest is counted
 
 
@@ -42,12 +45,28 @@ class Findings:
     slowest: dict[str, float] = field(default_factory=dict)
     in_flight: Counter[str] = field(default_factory=Counter)
     begun: list[str] = field(default_factory=list)  # the last ones, for a death's reason
+    # (kind, what was said alone, what was said now, in words) of answers that are other tokens than those alone
+    parted: Counter[tuple[str, Said, Said, str]] = field(default_factory=Counter)
+    regrets: list[float] = field(default_factory=list)  # of the near-ties among them
 
     def note(self, group: str, kind: str, outcome: str, seconds: float, words: str = "") -> None:
         self.counts[group, kind, outcome] += 1
         self.slowest[group] = max(self.slowest.get(group, 0.0), seconds)
         if words and len(self.words) < KEPT:
             self.words.append(f"{kind}: {outcome}: {words[:400]}")
+
+    def judge(self, exact: Engine) -> None:
+        """Makes of each answer that parted a near-tie by fp32, or a different one."""
+        for (kind, alone, now, words), times in self.parted.items():
+            lost = regret(exact, now.prompt, now.tokens, alone.tokens) if now.prompt == alone.prompt else None
+            near = lost is not None and lost < NEAR
+            self.regrets += [lost] * near
+            self.counts["honest", kind, PARTED] -= times
+            self.counts["honest", kind, NEAR_TIE if near else DIFFERENT] += times
+            if not near and len(self.words) < KEPT:
+                self.words.append(f"{kind}: fp32 prefers one by {lost}: {words[:400]}")
+        self.counts = +self.counts
+        self.parted.clear()
 
     @property
     def done(self) -> int:
@@ -95,10 +114,13 @@ async def pieces_of(session: aiohttp.ClientSession, url: str, request: Honest, e
     return found
 
 
-async def ask(session: aiohttp.ClientSession, url: str, request: Honest, extra: dict[str, Any]) -> dict[str, Any]:
-    """What the reply says. Raises Wrong."""
+async def ask(
+    session: aiohttp.ClientSession, url: str, request: Honest, extra: dict[str, Any]
+) -> tuple[Answer, Said | None]:
+    """What the reply says, and its tokens where they were asked for. Raises Wrong."""
     try:
-        return request.read(await asyncio.wait_for(pieces_of(session, url, request, extra), PATIENCE))
+        pieces = await asyncio.wait_for(pieces_of(session, url, request, extra), PATIENCE)
+        return request.read(pieces), said(pieces)
     except asyncio.TimeoutError:
         raise Wrong(f"no answer within {PATIENCE} s") from None
     except aiohttp.ClientError as error:
@@ -121,13 +143,19 @@ def due(item: Hostile, status: int) -> bool:
 
 
 class Soak:
-    """Everything that one run knows. `priorities`: honest ones name a priority, as a server with that policy allows."""
+    """Everything that one run knows.
 
-    def __init__(self, url: str, seed: int, *, priorities: bool = False, at_a_time: int = 32) -> None:
+    priorities: honest ones name a priority, as a server with that policy allows. rounds: the server's arithmetic may
+    turn a near-tie, so tokens are asked for, by which `Findings.judge` tells one from a wrong answer.
+    """
+
+    def __init__(
+        self, url: str, seed: int, *, priorities: bool = False, rounds: bool = False, at_a_time: int = 32
+    ) -> None:
         refuse_other_machines(url)
-        self.url, self.priorities, self.at_a_time = url, priorities, at_a_time
+        self.url, self.priorities, self.rounds, self.at_a_time = url, priorities, rounds, at_a_time
         self.rng = random.Random(seed)
-        self.alone: dict[str, dict[str, Any]] = {}
+        self.alone: dict[str, tuple[Answer, Said | None]] = {}
         self.findings = Findings()
         self.hostile: list[Hostile] = []
 
@@ -148,21 +176,27 @@ class Soak:
                     if request.key in self.alone:
                         continue
                     try:
-                        self.alone[request.key] = await ask(session, self.url, request, {})
+                        self.alone[request.key] = await ask(session, self.url, request, self._tokens(request))
                     except Wrong as error:
-                        self.alone[request.key] = {}
+                        self.alone[request.key] = {}, None
                         self.findings.note("alone", request.kind, "wrong", 0, str(error))
+
+    def _tokens(self, request: Honest) -> dict[str, Any]:
+        return TOKEN_IDS if self.rounds and request.route != RESPONSES else {}
 
     async def _honest(self, session: aiohttp.ClientSession, variants: int) -> None:
         make = self.rng.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
         request, begin = make(self.rng.randrange(variants)), time.monotonic()
-        extra = {"priority": self.rng.randint(-3, 3)} if self.priorities else {}
+        extra = self._tokens(request) | ({"priority": self.rng.randint(-3, 3)} if self.priorities else {})
         outcome, words = "equal", ""
         with self._flight(f"honest {request.kind}"):
             try:
-                got, wanted = await ask(session, self.url, request, extra), self.alone[request.key]
+                (got, tokens), (wanted, alone) = await ask(session, self.url, request, extra), self.alone[request.key]
                 if got != wanted:
-                    outcome, words = "different", f"{request.key}: alone {wanted}, now {got}"
+                    outcome, words = DIFFERENT, f"{request.key}: alone {wanted}, now {got}"
+                    if tokens and alone and tokens != alone:
+                        self.findings.parted[request.kind, alone, tokens, words] += 1
+                        outcome, words = PARTED, ""
             except Wrong as error:
                 outcome, words = "wrong", str(error)
         self.findings.note("honest", request.kind, outcome, time.monotonic() - begin, words)

@@ -1,10 +1,13 @@
-"""The server under the soak: `vllm serve` on the tiny trained checkpoint, on either stack, and what it costs."""
+"""The server under the soak: `vllm serve` on the tiny trained checkpoint, on one of the stacks, and what it costs."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
+import sys
 import threading
 import time
 import urllib.request
@@ -28,11 +31,14 @@ COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_
 EVERY = 1.0  # seconds between two looks at the processes
 HEALTH_EVERY = 0.5
 ROLES = ("api", "core", "others")
+STACKS = ("cpu", "emulated", "cuda")
+# several servers on one GPU: a share of its memory, by which vLLM neither measures nor minds the others
+SHARE = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """`stack`: cpu or emulated; `mode`: piecewise or full, of the emulated 910B's graphs."""
+    """`stack`: of STACKS; `mode`: piecewise or full, of the emulated 910B's graphs."""
 
     stack: str = "cpu"
     mode: str = ""
@@ -44,26 +50,35 @@ class Stack:
     @property
     def at_a_time(self) -> int:
         """How many requests the server batches: on the emulated 910B a graph is captured for each size."""
-        return 32 if self.stack == "cpu" else 16
+        return {"cpu": 32, "emulated": 16, "cuda": 64}[self.stack]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
+        return self.stack == "cuda"
 
     def flags(self) -> list[str]:
         graphs = ["--compilation-config", json.dumps({"cudagraph_mode": MODES[self.mode]})] if self.mode else []
         # without bfloat16 instructions the output projection alone takes four times as long in bfloat16
         dtype = ["--dtype", "float32"] if self.stack == "cpu" else []
         batch = ["--max-num-seqs", str(self.at_a_time), "--scheduling-policy", self.policy]
+        if self.stack == "cuda":
+            sizes = {"cudagraph_capture_sizes": [2**n for n in range(self.at_a_time.bit_length())]}
+            graphs = [*SHARE, "--max-model-len", "8192", "--compilation-config", json.dumps(sizes)]
         return [*COMPACT, *batch, *dtype, *graphs]
 
     def command(self, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags())
+        on, python = "cuda" if self.stack == "cuda" else "cpu", Path(sys.executable)
         if self.stack == "emulated":
             place = find_venv()
-            base = environment(Machine(), place, base)
-            command[0] = str(place / "bin/vllm")
-        variables = serve_here.serving_environment(model, model, base)
+            base, python = environment(Machine(), place, base), place / "bin/python"
+        command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags(), on, python)
+        variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary
-        return command, {**variables, "PYTHONPATH": str(ROOT)}  # this tree, whatever tree the environment knows
+        paths = (str(ROOT), os.environ.get("PYTHONPATH"))  # this tree first, whatever tree the environment knows
+        return command, {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @contextlib.contextmanager
@@ -74,7 +89,7 @@ def start(stack: Stack, model: Path, log: Path) -> Iterator[tuple[Server, Popen[
     process = serve_here.start(command, variables, log)
     try:
         url = f"http://127.0.0.1:{port}"
-        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (1 if stack.stack == "cpu" else 2))
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (2 if stack.stack == "emulated" else 1))
         yield Server(url, NAME, log), process
     finally:
         serve_here.stop(process)
@@ -95,9 +110,35 @@ class Sample:
     rss: dict[str, float]
     descriptors: dict[str, int]
     threads: dict[str, int]
+    gpu: dict[str, float] = field(default_factory=dict)
 
 
-def look(root: int, seconds: float, done: int) -> Sample:
+class _Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t, in bytes."""
+
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+@functools.cache
+def _gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """NVML, and its handle of the first GPU that a server sees."""
+    library, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    failed = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(int(first), ctypes.byref(handle))
+    if failed:
+        raise OSError(f"NVML does not find the GPU {first} (error {failed}); see what nvidia-smi says.")
+    return library, handle
+
+
+def gpu_memory() -> dict[str, float]:
+    """MiB in use there, by all processes: within a container the driver does not tell whose they are."""
+    library, handle = _gpu()
+    memory = _Memory()
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return {"all": memory.used / 2**20}
+
+
+def look(root: int, seconds: float, done: int, on_gpu: bool = False) -> Sample:
     """The processes of the server by role. Those that end meanwhile are left out."""
     rss, descriptors, threads = (dict.fromkeys(ROLES, 0) for _ in range(3))
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -108,7 +149,7 @@ def look(root: int, seconds: float, done: int) -> Sample:
                 rss[name] += process.memory_info().rss / 2**20
                 descriptors[name] += process.num_fds()
                 threads[name] += process.num_threads()
-    return Sample(seconds, done, rss, descriptors, threads)
+    return Sample(seconds, done, rss, descriptors, threads, gpu_memory() if on_gpu else {})
 
 
 @dataclass
@@ -117,6 +158,7 @@ class Watch:
 
     url: str
     root: int
+    on_gpu: bool = False
     done: int = 0  # kept up to date by the soak
     samples: list[Sample] = field(default_factory=list)
     health: list[float] = field(default_factory=list)  # seconds; infinite where it did not answer 200
@@ -137,7 +179,7 @@ class Watch:
 
     def _look(self) -> None:
         while not self._end.wait(EVERY):
-            self.samples.append(look(self.root, time.monotonic() - self._begin, self.done))
+            self.samples.append(look(self.root, time.monotonic() - self._begin, self.done, self.on_gpu))
 
     def _ask(self) -> None:
         while not self._end.wait(HEALTH_EVERY):

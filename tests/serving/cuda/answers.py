@@ -11,9 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 NEVER_REFRESHED = ("lengths", "block_table")  # of a decode step
+CAPTURE, GRAPHS, FULL, PIECEWISE = "capture", "graphs", "full", "piecewise"  # what `listen` tells
+# padding rows hold NaN; they also write keys, before a live row's; attention leaves them as they were
+GARBAGE, LEAKING, UNCLEARED = "garbage", "leaking", "uncleared"
 OWN, WRONG, RIGHT = "own", "wrong", "right"
 SHIFT = {WRONG: 1, RIGHT: 0}  # of a recorded token's id, where a script proposes in place of vLLM's n-grams
 
@@ -21,6 +27,7 @@ SHIFT = {WRONG: 1, RIGHT: 0}  # of a recorded token's id, where a script propose
 @dataclass(frozen=True)
 class Question:
     """options: of vLLM's LLM. spoil: what of a step each graph is to read from where it was at its capture.
+    padding: GARBAGE, or with it what the model must not do.
 
     drafters: all prompts are asked with each of them. Scripts follow what vLLM's OWN has brought, so it comes first.
     """
@@ -31,6 +38,7 @@ class Question:
     options: dict[str, Any] = field(default_factory=dict)
     times: int = 1  # that all prompts are asked; the last answers count
     spoil: str | None = None
+    padding: str | None = None
     drafters: list[str] = field(default_factory=list)
 
 
@@ -38,7 +46,8 @@ class Question:
 class Answer:
     """full: replays of whole steps of the model, by rows. piecewise: replays of steps in pieces. captured: rows of
     each graph of a whole step. late: captures once the server was ready. preemptions: of requests, by vLLM's count.
-    drafted: by drafter, its tokens, and how many drafts were proposed and accepted, by vLLM's count."""
+    drafted: by drafter, its tokens, and how many drafts were proposed and accepted, by vLLM's count. tail: with
+    `padding`, the largest magnitude that attention gave a padding row, NaN and all, and how many such rows it had."""
 
     tokens: list[list[int]]
     full: dict[int, int]
@@ -47,39 +56,33 @@ class Answer:
     late: int
     preemptions: int
     drafted: dict[str, dict[str, Any]]
+    tail: tuple[str, int] | None = None
 
 
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that what is counted is in this process
-    import torch
     from vllm import LLM, SamplingParams
-    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
     question = Question(**json.load(sys.stdin))
     seen: Counter[Any] = Counter()
+    captured: list[int] = []
 
-    def counted(owner: type, name: str, key: Any) -> None:
-        original = getattr(owner, name)
+    def note(what: str, rows: Any = 0) -> None:
+        seen[what, rows] += 1
+        if what == GRAPHS:
+            captured[:] = rows
 
-        def count(self: Any, *args: Any, **kwargs: Any) -> Any:
-            seen[key(self, *args)] += 1
-            return original(self, *args, **kwargs)
-
-        setattr(owner, name, count)
-
-    counted(torch.cuda.CUDAGraph, "capture_begin", lambda *_: "captures")
-    counted(ModelCudaGraphManager, "run_fullgraph", lambda _, what: what.num_tokens)
-    counted(BreakableCUDAGraphWrapper, "_replay", lambda *_: "piecewise")
-    managers = []
-    counted(ModelCudaGraphManager, "capture", lambda self, *_: managers.append(self) or "managers")
+    listen(note)
     if question.spoil:
         spoil(question.spoil)
+    tail = pad(question.padding) if question.padding else None
 
     options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
     llm = LLM(question.model, **options | {"disable_log_stats": False} | question.options)
     seen.clear()
+    if tail is not None:
+        tail.zero_()
 
     def total(name: str) -> int:
         return int(sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}"))
@@ -107,15 +110,44 @@ def main() -> None:
         tokens = asked()
     answer = Answer(
         tokens=tokens,
-        full={rows: count for rows, count in seen.items() if isinstance(rows, int)},
-        piecewise=seen["piecewise"],
-        captured=sorted(what.num_tokens for what in managers[-1].graphs) if managers else [],
-        late=seen["captures"],
+        full={rows: count for (what, rows), count in seen.items() if what == FULL},
+        piecewise=seen[PIECEWISE, 0],
+        captured=captured,
+        late=seen[CAPTURE, 0],
         preemptions=total("num_preemptions"),
         drafted=drafted,
+        tail=None if tail is None else (str(float(tail[0])), int(tail[1])),
     )
     print(json.dumps(asdict(answer)), flush=True)
     os._exit(0)  # without a tokenizer vLLM does not end by itself
+
+
+def listen(note: Callable[..., None]) -> None:
+    """Calls note(CAPTURE) as a capture begins, note(GRAPHS, rows of each) once there is a graph for each size of a
+    whole step, note(FULL, rows) as one is replayed, and note(PIECEWISE) as a step in pieces is."""
+    import torch
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    def before(owner: type, name: str, tell: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tell(*args)
+            return original(self, *args, **kwargs)
+
+        setattr(owner, name, told)
+
+    before(torch.cuda.CUDAGraph, "capture_begin", lambda *_: note(CAPTURE))
+    before(ModelCudaGraphManager, "run_fullgraph", lambda what: note(FULL, what.num_tokens))
+    before(BreakableCUDAGraphWrapper, "_replay", lambda *_: note(PIECEWISE))
+    capture = ModelCudaGraphManager.capture
+
+    def captured(self: ModelCudaGraphManager, *args: Any, **kwargs: Any) -> None:
+        capture(self, *args, **kwargs)
+        note(GRAPHS, tuple(sorted(what.num_tokens for what in self.graphs)))
+
+    ModelCudaGraphManager.capture = captured
 
 
 def spoil(name: str) -> None:
@@ -130,6 +162,48 @@ def spoil(name: str) -> None:
         return replace(step, **{name: getattr(step, name).clone()}) if isinstance(step, DecodeMetadata) else step
 
     StepBuilder.build = stale
+
+
+def pad(how: str) -> torch.Tensor:
+    """Fills padding rows with NaN where they enter the model and where attention is to write. Returns what stands for
+    `Answer.tail`, which graphs and pieces of graphs keep up to date."""
+    import torch
+
+    from npu_gptoss.model.transformer import GptOss
+    from npu_gptoss.serving.cuda import model
+    from npu_gptoss.serving.cuda.cache import Slots
+
+    tail = torch.zeros(2, device="cuda")
+    embed, attend = GptOss.embed, model.attend
+
+    def padding(rows: int) -> torch.Tensor | None:
+        live = model.live_rows(model.get_forward_context(), "model.layers.0.self_attn.attn", rows)
+        return None if live is None else live == 0
+
+    def embed_garbage(self: GptOss, ids: torch.Tensor) -> torch.Tensor:
+        rows, unused = embed(self, ids), padding(len(ids))
+        return rows if unused is None else rows.masked_fill(unused[:, None], torch.nan)
+
+    def attend_into_garbage(self: Any, index: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(torch.nan)
+        attend(self, index, query, out)
+        unused = padding(len(query))
+        if unused is None:
+            return
+        if how == UNCLEARED:
+            out.masked_fill_(unused[:, None, None], torch.nan)
+        largest = out.float().abs().amax((1, 2)).masked_fill(~unused, 0).amax()
+        tail[0].copy_(torch.maximum(tail[0], largest))  # NaN stays NaN
+        tail[1].add_(unused.sum())
+
+    def writing(slots: torch.Tensor) -> Slots:
+        before = slots[:1] - (slots[:1] % 16 != 0).long()  # a key that the first row reads
+        return Slots(torch.where(slots < 0, before, slots))
+
+    GptOss.embed, model.attend = embed_garbage, attend_into_garbage
+    if how == LEAKING:
+        model.Slots = writing
+    return tail
 
 
 def scripted(record: list[list[int]], shift: int, vocabulary: int) -> Callable[..., Any]:

@@ -19,8 +19,19 @@ from npu_gptoss.engine import Engine, SamplingParams
 from research.eagle3_head import write_head
 from tests.checkpoints import write_random_checkpoint
 from tests.markdown import ROOT
+from tests.near_ties import NEAR, regret
 from tests.oracle import random_prompts
-from tests.serving.cuda.answers import NEVER_REFRESHED, OWN, RIGHT, WRONG, Answer, Question
+from tests.serving.cuda.answers import (
+    GARBAGE,
+    LEAKING,
+    NEVER_REFRESHED,
+    OWN,
+    RIGHT,
+    UNCLEARED,
+    WRONG,
+    Answer,
+    Question,
+)
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 pytestmark = [
@@ -32,7 +43,6 @@ pytestmark = [
 SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
 TOKENS = 40
 SIZES = [1, 2, 4, 8, 16]
-NEAR = 0.5  # of log-probability in fp32; a token of a wrong computation loses about 3
 SHARED = {"max_model_len": 512, "max_num_seqs": 16, "enable_prefix_caching": False}
 GRAPHS = SHARED | {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
 
@@ -80,14 +90,11 @@ def eager(ask: Callable[..., Answer]) -> list[list[int]]:
 
 
 def regrets(directory: Path, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
-    """Where two answers part: by how much fp32 prefers the better of their two tokens, in log-probability."""
-    exact, found = Engine(directory, device="cpu", dtype="float32", num_blocks=200), []
-    for prompt, ours, theirs in zip(prompts, got, want, strict=True):
-        same = next((i for i in range(TOKENS) if ours[i] != theirs[i]), None)
-        if same is not None:
-            logits = exact.logits([*prompt, *ours[:same]])[-1]
-            found.append(float((logits[ours[same]] - logits[theirs[same]]).abs()))
-    return found
+    """Of the answers that part; all have TOKENS tokens."""
+    exact = Engine(directory, device="cpu", dtype="float32", num_blocks=200)
+    assert {len(answer) for answer in (*got, *want)} == {TOKENS}
+    found = (regret(exact, *three) for three in zip(prompts, got, want, strict=True))
+    return [one for one in found if one is not None]
 
 
 def test_without_graphs_the_tokens_are_the_offline_engines(directory, prompts, eager) -> None:
@@ -113,6 +120,41 @@ def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(mode, ask, ea
 @pytest.mark.parametrize("name", NEVER_REFRESHED)
 def test_what_a_graph_reads_from_another_place_is_noticed(name, ask, eager) -> None:
     assert ask(GRAPHS, spoil=name).tokens != eager
+
+
+FULL, PIECES = "FULL_DECODE_ONLY", "PIECEWISE"
+PADDED = [(FULL, GARBAGE), (PIECES, GARBAGE), (FULL, LEAKING), (FULL, UNCLEARED), (PIECES, UNCLEARED)]
+
+
+@pytest.fixture(scope="module")
+def padded(ask: Callable[..., Answer]) -> dict[tuple[str, str], Future[Answer]]:
+    """Each step of decode has one padding row, of NaN. The engines start together."""
+
+    def answer(mode: str, padding: str) -> Answer:
+        config = GRAPHS["compilation_config"] | {"cudagraph_mode": mode}
+        return ask(GRAPHS | {"compilation_config": config}, padding=padding)
+
+    with ThreadPoolExecutor() as pool:
+        return {way: pool.submit(answer, *way) for way in PADDED}
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECES])
+def test_nan_in_padding_rows_reaches_no_live_row(mode, padded, eager) -> None:
+    """And attention leaves zeros there, whatever was in its memory."""
+    answer = padded[mode, GARBAGE].result()
+    largest, rows = answer.tail
+    assert rows >= (TOKENS - 1) * SHAPE["layers"], "no row was padding"
+    assert float(largest) == 0
+    assert answer.tokens == eager
+
+
+def test_padding_rows_that_write_keys_are_noticed(padded, eager) -> None:
+    assert padded[FULL, LEAKING].result().tokens != eager
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECES])
+def test_padding_rows_that_attention_does_not_clear_are_noticed(mode, padded) -> None:
+    assert padded[mode, UNCLEARED].result().tail[0] == "nan"
 
 
 @pytest.mark.parametrize(

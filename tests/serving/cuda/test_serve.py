@@ -1,0 +1,229 @@
+"""`vllm serve` on a GPU: the trained tiny checkpoint by HTTP, with graphs, on one GPU and two, and stock beside it.
+
+All servers start together: a start is most of a minute of the host's time.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.engine import Engine, SamplingParams
+from npu_gptoss.tiny.checkpoint import write_tiny
+from research.score_server import fetched, score_server
+from research.tiny_data import evaluation_set
+from scripts.serve_here import ours
+from tests.near_ties import NEAR, regret
+from tests.oracle import random_prompts
+from tests.serving.cuda.answers import CAPTURE, FULL, GRAPHS, PIECEWISE
+from tests.serving.cuda.heard import HEARD
+from tests.serving.server import Server, serve, wait_for
+from tests.soak.honest import KINDS
+from tests.soak.run import Soak, ask
+from tests.soak.server import COMPACT, SHARE
+
+pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-cuda"),
+]
+
+SIZES = [1, 2, 4, 8, 16]
+FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZES[-1]), "--cudagraph-metrics")
+GRAPHED = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": SIZES}))
+TWO = ("--tensor-parallel-size", "2")
+GRAPHS_OF_OURS, STOCK, TENSOR, EXPERT = "ours", "stock", "tensor parallel", "expert parallel"
+# (flags, variables); ours are told what their graphs do
+SERVERS = {
+    GRAPHS_OF_OURS: (GRAPHED, {}),
+    STOCK: (("--enforce-eager",), {"NPU_GPTOSS": "0"}),
+    TENSOR: ((*GRAPHED, *TWO), {}),
+    EXPERT: ((*GRAPHED, *TWO, "--enable-expert-parallel"), {}),
+}
+ON_TWO = (TENSOR, EXPERT)
+TOKENS = 40
+SUM = [{"role": "user", "content": "What is 3 + 4?"}]
+REPLY = {"content": "3 + 4 = 7.", "reasoning_content": "Let me think. 3 + 4 = 7."}
+
+
+@dataclass(frozen=True)
+class Served:
+    server: Server
+    heard: Path
+
+    def told(self) -> Counter[tuple[Any, ...]]:
+        """What its graphs did so far, by (what, rows)."""
+        lines = self.heard.read_text().splitlines() if self.heard.exists() else []
+        return Counter(ast.literal_eval(line) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "gpt-oss-tiny"
+    write_tiny(path, trained=True, mxfp4=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Callable[[str], Served]]:
+    """A server by its name. One that does not start fails the tests that ask for it."""
+
+    def start(name: str) -> Served:
+        flags, variables = SERVERS[name]
+        heard = checkpoint.parent / f"{name} heard"
+        through = () if name == STOCK else (sys.executable, "-m", "tests.serving.cuda.heard")
+        variables = variables if name == STOCK else variables | {HEARD: str(heard)}
+        log = checkpoint.parent / f"{name}.log"
+        running = serve(checkpoint, log, *FLAGS, *flags, on="cuda", through=through, variables=variables)
+        return Served(stack.enter_context(running), heard)
+
+    names = [name for name in SERVERS if name not in ON_TWO or torch.cuda.device_count() >= 2]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        started: dict[str, Future[Served]] = {name: pool.submit(start, name) for name in names}
+        yield lambda name: started[name].result()
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Callable[[str], Served]) -> list[list[int]]:
+    """Eleven, in graphs of sixteen rows: questions as vLLM renders them, and noise."""
+    url = served(GRAPHS_OF_OURS).server.url
+    asked = [[{"role": "user", "content": f"What is {n} + {n + 3}?"}] for n in range(1, 7)]
+    rendered = [fetched(f"{url}/tokenize", {"model": "gpt-oss-tiny", "messages": one})["tokens"] for one in asked]
+    return rendered + random_prompts((5, 17, 200, 128, 300), 200_000)
+
+
+def completed(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """TOKENS greedy tokens after each, asked for at once."""
+    body = {"model": server.name, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def one(prompt: list[int]) -> list[int]:
+        (choice,) = fetched(f"{server.url}/v1/completions", body | {"prompt": prompt})["choices"]
+        assert len(choice["token_ids"]) == TOKENS
+        return choice["token_ids"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, prompts))
+
+
+@pytest.fixture(scope="module")
+def tokens(served: Callable[[str], Served], prompts: list[list[int]]) -> list[list[int]]:
+    return completed(served(GRAPHS_OF_OURS).server, prompts)
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path) -> Engine:
+    return Engine(checkpoint, device="cpu", dtype="float32", num_blocks=200)
+
+
+def regrets(exact: Engine, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
+    """Of the answers that part."""
+    found = (regret(exact, *three) for three in zip(prompts, got, want, strict=True))
+    return [one for one in found if one is not None]
+
+
+def test_served_tokens_are_the_offline_engines_but_at_near_ties(checkpoint, prompts, tokens, exact) -> None:
+    engine = Engine(checkpoint, device="cuda", num_blocks=400, graphs="none")
+    results = engine.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    want = [list(result.token_ids) for result in results]
+    found = regrets(exact, prompts, tokens, want)
+    print(f"{len(found)} of {len(prompts)} part, regrets {[round(one, 3) for one in found]}")
+    assert all(one < NEAR for one in found)
+    assert len(found) <= len(prompts) // 2
+    assert max(regrets(exact, prompts, [*tokens[1:], tokens[0]], want)) > NEAR, "the check sees nothing"
+
+
+def test_graphs_are_captured_once_a_size_and_replayed_while_requests_come(served, prompts, tokens) -> None:
+    """And our metrics, from vLLM's statistics, tell of the same replays."""
+    one = served(GRAPHS_OF_OURS)
+
+    def counted() -> dict[int, float]:
+        bucket = {size: {"mode": "full", "bucket": str(size)} for size in SIZES}
+        return {size: one.server.metric("npu_gptoss_steps_total", **bucket[size]) for size in SIZES}
+
+    before, metrics = one.told(), counted()
+    for few in (1, 3, len(prompts)):
+        completed(one.server, prompts[:few])
+    replays = Counter({rows: n for (what, rows), n in _both(one.told() - before) if what == FULL})
+    assert set(before) >= {(GRAPHS, tuple(SIZES)), (CAPTURE,)}, "nothing was heard"
+    assert one.told()[(CAPTURE,)] == before[(CAPTURE,)], "a graph was captured while requests waited"
+    assert {1, 4, 16} <= set(replays), replays
+    assert replays.total() >= 3 * (TOKENS - 2)
+    assert one.told()[(PIECEWISE,)] > 0, "no prompt was computed in pieces"
+
+    def agrees() -> bool:
+        return {size: n - metrics[size] for size, n in counted().items()} == {s: replays[s] for s in SIZES}
+
+    assert wait_for(agrees, 5), (counted(), metrics, replays)
+
+
+def _both(told: Counter[tuple[Any, ...]]) -> Iterator[tuple[tuple[str, Any], int]]:
+    """Each with its rows, None where it has none."""
+    return (((what, rows[0] if rows else None), n) for (what, *rows), n in told.items())
+
+
+def test_the_log_says_in_one_line_that_our_kernels_compute(served) -> None:
+    (line,) = ours(served(GRAPHS_OF_OURS).server.log)
+    assert "mxfp4" in line
+
+
+def test_a_chat_a_stream_and_a_response_say_the_same_each_time(served) -> None:
+    """All kinds of honest requests of the soak, alone: streamed ones have the answer of their whole twin."""
+    server = served(GRAPHS_OF_OURS).server
+    message = fetched(f"{server.url}/v1/chat/completions", {"model": server.name, "temperature": 0, "messages": SUM})
+    assert {name: message["choices"][0]["message"][name] for name in REPLY} == REPLY
+    work = Soak(server.url, 1)
+
+    async def run() -> list[str]:
+        await work.take_answers(2)
+        async with work.session() as session:
+            requests = [make(seed) for _, make in KINDS for seed in range(2)]
+            answers = [(await ask(session, server.url, request, {}))[0] for request in requests]
+        pairs = zip(requests, answers, strict=True)
+        return [request.kind for request, answer in pairs if answer != work.alone[request.key][0]]
+
+    assert asyncio.run(run()) == []
+    assert work.findings.words == []
+
+
+def test_the_trained_checkpoint_scores_through_graphs_what_it_scores_elsewhere(served) -> None:
+    score = score_server(served(GRAPHS_OF_OURS).server.url, evaluation_set(0, 120))
+    print(score)
+    assert score.overall >= 0.93, str(score)  # 96 % in fp32, docs/tiny-checkpoint.md
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: make test-cuda")
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_gpus_say_what_one_does_but_at_near_ties(name, served, prompts, tokens, exact) -> None:
+    """Sums of two halves, in bfloat16; the all-reduce is in the graphs."""
+    two = served(name)
+    before = two.told()
+    got = completed(two.server, prompts)
+    found = regrets(exact, prompts, got, tokens)
+    print(f"{name}: {len(found)} of {len(prompts)} part, regrets {[round(one, 3) for one in found]}")
+    assert all(one < NEAR for one in found)
+    assert two.told()[(CAPTURE,)] == before[(CAPTURE,)], "a graph was captured while requests waited"
+    assert two.told()[FULL, 16] > before[FULL, 16], "no step was replayed whole"
+
+
+def test_npu_gptoss_0_gives_stock_back(served) -> None:
+    server = served(STOCK).server
+    log = server.log.read_text()
+    assert "NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM" in log
+    assert ours(server.log) == []
+    assert server.metric("npu_gptoss_steps_total") == 0
+    message = fetched(f"{server.url}/v1/chat/completions", {"model": server.name, "temperature": 0, "messages": SUM})
+    assert message["choices"][0]["message"]["content"] == REPLY["content"]
+    assert "reasoning_content" not in message["choices"][0]["message"], "a repair of ours is there"
