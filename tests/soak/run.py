@@ -184,8 +184,7 @@ class Soak:
     def _tokens(self, request: Honest) -> dict[str, Any]:
         return TOKEN_IDS if self.rounds and request.route != RESPONSES else {}
 
-    async def _honest(self, session: aiohttp.ClientSession, variants: int) -> None:
-        make = self.rng.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
+    async def honest(self, session: aiohttp.ClientSession, make: Callable[[int], Honest], variants: int) -> None:
         request, begin = make(self.rng.randrange(variants)), time.monotonic()
         extra = self._tokens(request) | ({"priority": self.rng.randint(-3, 3)} if self.priorities else {})
         outcome, words = "equal", ""
@@ -249,7 +248,7 @@ class Soak:
     ) -> None:
         """Until `requests` are done, `seconds` have passed, or the server is gone."""
         deadline, left = time.monotonic() + seconds, requests
-        groups, weights = list(SHARES), list(SHARES.values())
+        groups, weights, kinds = list(SHARES), list(SHARES.values()), [kind for _, kind in KINDS]
 
         async def worker() -> None:
             nonlocal left
@@ -257,7 +256,7 @@ class Soak:
                 left -= 1
                 group = self.rng.choices(groups, weights)[0]
                 if group == "honest":
-                    await self._honest(session, variants)
+                    await self.honest(session, self.rng.choices(kinds, [weight for weight, _ in KINDS])[0], variants)
                 elif group == "hostile":
                     await self._hostile(session)
                 else:

@@ -6,14 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from npu_gptoss.errors import InputError
 from tests.soak import report
-from tests.soak.honest import KINDS, Wrong, read_chat_stream, read_response_stream
+from tests.soak.honest import KINDS, Said, Wrong, read_chat_stream, read_response_stream, said
 from tests.soak.run import Findings, Soak, ask, refuse_other_machines
 from tests.soak.server import Sample, Stack, start
 
@@ -154,6 +156,47 @@ def broken(one: report.Record) -> list[str]:
 def test_a_good_run_keeps_every_promise() -> None:
     assert broken(record()) == []
     assert "| cpu, fcfs | 1 | 3 | 1 of 1 | 1 of 1 | 1 | 0 | 0, 0 | 0.02 s | flat |" in report.table([record()])
+
+
+class Exact:
+    """In the place of the engine: token 1 is as likely as 2, and 3 is not."""
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([[0.0, 5.0, 4.9, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("alone", "now", "outcome"),
+    [
+        ((1, 2), (2, 2), "near-tie"),
+        ((1, 2), (3, 2), "different"),
+        ((1, 2), (1,), "different"),
+    ],
+    ids=["a near-tie", "another token", "cut off"],
+)
+def test_an_answer_that_parts_is_fine_at_near_ties_only(alone, now, outcome) -> None:
+    findings = Findings()
+    for _ in range(2):
+        findings.note("honest", "chat", "parted", 0.1)
+        findings.parted["chat", Said((7,), alone), Said((7,), now), "words"] += 1
+    findings.judge(Exact())
+    assert dict(findings.counts) == {("honest", "chat", outcome): 2}
+    assert bool(findings.words) == (outcome == "different")
+    kept = record(counts=report.counted(findings), regrets=findings.regrets)
+    assert broken(kept) == ([] if outcome == "near-tie" else ["honest answers as alone"])
+
+
+def test_the_tokens_of_a_stream_are_those_of_the_whole_reply() -> None:
+    whole = {"prompt_token_ids": [7, 8], "choices": [{"index": 0, "token_ids": [1, 2, 3]}]}
+    first = {"prompt_token_ids": [7, 8], "choices": [{"index": 0, "delta": {}}]}
+    pieces = [first, *({"choices": [{"index": 0, "token_ids": ids}]} for ids in ([1], None, [2, 3]))]
+    assert said([whole]) == said(pieces) == Said((7, 8), (1, 2, 3))
+    assert said([{"type": "response.created"}]) is None
+
+
+def test_memory_of_the_gpu_that_grows_is_told() -> None:
+    growing = [replace(sample(n, 900), gpu={"all": 9000.0 + 20 * n}) for n in range(60)]
+    assert broken(record(thirds=report.thirds(growing))) == ["memory, descriptors, threads flat"]
 
 
 LEAK = [sample(n, 900 + 5 * n) for n in range(60)]

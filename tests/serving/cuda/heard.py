@@ -9,7 +9,7 @@ import os
 
 from tests.serving.cuda.answers import listen
 
-HEARD = "NPU_GPTOSS_TEST_HEARD"
+HEARD = "TEST_HEARD"
 
 
 def _listen() -> None:

@@ -31,7 +31,7 @@ from tests.serving.cuda.answers import CAPTURE, FULL, GRAPHS, PIECEWISE
 from tests.serving.cuda.heard import HEARD
 from tests.serving.server import Server, serve, wait_for
 from tests.soak.honest import KINDS
-from tests.soak.run import Soak, ask
+from tests.soak.run import NEAR_TIE, Soak
 from tests.soak.server import COMPACT, SHARE
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
@@ -46,7 +46,7 @@ FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZE
 GRAPHED = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": SIZES}))
 TWO = ("--tensor-parallel-size", "2")
 GRAPHS_OF_OURS, STOCK, TENSOR, EXPERT = "ours", "stock", "tensor parallel", "expert parallel"
-# (flags, variables); ours are told what their graphs do
+# flags, variables
 SERVERS = {
     GRAPHS_OF_OURS: (GRAPHED, {}),
     STOCK: (("--enforce-eager",), {"NPU_GPTOSS": "0"}),
@@ -78,16 +78,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint: Path) -> Iterator[Callable[[str], Served]]:
+def unpacked(checkpoint: Path) -> Path:
+    """The same in bfloat16: stock's kernels for MXFP4 are made for larger models."""
+    path = checkpoint.parent / "bf16"
+    write_tiny(path, trained=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path, unpacked: Path) -> Iterator[Callable[[str], Served]]:
     """A server by its name. One that does not start fails the tests that ask for it."""
 
     def start(name: str) -> Served:
         flags, variables = SERVERS[name]
         heard = checkpoint.parent / f"{name} heard"
-        through = () if name == STOCK else (sys.executable, "-m", "tests.serving.cuda.heard")
-        variables = variables if name == STOCK else variables | {HEARD: str(heard)}
+        model, through = checkpoint, (sys.executable, "-m", "tests.serving.cuda.heard")
+        if name == STOCK:
+            model, through = unpacked, ()
         log = checkpoint.parent / f"{name}.log"
-        running = serve(checkpoint, log, *FLAGS, *flags, on="cuda", through=through, variables=variables)
+        variables = {HEARD: str(heard), **variables}
+        running = serve(model, log, *FLAGS, *flags, on="cuda", through=through, variables=variables)
         return Served(stack.enter_context(running), heard)
 
     names = [name for name in SERVERS if name not in ON_TWO or torch.cuda.device_count() >= 2]
@@ -154,17 +164,19 @@ def test_graphs_are_captured_once_a_size_and_replayed_while_requests_come(served
         return {size: one.server.metric("npu_gptoss_steps_total", **bucket[size]) for size in SIZES}
 
     before, metrics = one.told(), counted()
-    for few in (1, 3, len(prompts)):
-        completed(one.server, prompts[:few])
+    asked = ([[7, 8, 9]], prompts[:3], prompts)
+    for together in asked:
+        completed(one.server, together)
     replays = Counter({rows: n for (what, rows), n in _both(one.told() - before) if what == FULL})
     assert set(before) >= {(GRAPHS, tuple(SIZES)), (CAPTURE,)}, "nothing was heard"
     assert one.told()[(CAPTURE,)] == before[(CAPTURE,)], "a graph was captured while requests waited"
     assert {1, 4, 16} <= set(replays), replays
-    assert replays.total() >= 3 * (TOKENS - 2)
+    assert replays.total() >= len(asked) * (TOKENS - 2)
     assert one.told()[(PIECEWISE,)] > 0, "no prompt was computed in pieces"
 
     def agrees() -> bool:
-        return {size: n - metrics[size] for size, n in counted().items()} == {s: replays[s] for s in SIZES}
+        """But for a step that was ahead when the requests ended."""
+        return all(abs(n - metrics[size] - replays[size]) <= len(asked) for size, n in counted().items())
 
     assert wait_for(agrees, 5), (counted(), metrics, replays)
 
@@ -179,23 +191,22 @@ def test_the_log_says_in_one_line_that_our_kernels_compute(served) -> None:
     assert "mxfp4" in line
 
 
-def test_a_chat_a_stream_and_a_response_say_the_same_each_time(served) -> None:
-    """All kinds of honest requests of the soak, alone: streamed ones have the answer of their whole twin."""
+def test_chats_streams_and_responses_are_whole_and_say_what_they_say_alone(served, exact) -> None:
+    """Each kind of honest request of the soak, all at once: streamed ones have the answer of their whole twin."""
     server = served(GRAPHS_OF_OURS).server
     message = fetched(f"{server.url}/v1/chat/completions", {"model": server.name, "temperature": 0, "messages": SUM})
     assert {name: message["choices"][0]["message"][name] for name in REPLY} == REPLY
-    work = Soak(server.url, 1)
+    work = Soak(server.url, 1, rounds=True)
 
-    async def run() -> list[str]:
+    async def run() -> None:
         await work.take_answers(2)
         async with work.session() as session:
-            requests = [make(seed) for _, make in KINDS for seed in range(2)]
-            answers = [(await ask(session, server.url, request, {}))[0] for request in requests]
-        pairs = zip(requests, answers, strict=True)
-        return [request.kind for request, answer in pairs if answer != work.alone[request.key][0]]
+            await asyncio.gather(*(work.honest(session, make, 2) for _, make in KINDS for _ in range(2)))
 
-    assert asyncio.run(run()) == []
-    assert work.findings.words == []
+    asyncio.run(run())
+    work.findings.judge(exact)
+    assert {kind for _, kind, _ in work.findings.counts} == {make(0).kind for _, make in KINDS}
+    assert {outcome for _, _, outcome in work.findings.counts} <= {"equal", NEAR_TIE}, work.findings.words
 
 
 def test_the_trained_checkpoint_scores_through_graphs_what_it_scores_elsewhere(served) -> None:
