@@ -15,6 +15,7 @@ import pytest
 from scripts.docs.docs_site import links
 from scripts.serve_here import TINY_NAME, TINY_QUESTION, example_request
 from tests.markdown import ROOT, blocks, code_blocks, commands
+from tests.scripts.shell import make
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
 
@@ -37,8 +38,7 @@ def test_the_readmes_request_is_the_one_that_make_serve_prints() -> None:
 
 def test_every_make_target_is_listed_with_its_meaning() -> None:
     phony = set(re.findall(r"^\.PHONY: ([\w-]+)", (ROOT / "Makefile").read_text(), re.M))
-    listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert {line.split()[1] for line in listed.splitlines()} == phony
+    assert {line.split()[1] for line in make("-s").stdout.splitlines()} == phony
 
 
 @pytest.mark.slow

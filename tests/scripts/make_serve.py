@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.scripts.shell import ROOT
+from tests.scripts.shell import ROOT, make
 from tests.serving.server import START_LIMIT, free_port
 
 
 def recipe(target: str) -> str:
     """What `make TARGET` runs after its set-up, for a shell; what the user names, it takes from the environment."""
-    dry = ["make", "-n", target]
-    lines = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
-    return next(line for line in lines.splitlines() if "exec " in line)
+    dry = make("-n", target)
+    assert dry.returncode == 0, dry.stderr
+    return next(line for line in dry.stdout.replace("\\\n", " ").splitlines() if "exec " in line)
 
 
 def _hears_ctrl_c() -> None:

@@ -19,6 +19,16 @@ needs_evalscope = pytest.mark.skipif(not EVALSCOPE.exists(), reason="evalscope i
 DROPPED = ("VLLM_", "HF_", "OMP_", "NPU_GPTOSS_", "ASCEND_", "HCCL_")
 
 
+# what `make test` hands down, and would change what a make of the tests does and prints
+FROM_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ON", "MODEL", "HOST", "PORT", "ARGS", "EMULATE")
+
+
+def make(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As from a user's shell, also where the tests run under a make."""
+    kept = {name: value for name, value in os.environ.items() if name not in FROM_MAKE}
+    return subprocess.run(["make", *words], cwd=cwd, env=kept | variables, capture_output=True, text=True)
+
+
 def environment(**variables: str) -> dict[str, str]:
     """That of a user who has the environment of the tests activated and nothing set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.setup import accelerator
 from scripts.setup.accelerator import choose, gpu
-from tests.scripts.shell import ROOT
+from tests.scripts.shell import ROOT, make
 
 
 class Driver:
@@ -124,11 +124,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def serve(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """As from a user's shell: these tests may themselves run under a make, whose variables would reach this one."""
-    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ON", "MODEL", "PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in ours}
-    command = ["make", "serve", f"PYTHON={sys.executable}", *words]
-    return subprocess.run(command, cwd=checkout, env=environment | variables, capture_output=True, text=True)
+    return make("serve", f"PYTHON={sys.executable}", *words, cwd=checkout, **variables)
 
 
 @pytest.fixture
