@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -30,6 +31,11 @@ from typing import Any
 from spoils import spoilt
 
 LONG_IMPORTS = ("torch_npu", "vllm", "torch._dynamo", "torch._inductor.compile_fx", "gguf", "numba")
+# of vllm-ascend 0.11, and of later ones
+WORKERS = (
+    *("vllm_ascend.worker.worker_v1", "vllm.compilation.cuda_piecewise_backend"),
+    *("vllm_ascend.worker.worker", "vllm.compilation.piecewise_backend"),
+)
 
 
 def generate(
@@ -146,11 +152,12 @@ def import_and_compile() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    importlib.import_module("vllm.v1.engine.async_llm")
-    importlib.import_module("vllm.entrypoints.llm")
-    current_platform.pre_register_and_update()  # vllm-ascend patches vLLM before its worker is imported
-    for name in ("vllm_ascend.worker.worker_v1", "vllm.compilation.cuda_piecewise_backend"):
+    for name in ("vllm.v1.engine.async_llm", "vllm.entrypoints.llm"):
         importlib.import_module(name)
+    current_platform.pre_register_and_update()  # vllm-ascend patches vLLM before its worker is imported
+    for name in WORKERS:
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
     torch.compile(layers, backend="eager", dynamic=True)(torch.ones(3, 2))
     torch._dynamo.reset()
