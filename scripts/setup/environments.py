@@ -107,15 +107,15 @@ def editable_step(emulator: bool = True) -> Step:
     return Step("npu_gptoss", purpose, install, [project], dict.fromkeys(packages, ""))
 
 
-def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: ()) -> Step:
+def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: (), release: str = "0.11.0") -> Step:
     def install(run: Run) -> None:
         unlocked = (run.env.state / "unlocked").exists()
         how = ["--constraint", "requirements/cpu.in"] if unlocked else ["--no-deps"]
-        options = ["--no-compile", "--progress-bar", "off", *how]
+        options = ["--release", release, "--no-compile", "--progress-bar", "off", *how]
         run.must(*prefix(run.env), str(run.env.python), str(INSTALL_VLLM), *options)
 
-    purpose = "vLLM 0.11.0 from its source release, pure Python"
-    return Step("vllm", purpose, install, [INSTALL_VLLM.read_text()], {"vllm": "0.11.0+empty"})
+    purpose = f"vLLM {release} from its source release, pure Python"
+    return Step("vllm", purpose, install, [INSTALL_VLLM.read_text(), release], {"vllm": f"{release}+empty"})
 
 
 def import_step(*modules: str, python: Callable[[Environment], Sequence[str]] = lambda env: [str(env.python)]) -> Step:
@@ -193,6 +193,30 @@ def cuda_steps(tools: bool) -> list[Step]:
         import_step(
             *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"),
         ),
+    ]
+
+
+# of requirements/cuda.txt: torch has a build for CPUs, and vLLM's Python files are in its source release
+ON_A_GPU_ONLY = ("torch", "triton", "vllm", "nvidia-", "cuda-", "nvtx", "humming-kernels", "quack-kernels")
+BUILDS_VLLM_0_33 = ("setuptools-rust==1.13.0", "semantic-version==2.10.0")
+
+
+def vllm033_steps(tools: bool) -> list[Step]:
+    """The line of NVIDIA's GPUs as far as a CPU can test it: the versions that are served there."""
+    served, cpu, dev = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("cuda", "cpu", "dev"))
+    others = cpu | dev
+    tools_of_ours = ("setuptools-scm", "vcs-versioning", "wheel", "pytest", "pluggy", "iniconfig")
+    packages = {name: version for name, version in served.items() if not name.startswith(ON_A_GPU_ONLY)}
+    pins = (packages | {name: others[name] for name in tools_of_ours}).items()
+    return [
+        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
+        pip_step(
+            *("packages", "what vLLM 0.33.0 imports, and pytest, 250 MB"),
+            *(f"{name}=={version}" for name, version in pins),
+            *BUILDS_VLLM_0_33,
+        ),
+        vllm_step(release="0.33.0"),
+        editable_step(),
     ]
 
 
@@ -308,6 +332,7 @@ ENVIRONMENTS = {
     ),
     "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
     "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
+    "vllm033": Recipe(".venv-vllm033", "1.6 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),
     **{
         f"clients-{year}": Recipe(
             f".venv-clients-{year}", "0.8 GB", lambda tools, year=year: clients_steps(year), ("3.11", "3.12")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.setup import install_vllm
-from scripts.setup.install_vllm import FILE_NAME, InstallError
+from scripts.setup.install_vllm import SERVED, InstallError
 from scripts.setup.machine import ROOT
 
 
@@ -81,7 +81,7 @@ def download(target: Path, shelf: Path) -> subprocess.CompletedProcess[str]:
     """In a process of its own: pip's command context changes logging and is made for one use."""
     code = (
         "import sys; from pathlib import Path; from scripts.setup.install_vllm import *\n"
-        "try: download_with_pip(Path(sys.argv[1]) / FILE_NAME)\n"
+        "try: download_with_pip(Path(sys.argv[1]) / SERVED.file_name)\n"
         "except InstallError as error: sys.exit(str(error))"
     )
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shelf), "PIP_CONFIG_FILE": os.devnull}
@@ -94,14 +94,14 @@ def test_pip_is_asked_where_the_file_is_with_the_users_settings(target: Path, tm
     missing = download(target, tmp_path)
     assert missing.returncode == 1
     assert "VLLM_SDIST" in missing.stderr
-    (tmp_path / FILE_NAME).write_bytes(b"from the user's own folder")
+    (tmp_path / SERVED.file_name).write_bytes(b"from the user's own folder")
     found = download(target, tmp_path)
     assert found.returncode == 0, found.stderr
-    assert (target / FILE_NAME).read_bytes() == b"from the user's own folder"
+    assert (target / SERVED.file_name).read_bytes() == b"from the user's own folder"
 
 
 def test_a_pip_of_another_make_gives_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = pytest.importorskip("pip._internal.commands")
     monkeypatch.delattr(commands, "create_command")
     with pytest.raises(InstallError, match=r"pip [0-9.]+ .*VLLM_SDIST"):
-        install_vllm.download_with_pip(tmp_path / FILE_NAME)
+        install_vllm.download_with_pip(tmp_path / SERVED.file_name)

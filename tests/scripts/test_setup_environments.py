@@ -15,7 +15,7 @@ import pytest
 
 from scripts.setup import environments
 from scripts.setup.environments import ENVIRONMENTS, TORCH, TORCH_CPU_INDEX
-from scripts.setup.machine import Environment, Run, SetupError, Step, lock_step
+from scripts.setup.machine import Environment, Run, SetupError, Step, lock_step, read_pins
 from tests.scripts.shell import SCRIPTS
 from tests.serving.server import free_port
 
@@ -223,3 +223,13 @@ def test_a_disk_that_pip_finds_full_is_named(env: Environment) -> None:
     with pytest.raises(SetupError, match="the disk is full"):
         install(env, f"{NAME}==1.6.0")
     assert not (env.state / "unlocked").exists()
+
+
+def test_the_tests_of_line_0_33_have_the_versions_that_are_served_and_nothing_of_cuda(env: Environment) -> None:
+    run = Recorder(env)
+    step("packages", "vllm033").action(run)
+    asked = dict(word.split("==") for word in run.commands[0].split() if "==" in word)
+    served = read_pins(environments.REQUIREMENTS / "cuda.txt")
+    assert {"transformers", "oss-harmony", "xgrammar", "pydantic"} <= asked.keys() & served.keys()
+    assert {name for name in asked.keys() & served.keys() if asked[name] != served[name]} == set()
+    assert not any(name.startswith(("nvidia-", "cuda-", "torch", "triton", "vllm")) for name in asked)

@@ -31,7 +31,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "WARNING"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -1,0 +1,48 @@
+"""The tests that need vLLM 0.33, run in an environment that has it; none of their files may be skipped there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.setup.environments import ENVIRONMENTS
+from tests.serving.compat.of_line import ON_0_33
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = ROOT / ENVIRONMENTS["vllm033"].folder / "bin/python"
+NEEDED = "needs vLLM 0.33"  # what each of these files says where it is skipped
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "tests").rglob("test_*.py")
+    if NEEDED in path.read_text() and "pytest.mark.cuda" not in path.read_text() and path != Path(__file__)
+)
+
+pytestmark = [
+    pytest.mark.vllm033,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM 0.33 is not set up; make test"),
+]
+
+
+def run(python: Path | str, *files: str) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
+    others = [*(f"tests/serving/compat/{name}" for name in ON_0_33), "tests/serving/lines/test_lines.py"]
+    done = run(PYTHON, *FILES, *others)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert NEEDED not in done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
+
+
+def test_a_file_that_is_skipped_is_told() -> None:
+    """Otherwise the test above shows nothing: pytest's exit status does not tell it where another file has run."""
+    done = run(sys.executable, FILES[0], "tests/test_layers.py")
+    assert done.returncode == 0
+    assert NEEDED in done.stdout
