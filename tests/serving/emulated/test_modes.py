@@ -1,15 +1,19 @@
-"""gpt-oss in every mode of stock vllm-ascend 0.11.0 against transformers: float32, and bfloat16 within its rounding."""
+"""gpt-oss in every mode of stock vllm-ascend 0.11.0 against transformers: float32, and bfloat16 within its rounding.
+
+Each size is captured once, at the start, and what a served session does is replay.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import random_config, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits
 from tests.serving.emulated.rounds import (
     EAGER,
@@ -17,12 +21,15 @@ from tests.serving.emulated.rounds import (
     LENGTHS,
     ONE_CHUNK_BEYOND_HALF_THE_MASK,
     THREE_IN_A_BUCKET_OF_FOUR,
+    TOKENS,
     VOCABULARY,
     WORKSPACE,
     errors,
+    prompts,
     right,
     turn,
 )
+from tests.serving.emulated.test_sampling import NARROW, WIDE, outside
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -33,29 +40,58 @@ ORDINARY = [
     turn(ONE_CHUNK_BEYOND_HALF_THE_MASK),
     turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2),
 ]
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"options": EAGER},
-    "piecewise": {},
-    "full decode graphs": {"options": FULL, "machine": WORKSPACE},
-    "small ops": {
-        "options": EAGER,
-        "variables": {"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops", "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"},
-    },
+PURE = [  # no prompt is computed beside a decode step
+    turn(THREE_IN_A_BUCKET_OF_FOUR, seed=5),
+    turn((140,), seed=6),
+    turn((130, 131, 132, 133, 134, 135, 136, 137), seed=4),
+]
+DRAWN = [
+    turn((40,), tokens=12),
+    {"prompts": prompts((40,)) * 8, "tokens": 12, "sampling": NARROW | WIDE},
+]
+SIZES = [1, 2, 4, 8]
+PIECES = random_config().num_hidden_layers + 1
+# what an engine is given, and how many graphs each of its decode steps replays
+MODES: dict[str, tuple[dict[str, Any], int]] = {
+    "eager": ({"options": EAGER}, 0),
+    "piecewise": ({}, PIECES),
+    "full decode graphs": ({"options": FULL, "machine": WORKSPACE}, 1),
+    "small ops": (
+        {
+            "options": EAGER,
+            "variables": {
+                "NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops",
+                "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops",
+            },
+        },
+        0,
+    ),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
-    results, printed = serve(ORDINARY, **MODES[mode])
-    assert right(ORDINARY, results, expected) == [True] * len(ORDINARY)
+def test_every_mode_equals_transformers_replays_what_it_captured_and_keeps_a_narrowed_choice(mode, serve, expected):
+    how, graphs_a_step = MODES[mode]
+    rounds = ORDINARY + PURE + DRAWN
+    results, printed = serve(rounds, **how)
+    assert right(rounds, results, expected) == [True] * len(rounds)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
     assert ("decode, FULL" in printed) == ("full" in mode)
+    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
+    assert [count["captured"] for count in counts] == [len(SIZES) * graphs_a_step] * (len(rounds) + 1), "at the start"
+    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    decode_steps = TOKENS - 1  # a prompt's own step has more rows than a graph
+    assert replays[len(ORDINARY) : -len(DRAWN)] == [decode_steps * graphs_a_step] * len(PURE)
+    (alone,), together = results[-len(DRAWN) :]
+    assert [together[int(number)]["tokens"] for number in NARROW] == [alone["tokens"]] * len(NARROW)
+    assert outside(together) == set()
+    assert all(together[int(number)]["tokens"] != alone["tokens"] for number in WIDE), "nothing was drawn"
 
 
 @pytest.mark.parametrize("mode", ["eager", "piecewise", "full decode graphs"])
 def test_bfloat16_stays_within_the_rounding_of_transformers_in_bfloat16(mode, serve, checkpoint, expected):
     rounds = [turn(LENGTHS, tokens=3)]
-    how = MODES[mode]
+    how, _ = MODES[mode]
     results, _ = serve(rounds, **{**how, "options": {**how.get("options", {}), "dtype": "bfloat16"}})
     rounded = load_oracle(checkpoint, torch.bfloat16)
     ours = torch.cat(errors(rounds, results, expected)[0])
