@@ -70,7 +70,8 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_equals_transformers_replays_what_it_captured_and_keeps_a_narrowed_choice(mode, serve, expected):
+def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
+    """And replays what it captured at the start, in every decode step, and keeps a narrowed choice beside free ones."""
     how, graphs_a_step = MODES[mode]
     rounds = ORDINARY + PURE + DRAWN
     results, printed = serve(rounds, **how)
