@@ -68,14 +68,6 @@ def test_these_defects_give_wrong_text_where_nobody_looks(defect, serve, expecte
     assert right(rounds, results, expected) == [False]
 
 
-def test_full_decode_graphs_bring_their_own_workspace_where_cann_refuses_to_tell(serve, expected):
-    rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
-    results, printed = serve(rounds, options=FULL)
-    assert "decode, FULL" in printed
-    assert WAY_ROUND not in printed
-    assert right(rounds, results, expected) == [True]
-
-
 def test_a_driver_that_refuses_updates_is_served_piecewise_by_a_card_that_lives(serve, expected):
     """A probe that replays first leaves a graph that waits for ever, and PIECEWISE starts on a dead card."""
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
@@ -89,5 +81,7 @@ def test_an_update_that_fails_in_service_ends_the_engine_in_words_and_not_in_a_d
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, spoil=spoil)]
     results, printed = serve(rounds, options=FULL)
     assert right(rounds[:1], results[:1], expected) == [True]
+    assert "decode, FULL" in printed, "graphs bring their own workspace where CANN refuses to tell"
+    assert WAY_ROUND not in printed
     assert "207000" in results[1]
     assert "deadlock" not in printed

@@ -82,11 +82,10 @@ def test_the_slow_experts_are_refused_where_tokens_travel(serve):
     assert "works where every rank sees all tokens, and this step goes by AlltoAllCommImpl; unset NPU_GPTOSS" in said
 
 
-@pytest.mark.parametrize("kernel", ["small_ops", "reference"])
-def test_the_slow_router_serves_with_graphs(kernel, serve, expected):
+def test_the_slow_router_serves_with_graphs(serve, expected):
     """Its ids are int64, which CANN's dispatch refuses (R59) unless they are converted."""
     rounds = [turn(SPOILT)]
-    results, printed = serve(rounds, variables={"NPU_GPTOSS_KERNEL_MOE_ROUTE": kernel})
+    results, printed = serve(rounds, variables={"NPU_GPTOSS_KERNEL_MOE_ROUTE": "small_ops"})
     assert right(rounds, results, expected) == [True]
     assert "mixed prefill-decode, PIECEWISE" in printed
 
