@@ -168,10 +168,14 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
 
 
 def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:
-    """[rows], 0 for those that are padding, at an address that stays; None where no row is."""
-    step = (context.attn_metadata or {}).get(name)
-    if isinstance(step, DecodeMetadata) and step.num_tokens == rows:
-        return step.lengths
-    if context.cudagraph_runtime_mode == CUDAGraphMode.NONE or context.is_padding is None:
+    """[rows], 0 for those that are padding, at an address that stays; None where no row is.
+
+    A graph of pieces is captured in a step of decode and replayed in any: only its slots say which rows are padding.
+    """
+    if context.cudagraph_runtime_mode == CUDAGraphMode.NONE:
         return None
-    return context.is_padding[:rows].logical_not().int()
+    step = (context.attn_metadata or {}).get(name)
+    if context.cudagraph_runtime_mode == CUDAGraphMode.FULL and isinstance(step, DecodeMetadata):
+        return step.lengths
+    slots = (context.slot_mapping or {}).get(name)
+    return None if slots is None else (slots[:rows] >= 0).int()

@@ -16,6 +16,8 @@ import torch
 
 pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0.33")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -171,6 +173,49 @@ def test_vllms_run_without_keys_computes_and_writes_nothing(checkpoint):
         assert torch.isfinite(
             served.forward(torch.zeros(7, dtype=torch.int32), torch.zeros(7, dtype=torch.int64))
         ).all()
+
+
+class Recorded(TorchDispatchMode):
+    """As a CUDA graph: `replay` does again what was done under it, from the same tensors into the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        self.done.append((operation, args, kwargs or {}, operation(*args, **kwargs or {})))
+        return self.done[-1][-1]
+
+    def replay(self) -> None:
+        for operation, args, kwargs, out in self.done:
+            out.copy_(operation(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "live"),
+    [
+        (CUDAGraphMode.FULL, [1, 1, 1], 3),
+        (CUDAGraphMode.PIECEWISE, [1, 1, 1], 3),
+        (CUDAGraphMode.PIECEWISE, [11], 11),
+        (CUDAGraphMode.PIECEWISE, [1, 9, 2], 12),
+    ],
+    ids=["decode", "decode in pieces", "a prompt's last rows", "decode and prompts"],
+)
+def test_a_graph_that_decode_captured_takes_no_row_of_a_prompt_for_padding(mode, rows, live):
+    """As vLLM captures: as many requests as rows. A row that is taken for padding reads no expert."""
+    size, name = 16, "layer"
+    lengths, slots = torch.ones(size, dtype=torch.int32), torch.full((size,), -1)
+    step = DecodeMetadata(lengths, torch.zeros(size, 1, dtype=torch.int32), slots, 16)
+    context = ForwardContext(
+        no_compile_layers={}, attn_metadata={name: step}, slot_mapping={name: slots}, cudagraph_runtime_mode=mode
+    )
+    with Recorded() as graph:
+        found = model.live_rows(context, name, size)
+    lengths.zero_()
+    lengths[: len(rows)] = torch.tensor(rows) + 64
+    slots[:live] = torch.arange(live)
+    graph.replay()
+    assert (found > 0).tolist() == [True] * live + [False] * (size - live)
 
 
 def test_layers_with_a_window_keep_no_more_than_that(checkpoint):
