@@ -5,18 +5,51 @@ On a GPU a row that is computed among others has its sums in another order, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from npu_gptoss.engine import Engine
 
 NEAR = 0.5  # of log-probability in fp32; a token of a wrong computation loses about 3
+AT_ONCE = 8  # answers whose logits are held, most of a megabyte a token
+
+Tokens = Sequence[int]
 
 
-def regret(exact: Engine, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> float | None:
-    """By how much `exact`, in fp32 on the CPU, prefers the better of the two tokens with which the answers part, in
-    log-probability; None where neither has a token that the other contradicts: they are equal, or one is cut off."""
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if one != other:
-            logits = exact.logits([*prompt, *ours[:place]])[-1]
-            return float((logits[one] - logits[other]).abs())
-    return None
+def parting(ours: Tokens, theirs: Tokens) -> int | None:
+    """The place of the first token that the other answer contradicts; None: they are equal, or one is cut off."""
+    return next((place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+
+
+def regrets(exact: Engine, answers: Iterable[tuple[Tokens, Tokens, Tokens]]) -> list[float | None]:
+    """answers: prompt, one answer, another. By how much `exact`, in fp32, prefers the better of the two tokens with
+    which they part, in log-probability; None where they do not. What several have in common is computed once."""
+    # what they have in common, and the two tokens behind it
+    parted: list[tuple[tuple[int, ...], int, int] | None] = []
+    for prompt, ours, theirs in answers:
+        place = parting(ours, theirs)
+        parted.append(None if place is None else ((*prompt, *ours[:place]), ours[place], theirs[place]))
+    wanted: dict[tuple[int, ...], set[int]] = {}
+    for common, one, other in filter(None, parted):
+        wanted.setdefault(common, set()).update((one, other))
+    found: dict[tuple[tuple[int, ...], int], float] = {}
+    chains: list[list[tuple[int, ...]]] = []  # the first of each begins with all others
+    for common in sorted(wanted, reverse=True):
+        if chains and chains[-1][0][: len(common)] == common:
+            chains[-1].append(common)
+        else:
+            chains.append([common])
+    for begin in range(0, len(chains), AT_ONCE):
+        some = chains[begin : begin + AT_ONCE]
+        last = [len(chain[0]) - len(chain[-1]) + 1 for chain in some]
+        for chain, logits in zip(some, exact.batch_logits([chain[0] for chain in some], last=last), strict=True):
+            for common in chain:
+                row = logits[len(common) - len(chain[0]) - 1]
+                found |= {(common, token): float(row[token]) for token in wanted[common]}
+    return [one and abs(found[one[0], one[1]] - found[one[0], one[2]]) for one in parted]
+
+
+def regrets_where_they_part(
+    exact: Engine, prompts: Sequence[Tokens], ours: Sequence[Tokens], theirs: Sequence[Tokens]
+) -> list[float]:
+    """Of those of several answers that part."""
+    return [one for one in regrets(exact, zip(prompts, ours, theirs, strict=True)) if one is not None]

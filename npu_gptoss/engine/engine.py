@@ -236,11 +236,14 @@ class Engine:
         """The logits after every token of a prompt, [tokens, vocab] float32; computed in chunks like any prompt."""
         return self.batch_logits([token_ids])[0]
 
-    def batch_logits(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """`logits` of several prompts, computed together."""
+    def batch_logits(
+        self, prompts: Sequence[Sequence[int]], *, last: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """`logits` of several prompts, computed together; last: of how many tokens of each, the last ones."""
         requests = [self._request(self.encode(prompt), SamplingParams(max_tokens=1)) for prompt in prompts]
-        for request in requests:
+        for request, wanted in zip(requests, last or [each.prompt_length for each in requests], strict=True):
             request.prompt_logits = []
+            request.prompt_rows_reported = request.prompt_length - wanted
         self._run(requests, None)
         return [torch.cat(request.prompt_logits) for request in requests]
 

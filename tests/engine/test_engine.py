@@ -65,6 +65,14 @@ def test_logits_of_a_mixed_batch_equal_transformers(engine, prompts, expected_lo
     assert is_idle(engine)
 
 
+def test_logits_of_the_last_tokens_alone_are_those_among_all(engine, prompts, expected_logits) -> None:
+    last = [1 + index % len(prompt) for index, prompt in enumerate(prompts)]
+    wanted = [logits[-count:] for logits, count in zip(expected_logits, last, strict=True)]
+    found = engine.batch_logits(prompts, last=last)
+    assert [len(logits) for logits in found] == last
+    assert worst(found, wanted) < TOLERANCE
+
+
 def test_logits_of_each_prompt_alone_equal_transformers(engine, prompts, expected_logits) -> None:
     assert worst([engine.logits(prompt) for prompt in prompts], expected_logits) < TOLERANCE
 

@@ -7,7 +7,7 @@
 
 Writes a record of each run and exits with 1 when a promise is broken. Runs of several seeds are added up by --table,
 so a long soak can be cut into slices, and on a GPU several run beside each other. There an answer may be another than
-alone where fp32 on the CPU shows a near-tie (tests/near_ties.py).
+alone where fp32 on the CPU shows a near-tie (tests/near_ties.py); --table judges what a killed run had left to judge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
@@ -53,17 +53,21 @@ def soak(
     seed: int,
     variants: int = VARIANTS,
     progress: bool = False,
+    keep: Callable[[report.Record], object] = lambda record: None,
 ) -> report.Record:
-    """One run against a server of `model` that is ready."""
+    """One run against a server of `model` that is ready. keep: is given the record before answers are judged."""
     said = time.monotonic()
 
     def show(findings: Findings) -> None:
         nonlocal said
         if progress and time.monotonic() - said > 15:
             said = time.monotonic()
-            wrong = findings.number("honest") - findings.number("honest", "equal") - findings.number("honest", PARTED)
+            parted = findings.number("honest", PARTED)
+            wrong = findings.number("honest") - findings.number("honest", "equal") - parted
             print(
-                f"  … {findings.done} of {requests} after {said - begin:.0f} s, {wrong} honest ones wrong", flush=True
+                f"  … {findings.done} of {requests} after {said - begin:.0f} s; of the honest ones {wrong} wrong, "
+                f"{parted} differ, to be judged",
+                flush=True,
             )
 
     async def run() -> None:
@@ -88,9 +92,7 @@ def soak(
             process.wait(DEATH if not alive(server) else 0)
     died = process.poll()
     resting = at_rest(server) if died is None else {}
-    if work.findings.parted:
-        work.findings.judge(Engine(model, device="cpu", dtype="float32"))
-    return report.Record(
+    record = report.Record(
         stack=str(stack),
         seed=seed,
         seconds=took,
@@ -106,7 +108,14 @@ def soak(
         begun=work.findings.begun,
         log=[] if died is None else serve_here.tail(server.log, 30),
         regrets=work.findings.regrets,
+        parted=report.unjudged(work.findings),
     )
+    keep(record)
+    return report.judged(record, judge_of(model)) if record.parted else record
+
+
+def judge_of(model: Path) -> Engine:
+    return Engine(model, device="cpu", dtype="float32")
 
 
 def alive(server: Server) -> bool:
@@ -131,6 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table of the records there, ask nobody")
     options = parser.parse_args(arguments)
     if options.table:
+        for record in report.load(options.table):
+            if record.parted:
+                report.save(report.judged(record, judge_of(serve_here.tiny_checkpoint())), options.table)
         print(report.table(report.load(options.table)))
         return 0
     if options.mode and options.stack != "emulated":
@@ -154,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     seconds=options.seconds,
                     seed=options.seed,
                     progress=True,
+                    keep=lambda record: report.save(record, options.out),
                 )
         except InputError as error:
             print(f"\nsoak: {error}", file=sys.stderr)

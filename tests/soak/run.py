@@ -23,7 +23,7 @@ import aiohttp
 
 from npu_gptoss.engine import Engine
 from npu_gptoss.errors import InputError
-from tests.near_ties import NEAR, regret
+from tests.near_ties import NEAR, regrets
 from tests.serving.hostile import HOSTILE, RESPONSES, Hostile
 from tests.soak.honest import KINDS, TOKEN_IDS, VARIANTS, Answer, Honest, Said, Wrong, said
 from tests.soak.rude import RUDE, Rude, Stuck, name
@@ -57,8 +57,11 @@ class Findings:
 
     def judge(self, exact: Engine) -> None:
         """Makes of each answer that parted a near-tie by fp32, or a different one."""
-        for (kind, alone, now, words), times in self.parted.items():
-            lost = regret(exact, now.prompt, now.tokens, alone.tokens) if now.prompt == alone.prompt else None
+        answers = [
+            (now.prompt, now.tokens, alone.tokens if now.prompt == alone.prompt else ())
+            for _, alone, now, _ in self.parted
+        ]
+        for ((kind, _, _, words), times), lost in zip(self.parted.items(), regrets(exact, answers), strict=True):
             near = lost is not None and lost < NEAR
             self.regrets += [lost] * near
             self.counts["honest", kind, PARTED] -= times

@@ -161,8 +161,9 @@ def test_a_good_run_keeps_every_promise() -> None:
 class Exact:
     """In the place of the engine: token 1 is as likely as 2, and 3 is not."""
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor([[0.0, 5.0, 4.9, 0.0]])
+    def batch_logits(self, prompts: list[list[int]], *, last: list[int]) -> list[torch.Tensor]:
+        assert last == [1] * len(prompts)
+        return [torch.tensor([[0.0, 5.0, 4.9, 0.0]]) for _ in prompts]
 
 
 @pytest.mark.parametrize(
@@ -174,16 +175,20 @@ class Exact:
     ],
     ids=["a near-tie", "another token", "cut off"],
 )
-def test_an_answer_that_parts_is_fine_at_near_ties_only(alone, now, outcome) -> None:
+def test_an_answer_that_parts_is_fine_at_near_ties_only(alone, now, outcome, tmp_path) -> None:
     findings = Findings()
     for _ in range(2):
         findings.note("honest", "chat", "parted", 0.1)
         findings.parted["chat", Said((7,), alone), Said((7,), now), "words"] += 1
-    findings.judge(Exact())
-    assert dict(findings.counts) == {("honest", "chat", outcome): 2}
-    assert bool(findings.words) == (outcome == "different")
-    kept = record(counts=report.counted(findings), regrets=findings.regrets)
-    assert broken(kept) == ([] if outcome == "near-tie" else ["honest answers as alone"])
+    before = record(counts=report.counted(findings), parted=report.unjudged(findings))
+    assert broken(before) == ["honest answers as alone"], "what is not judged yet is not fine"
+    report.save(before, tmp_path)
+    (again,) = report.load(tmp_path)
+    after = report.judged(again, Exact())
+    assert after.counts == [("honest", "chat", outcome, 2)]
+    assert bool(after.words) == (outcome == "different")
+    assert broken(after) == ([] if outcome == "near-tie" else ["honest answers as alone"])
+    assert report.judged(after, Exact()) == after
 
 
 def test_the_tokens_of_a_stream_are_those_of_the_whole_reply() -> None:

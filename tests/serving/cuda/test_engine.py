@@ -19,7 +19,7 @@ from npu_gptoss.engine import Engine, SamplingParams
 from research.eagle3_head import write_head
 from tests.checkpoints import write_random_checkpoint
 from tests.markdown import ROOT
-from tests.near_ties import NEAR, regret
+from tests.near_ties import NEAR, regrets_where_they_part
 from tests.oracle import random_prompts
 from tests.serving.cuda.answers import (
     GARBAGE,
@@ -93,8 +93,7 @@ def regrets(directory: Path, prompts: list[list[int]], got: list[list[int]], wan
     """Of the answers that part; all have TOKENS tokens."""
     exact = Engine(directory, device="cpu", dtype="float32", num_blocks=200)
     assert {len(answer) for answer in (*got, *want)} == {TOKENS}
-    found = (regret(exact, *three) for three in zip(prompts, got, want, strict=True))
-    return [one for one in found if one is not None]
+    return regrets_where_they_part(exact, prompts, got, want)
 
 
 def test_without_graphs_the_tokens_are_the_offline_engines(directory, prompts, eager) -> None:

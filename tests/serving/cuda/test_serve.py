@@ -25,7 +25,8 @@ from npu_gptoss.tiny.checkpoint import write_tiny
 from research.score_server import fetched, score_server
 from research.tiny_data import evaluation_set
 from scripts.serve_here import ours
-from tests.near_ties import NEAR, regret
+from tests.near_ties import NEAR
+from tests.near_ties import regrets_where_they_part as regrets
 from tests.oracle import random_prompts
 from tests.serving.cuda.answers import CAPTURE, FULL, GRAPHS, PIECEWISE
 from tests.serving.cuda.heard import HEARD
@@ -136,12 +137,6 @@ def tokens(served: Callable[[str], Served], prompts: list[list[int]]) -> list[li
 @pytest.fixture(scope="module")
 def exact(checkpoint: Path) -> Engine:
     return Engine(checkpoint, device="cpu", dtype="float32", num_blocks=200)
-
-
-def regrets(exact: Engine, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
-    """Of the answers that part."""
-    found = (regret(exact, *three) for three in zip(prompts, got, want, strict=True))
-    return [one for one in found if one is not None]
 
 
 def test_served_tokens_are_the_offline_engines_but_at_near_ties(checkpoint, prompts, tokens, exact) -> None:
