@@ -87,7 +87,7 @@ def serve(
     process = serve_here.start(command, environment, log)
     try:
         url = f"http://127.0.0.1:{port}"
-        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT)
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (2 if on == "cuda" else 1))
         yield Server(url, name, log)
         assert process.poll() is None, f"the server died during the tests; its log is {log}"
     finally:

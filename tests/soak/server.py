@@ -32,8 +32,9 @@ EVERY = 1.0  # seconds between two looks at the processes
 HEALTH_EVERY = 0.5
 ROLES = ("api", "core", "others")
 STACKS = ("cpu", "emulated", "cuda")
-# several servers on one GPU: a share of its memory, by which vLLM neither measures nor minds the others
-SHARE = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30))
+# several servers on one GPU: a share of its memory, by which vLLM neither measures nor minds the others; the first
+# number is what has to be free as one starts
+SHARE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30))
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def start(stack: Stack, model: Path, log: Path) -> Iterator[tuple[Server, Popen[
     process = serve_here.start(command, variables, log)
     try:
         url = f"http://127.0.0.1:{port}"
-        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (2 if stack.stack == "emulated" else 1))
+        serve_here.wait_until_ready(process, url, log, timeout=START_LIMIT * (1 if stack.stack == "cpu" else 2))
         yield Server(url, NAME, log), process
     finally:
         serve_here.stop(process)

@@ -78,7 +78,7 @@ def main() -> None:
         spoil(question.spoil)
     tail = pad(question.padding) if question.padding else None
 
-    options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+    options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     llm = LLM(question.model, **options | {"disable_log_stats": False} | question.options)
     seen.clear()
     if tail is not None:

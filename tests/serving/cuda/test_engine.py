@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -43,8 +43,58 @@ pytestmark = [
 SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
 TOKENS = 40
 SIZES = [1, 2, 4, 8, 16]
+AT_ONCE = 6  # engines: a start is most of a minute, nearly all of it the host's
+LIMIT = 900  # seconds for an answer, where many other processes start
 SHARED = {"max_model_len": 512, "max_num_seqs": 16, "enable_prefix_caching": False}
-GRAPHS = SHARED | {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
+
+
+def graphed(**config: Any) -> dict[str, Any]:
+    return SHARED | {"compilation_config": {"cudagraph_capture_sizes": SIZES, **config}}
+
+
+EAGER, FULL, PIECES = "eager", "FULL_DECODE_ONLY", "PIECEWISE"
+MODES = ["FULL_AND_PIECEWISE", FULL, PIECES]
+OTHERS = {
+    "chunks": ({"max_num_batched_tokens": 64}, {}),
+    "prefix cache": ({"enable_prefix_caching": True}, {"times": 2}),
+    "preemption": ({"num_gpu_blocks_override": 56}, {}),
+    "n-gram drafts": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+        {},
+    ),
+    # as vLLM's own sizes and batch are: the prompts fit into a graph that was captured in a step of decode
+    "prompts in pieces": (graphed(cudagraph_capture_sizes=[*SIZES, 64, 768]) | {"max_num_seqs": 768}, {}),
+    "last rows in pieces": (
+        graphed(cudagraph_capture_sizes=[*SIZES, 64]) | {"max_num_seqs": 64, "enable_prefix_caching": True},
+        {"times": 2},
+    ),
+}
+PADDED = [(FULL, GARBAGE), (PIECES, GARBAGE), (FULL, LEAKING), (FULL, UNCLEARED), (PIECES, UNCLEARED)]
+NGRAM, EAGLE3, HEAD = "ngram", "eagle3", "a head that is written first"
+WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5)]  # of drafting, with the number of drafts
+STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
+
+
+def _drafting(method: str, drafts: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    own = {"prompt_lookup_max": 2} if method == NGRAM else {"model": HEAD}
+    options = {
+        "speculative_config": {"method": method, "num_speculative_tokens": drafts, **own},
+        "compilation_config": {"cudagraph_capture_sizes": [size * (1 + drafts) for size in (1, 2, 4, 8)]},
+    }
+    all_of_them = method == NGRAM and (method, drafts) != STALE
+    more = {"drafters": [OWN, WRONG, RIGHT] if all_of_them else [OWN]}
+    return SHARED | options, more | ({"spoil": "lengths"} if (method, drafts) == STALE else {})
+
+
+# options of vLLM's, and fields of a Question
+ASKED: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
+    EAGER: (SHARED | {"enforce_eager": True}, {}),
+    **{mode: (graphed(cudagraph_mode=mode), {}) for mode in MODES},
+    **{name: (graphed(), {"spoil": name}) for name in NEVER_REFRESHED},
+    **{(mode, how): (graphed(cudagraph_mode=mode), {"padding": how}) for mode, how in PADDED},
+    **{name: (graphed() | options, more) for name, (options, more) in OTHERS.items()},
+    **{way: _drafting(*way) for way in (*WAYS, STALE)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +111,52 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def ask(directory: Path, prompts: list[list[int]]) -> Callable[..., Answer]:
-    kept: dict[str, Answer] = {}
-
-    def ask(options: dict[str, Any], **more: Any) -> Answer:
-        question = json.dumps(asdict(Question(str(directory), prompts, TOKENS, options, **more)))
-        if question not in kept:
-            run = subprocess.run(
-                [sys.executable, "-m", "tests.serving.cuda.answers"],
-                input=question,
-                env=os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert run.returncode == 0, run.stderr[-3000:]
-            answer = json.loads(run.stdout.splitlines()[-1])
-            kept[question] = Answer(**answer | {"full": {int(rows): n for rows, n in answer["full"].items()}})
-        return kept[question]
-
-    return ask
+def head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("head")
+    write_head(path, directory)
+    return path
 
 
 @pytest.fixture(scope="module")
-def eager(ask: Callable[..., Answer]) -> list[list[int]]:
-    return ask(SHARED | {"enforce_eager": True}).tokens
+def answer(request, directory: Path, head: Path, prompts: list[list[int]]) -> Iterator[Callable[[Any], Answer]]:
+    """Of what is in ASKED. All that the chosen tests ask starts at once, AT_ONCE engines at a time."""
+
+    def ask(options: dict[str, Any], more: dict[str, Any]) -> Answer:
+        question = json.dumps(asdict(Question(str(directory), prompts, TOKENS, options, **more)))
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.serving.cuda.answers"],
+            input=question.replace(HEAD, str(head)),
+            env=os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        found = json.loads(run.stdout.splitlines()[-1])
+        return Answer(**found | {"full": {int(rows): n for rows, n in found["full"].items()}})
+
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {EAGER: None} | {params["asked"]: None for params in chosen if params.get("asked") in ASKED}
+    pool = ThreadPoolExecutor(AT_ONCE)
+    asked: dict[Any, Future[Answer]] = {name: pool.submit(ask, *ASKED[name]) for name in wanted}
+    yield lambda name: asked[name].result()
+    pool.shutdown(cancel_futures=True)
 
 
-def regrets(directory: Path, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
+@pytest.fixture(scope="module")
+def eager(answer: Callable[[Any], Answer]) -> list[list[int]]:
+    return answer(EAGER).tokens
+
+
+@pytest.fixture(scope="module")
+def exact(directory: Path) -> Engine:
+    return Engine(directory, device="cpu", dtype="float32", num_blocks=200)
+
+
+def regrets(exact: Engine, prompts: list[list[int]], got: list[list[int]], want: list[list[int]]) -> list[float]:
     """Of the answers that part; all have TOKENS tokens."""
-    exact = Engine(directory, device="cpu", dtype="float32", num_blocks=200)
-    assert {len(answer) for answer in (*got, *want)} == {TOKENS}
+    assert {len(tokens) for tokens in (*got, *want)} == {TOKENS}
     return regrets_where_they_part(exact, prompts, got, want)
 
 
@@ -102,132 +166,84 @@ def test_without_graphs_the_tokens_are_the_offline_engines(directory, prompts, e
     assert [list(result.token_ids) for result in results] == eager
 
 
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE"])
-def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(mode, ask, eager) -> None:
-    config = GRAPHS["compilation_config"] | {"cudagraph_mode": mode}
-    answer = ask(GRAPHS | {"compilation_config": config})
-    assert answer.tokens == eager
-    assert answer.late == 0, "a graph was captured while requests waited"
-    if mode == "PIECEWISE":
-        assert answer.full == {}
-        assert answer.piecewise >= TOKENS - 1
+@pytest.mark.parametrize("asked", MODES)
+def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(asked, answer, eager) -> None:
+    found = answer(asked)
+    assert found.tokens == eager
+    assert found.late == 0, "a graph was captured while requests waited"
+    if asked == PIECES:
+        assert found.full == {}
+        assert found.piecewise >= TOKENS - 1
     else:
-        assert answer.captured == SIZES
-        assert answer.full == {8: TOKENS - 1}, "seven requests end together, in the bucket of eight"
+        assert found.captured == SIZES
+        assert found.full == {8: TOKENS - 1}, "seven requests end together, in the bucket of eight"
 
 
-@pytest.mark.parametrize("name", NEVER_REFRESHED)
-def test_what_a_graph_reads_from_another_place_is_noticed(name, ask, eager) -> None:
-    assert ask(GRAPHS, spoil=name).tokens != eager
+@pytest.mark.parametrize("asked", NEVER_REFRESHED)
+def test_what_a_graph_reads_from_another_place_is_noticed(asked, answer, eager) -> None:
+    assert answer(asked).tokens != eager
 
 
-FULL, PIECES = "FULL_DECODE_ONLY", "PIECEWISE"
-PADDED = [(FULL, GARBAGE), (PIECES, GARBAGE), (FULL, LEAKING), (FULL, UNCLEARED), (PIECES, UNCLEARED)]
-
-
-@pytest.fixture(scope="module")
-def padded(ask: Callable[..., Answer]) -> dict[tuple[str, str], Future[Answer]]:
-    """Each step of decode has one padding row, of NaN. The engines start together."""
-
-    def answer(mode: str, padding: str) -> Answer:
-        config = GRAPHS["compilation_config"] | {"cudagraph_mode": mode}
-        return ask(GRAPHS | {"compilation_config": config}, padding=padding)
-
-    with ThreadPoolExecutor() as pool:
-        return {way: pool.submit(answer, *way) for way in PADDED}
-
-
-@pytest.mark.parametrize("mode", [FULL, PIECES])
-def test_nan_in_padding_rows_reaches_no_live_row(mode, padded, eager) -> None:
-    """And attention leaves zeros there, whatever was in its memory."""
-    answer = padded[mode, GARBAGE].result()
-    largest, rows = answer.tail
+@pytest.mark.parametrize("asked", [(FULL, GARBAGE), (PIECES, GARBAGE)], ids=" ".join)
+def test_nan_in_padding_rows_reaches_no_live_row(asked, answer, eager) -> None:
+    """And attention leaves zeros there, whatever was in its memory. Each step of decode has one padding row."""
+    found = answer(asked)
+    largest, rows = found.tail
     assert rows >= (TOKENS - 1) * SHAPE["layers"], "no row was padding"
     assert float(largest) == 0
-    assert answer.tokens == eager
+    assert found.tokens == eager
 
 
-def test_padding_rows_that_write_keys_are_noticed(padded, eager) -> None:
-    assert padded[FULL, LEAKING].result().tokens != eager
+@pytest.mark.parametrize("asked", [(FULL, LEAKING)], ids=" ".join)
+def test_padding_rows_that_write_keys_are_noticed(asked, answer, eager) -> None:
+    assert answer(asked).tokens != eager
 
 
-@pytest.mark.parametrize("mode", [FULL, PIECES])
-def test_padding_rows_that_attention_does_not_clear_are_noticed(mode, padded) -> None:
-    assert padded[mode, UNCLEARED].result().tail[0] == "nan"
+@pytest.mark.parametrize("asked", [(FULL, UNCLEARED), (PIECES, UNCLEARED)], ids=" ".join)
+def test_padding_rows_that_attention_does_not_clear_are_noticed(asked, answer) -> None:
+    assert answer(asked).tail[0] == "nan"
 
 
-@pytest.mark.parametrize(
-    ("options", "times"),
-    [
-        ({"max_num_batched_tokens": 64}, 1),
-        ({"enable_prefix_caching": True}, 2),
-        ({"num_gpu_blocks_override": 56}, 1),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}, 1),
-    ],
-    ids=["chunks", "prefix cache", "preemption", "n-gram drafts"],
-)
-def test_other_batches_part_at_near_ties_only(options, times, directory, prompts, ask, eager) -> None:
+@pytest.mark.parametrize("asked", OTHERS)
+def test_other_batches_part_at_near_ties_only(asked, prompts, answer, exact, eager) -> None:
     """A row that is computed among others has its sums in another order."""
-    answer = ask(GRAPHS | options, times=times)
-    found = regrets(directory, prompts, answer.tokens, eager)
-    print(f"{len(found)} of {len(prompts)} part, regrets {[round(regret, 3) for regret in found]}")
+    got = answer(asked)
+    found = regrets(exact, prompts, got.tokens, eager)
+    print(f"{asked}: {len(found)} of {len(prompts)} part, regrets {[round(regret, 3) for regret in found]}")
     assert all(regret < NEAR for regret in found)
-    if "num_gpu_blocks_override" in options:
-        assert answer.preemptions > 0, "every request had its blocks"
-    if "speculative_config" in options:
-        assert set(answer.full) - {8}, "no step verified drafts in a graph"
+    if asked == "preemption":
+        assert got.preemptions > 0, "every request had its blocks"
+    if asked == "n-gram drafts":
+        assert set(got.full) - {8}, "no step verified drafts in a graph"
+    if "pieces" in asked:
+        assert got.piecewise > 0, "no prompt was computed in pieces"
 
 
-NGRAM, EAGLE3 = "ngram", "eagle3"
-WAYS = [(NGRAM, 1), (NGRAM, 7), (EAGLE3, 3), (EAGLE3, 5)]  # of drafting, with the number of drafts
-STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
-
-
-@pytest.fixture(scope="module")
-def drafted(directory, ask, tmp_path_factory) -> dict[tuple[str, int], Future[Answer]]:
-    """Answers of all ways of drafting, which start together: a start takes a minute, most of it the host's."""
-    head = tmp_path_factory.mktemp("head")
-    write_head(head, directory)
-    methods = {NGRAM: {"method": NGRAM, "prompt_lookup_max": 2}, EAGLE3: {"method": EAGLE3, "model": str(head)}}
-
-    def answer(way: tuple[str, int]) -> Answer:
-        method, drafts = way
-        options = {
-            "speculative_config": methods[method] | {"num_speculative_tokens": drafts},
-            "compilation_config": {"cudagraph_capture_sizes": [size * (1 + drafts) for size in (1, 2, 4, 8)]},
-        }
-        drafters = [OWN, WRONG, RIGHT] if method == NGRAM and way != STALE else [OWN]
-        return ask(SHARED | options, drafters=drafters, spoil="lengths" if way == STALE else None)
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(ask, SHARED | {"enforce_eager": True})  # which `eager` then has
-        return {way: pool.submit(answer, way) for way in (*WAYS, STALE)}
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}, {way[1]} drafts")
-def test_no_drafter_changes_a_token_but_at_near_ties(way, directory, prompts, drafted, eager) -> None:
-    answer = drafted[way].result()
-    for drafter, found in answer.drafted.items():
-        apart = regrets(directory, prompts, found["tokens"], eager)
-        print(f"{way}, {drafter}: accepted {found['accepted']} of {found['proposed']}, {len(apart)} part", apart)
+@pytest.mark.parametrize("asked", WAYS, ids=lambda way: f"{way[0]}, {way[1]} drafts")
+def test_no_drafter_changes_a_token_but_at_near_ties(asked, prompts, answer, exact, eager) -> None:
+    got = answer(asked)
+    for drafter, found in got.drafted.items():
+        apart = regrets(exact, prompts, found["tokens"], eager)
+        print(f"{asked}, {drafter}: accepted {found['accepted']} of {found['proposed']}, {len(apart)} part", apart)
         assert all(regret < NEAR for regret in apart)
         assert found["proposed"] > 0
-    assert answer.late == 0, "a graph was captured while requests waited"
-    assert answer.full.get(8 * (1 + way[1]), 0) > 0, "seven requests never verified in the graph of eight"
+    assert got.late == 0, "a graph was captured while requests waited"
+    assert got.full.get(8 * (1 + asked[1]), 0) > 0, "seven requests never verified in the graph of eight"
 
 
-def test_the_check_of_drafts_notices_lengths_of_another_step(directory, prompts, drafted, eager) -> None:
-    assert max(regrets(directory, prompts, drafted[STALE].result().tokens, eager), default=0) > NEAR
+@pytest.mark.parametrize("asked", [STALE], ids=lambda way: f"{way[0]}, {way[1]} drafts")
+def test_the_check_of_drafts_notices_lengths_of_another_step(asked, prompts, answer, exact, eager) -> None:
+    assert max(regrets(exact, prompts, answer(asked).tokens, eager), default=0) > NEAR
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way[0] == NGRAM], ids=lambda way: f"{way[1]} drafts")
-def test_wrong_drafts_are_all_refused_and_right_ones_all_taken(way, prompts, drafted) -> None:
+@pytest.mark.parametrize("asked", [way for way in WAYS if way[0] == NGRAM], ids=lambda way: f"{way[1]} drafts")
+def test_wrong_drafts_are_all_refused_and_right_ones_all_taken(asked, prompts, answer) -> None:
     """But in requests that parted from the record: what it says next is then neither wrong nor right."""
-    found = drafted[way].result().drafted
+    found = answer(asked).drafted
     for drafter in (WRONG, RIGHT):
         pairs = zip(found[drafter]["tokens"], found[OWN]["tokens"], strict=True)
         parted = sum(ours != record for ours, record in pairs)
         assert parted <= len(prompts) // 3
         proposed, accepted = found[drafter]["proposed"], found[drafter]["accepted"]
         surprises = accepted if drafter == WRONG else proposed - accepted
-        assert surprises <= parted * TOKENS * way[1], f"{drafter}: accepted {accepted} of {proposed}"
+        assert surprises <= parted * TOKENS * asked[1], f"{drafter}: accepted {accepted} of {proposed}"

@@ -56,6 +56,9 @@ SERVERS = {
 }
 ON_TWO = (TENSOR, EXPERT)
 TOKENS = 40
+# Answers are compared up to their end, or so far. Behind it fp32 itself hardly prefers a token: there two CPU ranks of
+# the offline engine, in bfloat16, part from one rank with regrets of up to 0.65, before it nowhere.
+RETURN, FEW = 200002, 16
 SUM = [{"role": "user", "content": "What is 3 + 4?"}]
 REPLY = {"content": "3 + 4 = 7.", "reasoning_content": "Let me think. 3 + 4 = 7."}
 
@@ -107,6 +110,12 @@ def served(checkpoint: Path, unpacked: Path) -> Iterator[Callable[[str], Served]
         yield lambda name: started[name].result()
 
 
+def asked_for(name: str, served: Callable[[str], Served]) -> Served:
+    if name in ON_TWO and torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs: make test-cuda")
+    return served(name)
+
+
 @pytest.fixture(scope="module")
 def prompts(served: Callable[[str], Served]) -> list[list[int]]:
     """Eleven, in graphs of sixteen rows: questions as vLLM renders them, and noise."""
@@ -134,6 +143,10 @@ def tokens(served: Callable[[str], Served], prompts: list[list[int]]) -> list[li
     return completed(served(GRAPHS_OF_OURS).server, prompts)
 
 
+def compared(tokens: list[list[int]]) -> list[list[int]]:
+    return [row[: row.index(RETURN) + 1] if RETURN in row else row[:FEW] for row in tokens]
+
+
 @pytest.fixture(scope="module")
 def exact(checkpoint: Path) -> Engine:
     return Engine(checkpoint, device="cpu", dtype="float32", num_blocks=200)
@@ -142,12 +155,25 @@ def exact(checkpoint: Path) -> Engine:
 def test_served_tokens_are_the_offline_engines_but_at_near_ties(checkpoint, prompts, tokens, exact) -> None:
     engine = Engine(checkpoint, device="cuda", num_blocks=400, graphs="none")
     results = engine.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    want = [list(result.token_ids) for result in results]
+    want = compared([list(result.token_ids) for result in results])
     found = regrets(exact, prompts, tokens, want)
     print(f"{len(found)} of {len(prompts)} part, regrets {[round(one, 3) for one in found]}")
     assert all(one < NEAR for one in found)
     assert len(found) <= len(prompts) // 2
     assert max(regrets(exact, prompts, [*tokens[1:], tokens[0]], want)) > NEAR, "the check sees nothing"
+
+
+@pytest.mark.parametrize("name", [GRAPHS_OF_OURS, *ON_TWO])
+def test_a_prompt_whose_last_rows_alone_are_new_is_answered_as_before(name, served, prompts, tokens, exact) -> None:
+    """Its begin is in the cache, so few rows are left, in a graph of pieces whose other rows are padding."""
+    server = asked_for(name, served)
+    completed(server.server, prompts)
+    before = server.told()[(PIECEWISE,)]
+    again = [completed(server.server, [prompt])[0] for prompt in prompts]
+    assert server.told()[(PIECEWISE,)] - before >= len(prompts) // 2, "no prompt was computed in pieces"
+    found = regrets(exact, prompts, again, compared(tokens))
+    print(f"{name}: {len(found)} of {len(prompts)} part, regrets {[round(one, 3) for one in found]}")
+    assert all(one < NEAR for one in found)
 
 
 def test_graphs_are_captured_once_a_size_and_replayed_while_requests_come(served, prompts, tokens) -> None:
@@ -210,14 +236,13 @@ def test_the_trained_checkpoint_scores_through_graphs_what_it_scores_elsewhere(s
     assert score.overall >= 0.93, str(score)  # 96 % in fp32, docs/tiny-checkpoint.md
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: make test-cuda")
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_gpus_say_what_one_does_but_at_near_ties(name, served, prompts, tokens, exact) -> None:
     """Sums of two halves, in bfloat16; the all-reduce is in the graphs."""
-    two = served(name)
+    two = asked_for(name, served)
     before = two.told()
     got = completed(two.server, prompts)
-    found = regrets(exact, prompts, got, tokens)
+    found = regrets(exact, prompts, got, compared(tokens))
     print(f"{name}: {len(found)} of {len(prompts)} part, regrets {[round(one, 3) for one in found]}")
     assert all(one < NEAR for one in found)
     assert two.told()[(CAPTURE,)] == before[(CAPTURE,)], "a graph was captured while requests waited"
