@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from npu_gptoss.errors import InputError
+from tests.serving.server import Server
 from tests.soak import report
 from tests.soak.honest import KINDS, Said, Wrong, read_chat_stream, read_response_stream, said
 from tests.soak.run import Findings, Soak, ask, refuse_other_machines
@@ -228,6 +229,12 @@ OPEN = [sample(n, 900, descriptors=40 + n) for n in range(60)]
 )
 def test_each_broken_promise_is_told(fields: dict[str, Any], promise: str) -> None:
     assert broken(record(**fields)) == [promise]
+
+
+def test_a_server_that_answers_nobody_costs_no_record() -> None:
+    from tests.soak.__main__ import at_rest
+
+    assert at_rest(Server("http://127.0.0.1:1", "gone", Path("none"))) == {}
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def answer(request, directory: Path, head: Path, prompts: list[list[int]]) -> It
     pool = ThreadPoolExecutor(AT_ONCE)
     asked: dict[Any, Future[Answer]] = {name: pool.submit(ask, *ASKED[name]) for name in wanted}
     yield lambda name: asked[name].result()
-    pool.shutdown(cancel_futures=True)
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
