@@ -43,6 +43,7 @@ FILES = (
     "rows",
     "unchanged",
     "launches",
+    "running",
     "ending",
     "metrics",
     "structured_output",

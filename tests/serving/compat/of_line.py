@@ -13,6 +13,7 @@ OLD = LINE == "0.11"
 ON_0_33 = (
     *("test_admission.py", "test_compat.py", "test_encoding.py", "test_grammars.py", "test_shapes.py"),
     "test_launches.py",
+    "test_running.py",
     "test_structures.py",
     "test_unchanged.py",
 )
