@@ -86,11 +86,14 @@ class TolerantParser(StreamableParser):
         self._header: list[int] = []  # tokens after <|start|>
         self._delta_is_fresh = False
         self._completed = False
+        self._messages: list[Message] | None = None  # as last told; None when there may be another
         self.ignored_last_token = False  # it came between messages or after the turn: a repaired vLLM asks
 
     def process(self, token: int) -> TolerantParser:
         self._delta_is_fresh = self._completed = False
         begins = token in (self._start, self._channel)
+        if self._phase is not _Phase.CONTENT or token in self._message_ends:
+            self._messages = None
         self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and not begins)
         if self._phase is _Phase.CONTENT:
             self._process_content(token)
@@ -104,7 +107,7 @@ class TolerantParser(StreamableParser):
 
     def process_eos(self) -> TolerantParser:
         """Nothing comes any more: a message that is cut off in its text ends there, one in its header was none."""
-        self._delta_is_fresh = self._completed = False
+        self._delta_is_fresh, self._completed, self._messages = False, False, None
         if self._phase is _Phase.CONTENT:
             super().process_eos()
             self._completed = True
@@ -201,6 +204,14 @@ class TolerantParser(StreamableParser):
     def completed(self) -> bool:
         """Whether the last token ended a message, the last one of `messages`."""
         return self._completed
+
+    @property
+    def messages(self) -> list[Message]:
+        """Those that have ended. vLLM 0.33 asks after every token, and the strict parser writes and reads JSON of them
+        all for it."""
+        if self._messages is None:
+            self._messages = super().messages
+        return list(self._messages)
 
     @property
     def last_content_delta(self) -> str | None:
