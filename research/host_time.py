@@ -69,6 +69,10 @@ SWITCHES: dict[str, dict[str, str | None]] = {
             ("sample.gumbel", "_gumbel_sample_kernel"),
         )
     },
+    "running": {
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": None,
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": None,
+    },
     "no-metadata": {
         f"{_STATE}:StepState.prepare_attn": "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn"
     },

@@ -14,8 +14,9 @@ from npu_gptoss.bench.roofline import H200
 from npu_gptoss.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-# the soak's have a form and a reader of their own (tests/soak/report.py)
-COMMITTED = sorted(path for path in (ROOT / "docs/benchmarks").rglob("*.json") if path.parent.name != "soak")
+# the soak and the host have forms of their own (tests/soak/report.py, research/host_time.py)
+OTHERS = ("soak", "host")
+COMMITTED = sorted(path for path in (ROOT / "docs/benchmarks").rglob("*.json") if path.parent.name not in OTHERS)
 
 
 def decode_row(**changes: object) -> dict[str, object]:
