@@ -92,7 +92,7 @@ class TolerantParser(StreamableParser):
     def process(self, token: int) -> TolerantParser:
         self._delta_is_fresh = self._completed = False
         begins = token in (self._start, self._channel)
-        if self._phase is not _Phase.CONTENT or token in self._message_ends:
+        if token in self._message_ends or token == self._message:  # between them the strict parser begins and ends none
             self._messages = None
         self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and not begins)
         if self._phase is _Phase.CONTENT:

@@ -137,8 +137,8 @@ def test_a_message_is_told_with_the_token_that_ends_it_though_it_is_read_once(li
     monkeypatch.setattr(StreamableParser, "messages", property(lambda self: read_again.append(1) or strict(self)))
     for _ in range(300):
         parser = TolerantParser(library, role=Role.ASSISTANT)
-        tokens = noisy(library, draw)
-        for told in (*(parser.process(token) for token in tokens), parser.process_eos()):
+        for token in (*noisy(library, draw), None):
+            told = parser.process_eos() if token is None else parser.process(token)
             assert [m.to_dict() for m in told.messages] == [m.to_dict() for m in strict(told)]
             told.messages.clear()  # a list of the caller's own
             asked += 2
