@@ -4,6 +4,10 @@ With it (Hopper and newer) a kernel may start while its predecessor still runs. 
 a step writes, then waits (`wait_for_inputs`) before it touches anything else. So the stream of weights does not pause
 between kernels. Every kernel of a chain must wait, or a write could overtake a reader two kernels back. Importing this
 module imports triton.
+
+Triton compiles a kernel anew for an integer that is 1, that 16 divides, or neither. Sizes that differ from step to step
+are therefore named in `do_not_specialize`: `npu_gptoss.model.warm_up` meets every program that is left. Strides of the
+model keep theirs, since loads are wide by them.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def taken(q, key, value, inside, scale, result, largest, weight, WIDE: tl.conste
     return softmax_step(scores, scale, value, result, largest, weight, q.dtype, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "table_stride"])
 def decode_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
     key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart

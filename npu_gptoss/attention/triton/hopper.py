@@ -215,7 +215,7 @@ def compute(
             barrier()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["units"])
 def prefill_kernel(
     query,  # [rows, heads, DIM], strides query_row, query_head
     keys,  # descriptor of [KV_HEADS * total, DIM], tiles of BLOCK_N keys

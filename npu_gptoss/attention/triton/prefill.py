@@ -18,7 +18,7 @@ from npu_gptoss.attention.triton.device import product, softmax_step
 from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def gather_kernel(
     key_cache,  # [blocks, PAGE, KV_HEADS, DIM], heads STRIDE apart
     value_cache,

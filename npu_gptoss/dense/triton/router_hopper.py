@@ -44,7 +44,7 @@ def rows_of(x, tokens, FIRST: gl.constexpr, INPUTS: gl.constexpr, HIDDEN: gl.con
     return gl.load(x + row * HIDDEN + at, mask=at < HIDDEN, other=0.0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tokens"])
 def router_kernel(
     normed,  # [tokens, HIDDEN]
     weight,  # [EXPERTS, HIDDEN]

@@ -17,7 +17,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoai_bands
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def assign(
     topk_ids,  # [slots]
     expert_map,  # [global experts] or unused
@@ -49,7 +49,7 @@ def _mine(counts, EXPERTS: tl.constexpr, BE: tl.constexpr):
     return tl.sum(tl.where(mine, e, 0)), tl.sum(tl.where(mine, count, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def gate_up(
     x,  # [tokens, K]
     topk_ids,  # [slots], read where ONE
@@ -111,7 +111,7 @@ def gate_up(
             tl.store(inner + slot[None, :] * (R // 2) + row[:, None], out, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def down(
     inner,  # [slots, K]
     topk_ids,

@@ -232,7 +232,7 @@ def columns_of(lists, expert, slots, done, count, SLOTS: gl.constexpr, LAYOUT: g
     return gl.load(lists + expert * slots + done + n, mask=real, other=0), real
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["slots"])
 def gate_up(x, lists, counts, words, scales, bias, inner, slots, limit, TOP_K: gl.constexpr, R: gl.constexpr,
             K: gl.constexpr, EXPERTS: gl.constexpr, BE: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr,
             DEEP: gl.constexpr):
@@ -257,7 +257,7 @@ def gate_up(x, lists, counts, words, scales, bias, inner, slots, limit, TOP_K: g
         gl.store(to, out.to(inner.dtype.element_ty), mask=gl.expand_dims(real, 0) & (row < R // 2))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["slots"])
 def down(inner, lists, counts, topk_weights, words, scales, bias, shares, slots, R: gl.constexpr, K: gl.constexpr,
          EXPERTS: gl.constexpr, BE: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, DEEP: gl.constexpr):
     """As `few.down`, SLOTS of an expert at once. Lists may be read before the wait for the reason given there."""

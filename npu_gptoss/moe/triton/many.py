@@ -13,7 +13,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import finish, local_expert, product, swigluoai_bands
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["rounds"])
 def count(
     topk_ids,
     expert_map,
@@ -36,7 +36,7 @@ def count(
     tl.store(counts + tl.program_id(0) * BE + e, hits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "programs"], do_not_specialize_on_alignment=["rounds"])
 def place(
     topk_ids,
     expert_map,

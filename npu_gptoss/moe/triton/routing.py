@@ -10,7 +10,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 from npu_gptoss.moe.triton.device import local_expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def route(
     logits,  # [tokens, EXPERTS]
     weights,  # [tokens, TOP_K] fp32, out
