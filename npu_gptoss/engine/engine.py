@@ -40,6 +40,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.generation import stop_token_ids
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.transformer import GptOss
+from npu_gptoss.model.warm_up import Reach, warm_up
 from npu_gptoss.progress import counted
 
 Prompt = str | Sequence[int]
@@ -137,6 +138,15 @@ class Engine:
                 recorder=Recorder(self.device),
                 progress=progress,
             )
+
+    def warm_up(self) -> None:
+        """Compiles what requests could wait for: Triton's programs for all steps. For who measures or serves; whoever
+        asks once compiles less without."""
+        most = self.scheduler.max_batch_tokens
+        if self.device.type == "cuda" and "triton" in current_platform().features:
+            reach = Reach(most, min(self.scheduler.max_batch_size, most), self.max_length)
+            with kernels_for(self.device):
+                warm_up(self.model, self.kv_caches, reach)
 
     def close(self) -> None:
         """Gives the graphs back; steps run without them from here on.

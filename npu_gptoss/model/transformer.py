@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from npu_gptoss import dense
 from npu_gptoss.attention import LayerKernels, StepMetadata, paged_attention
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import Bound
 from npu_gptoss.kernels.signature import dtype_name
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, assemble, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
@@ -65,6 +66,12 @@ class GptOss:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """The kernels of the operations whose calls differ in their rows."""
+        experts = [each.moe.experts.bound for each in self.layers]
+        return [*self._qkv, *self._output, *self._router, *experts, self._add_norm, self._logits]
 
     @property
     def heads(self) -> int:

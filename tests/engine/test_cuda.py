@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +155,34 @@ def test_a_result_is_overwritten_at_its_address_by_every_replay() -> None:
     source.fill_(5)
     assert recorded.result.tolist() == [2.0] * 4
     assert recorded.replay().tolist() == [10.0] * 4
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The programs of this package that Triton compiles meanwhile, as in a new process."""
+    import triton
+
+    for kernel in gc.get_objects():
+        if isinstance(kernel, triton.JITFunction):
+            kernel.device_caches.clear()
+    found: list[str] = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+
+    def note(**told: Any) -> None:
+        if told["fn"].module.startswith("npu_gptoss"):
+            found.append(told["fn"].name)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    yield found
+    triton.knobs.runtime.jit_post_compile_hook = before
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_no_request_waits_for_a_program_after_the_warm_up(warm: bool, directory: Path, compiled: list[str]) -> None:
+    served = Engine(directory, device="cuda", num_blocks=400, max_batch_tokens=512, max_batch_size=8, graph_sizes=SIZES)
+    if warm:
+        served.warm_up()
+    compiled.clear()
+    for lengths in ((1,), (2, 3), (5, 17, 1), (129, 511, 64), (800,), (1, 48, 49, 50, 300, 7, 255, 33)):
+        served.generate(random_prompts(lengths, 512), SamplingParams(max_tokens=9))
+    assert (compiled == []) == warm, compiled

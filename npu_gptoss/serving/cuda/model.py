@@ -19,9 +19,11 @@ from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
 from npu_gptoss.model.checkpoint import expand_stream
 from npu_gptoss.model.transformer import GptOss, KVCache
 from npu_gptoss.model.values import checked_values
+from npu_gptoss.model.warm_up import Reach, warm_up
 from npu_gptoss.serving import limits
 from npu_gptoss.serving.cuda.cache import LayerCache, Slots
 from npu_gptoss.serving.cuda.ranks import TensorParallel
+from npu_gptoss.serving.cuda.warm_up import before_ready
 from npu_gptoss.serving.lines.vllm_0_33 import (
     CUDAGraphMode,
     ForwardContext,
@@ -105,7 +107,12 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         )
         if self._has_head:
             self._share()
+        if self.device.type == "cuda":
+            before_ready(self._warm_up)
         return {name for name, _ in self.named_parameters()}
+
+    def _warm_up(self, reach: Reach) -> None:
+        warm_up(self.gptoss, [cache.kv_cache for cache in self.caches], reach)
 
     def _share(self) -> None:
         """The embedding, which every rank has whole, and this rank's rows of lm_head, as modules of vLLM's."""

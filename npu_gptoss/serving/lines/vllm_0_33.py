@@ -28,6 +28,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
     "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP",),
     "vllm.model_executor.models.interfaces": ("SupportsEagle3",),
+    "vllm.model_executor.warmup.jit_warmup": ("JitWarmupRegistry", "VllmJitKernel"),
     "vllm.platforms": ("current_platform",),
     "vllm.plugins": ("load_general_plugins",),
     "vllm.v1.attention.backend": (

@@ -45,7 +45,8 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """full: replays of whole steps of the model, by rows. piecewise: replays of steps in pieces. captured: rows of
-    each graph of a whole step. late: captures once the server was ready. preemptions: of requests, by vLLM's count.
+    each graph of a whole step. late: captures once the server was ready; compiled: by Triton then, kernels of ours.
+    preemptions: of requests, by vLLM's count.
     drafted: by drafter, its tokens, and how many drafts were proposed and accepted, by vLLM's count. tail: with
     `padding`, the largest magnitude that attention gave a padding row, NaN and all, and how many such rows it had."""
 
@@ -54,6 +55,7 @@ class Answer:
     piecewise: int
     captured: list[int]
     late: int
+    compiled: list[str]
     preemptions: int
     drafted: dict[str, dict[str, Any]]
     tail: tuple[str, int] | None = None
@@ -81,6 +83,7 @@ def main() -> None:
     options = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     llm = LLM(question.model, **options | {"disable_log_stats": False} | question.options)
     seen.clear()
+    compiled = listen_to_triton()
     if tail is not None:
         tail.zero_()
 
@@ -114,6 +117,7 @@ def main() -> None:
         piecewise=seen[PIECEWISE, 0],
         captured=captured,
         late=seen[CAPTURE, 0],
+        compiled=compiled,
         preemptions=total("num_preemptions"),
         drafted=drafted,
         tail=None if tail is None else (str(float(tail[0])), int(tail[1])),
@@ -148,6 +152,20 @@ def listen(note: Callable[..., None]) -> None:
         note(GRAPHS, tuple(sorted(what.num_tokens for what in self.graphs)))
 
     ModelCudaGraphManager.capture = captured
+
+
+def listen_to_triton() -> list[str]:
+    """The kernels of this package that are compiled from here on, or read from Triton's cache."""
+    import triton
+
+    found: list[str] = []
+
+    def note(**told: Any) -> None:
+        if told["fn"].module.startswith("npu_gptoss"):
+            found.append(told["fn"].name)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    return found
 
 
 def spoil(name: str) -> None:

@@ -1,0 +1,50 @@
+"""vLLM's place for programs that are compiled before it is ready: `--kernel-config '{"enable_jit_warmup": false}'`
+leaves it out. Its own steps there are of a few shapes, so that first requests waited for the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from npu_gptoss.model.warm_up import Reach
+from npu_gptoss.serving.lines.vllm_0_33 import CUDAGraphMode, JitWarmupRegistry, VllmConfig, VllmJitKernel
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+class WarmUp(VllmJitKernel[Reach]):
+    """In vLLM's words one kernel, with the reach of the server's steps as the only key."""
+
+    CompileKey = Reach
+
+    def __init__(self, work: Callable[[Reach], None]) -> None:
+        super().__init__()
+        self.work = work
+
+    def get_warmup_keys(self, vllm_config: VllmConfig) -> list[Reach]:
+        return [reach_of(vllm_config)]
+
+    def compile(self, compile_key: Reach) -> None:
+        began = time.monotonic()
+        self.work(compile_key)
+        logger.info("npu-gptoss compiled the kernels of every step in %.1f s.", time.monotonic() - began)
+
+
+def before_ready(work: Callable[[Reach], None]) -> None:
+    """Has vLLM call it once the caches are there and no graph is; the model must be loading."""
+    JitWarmupRegistry.register(WarmUp(work))
+
+
+def reach_of(config: VllmConfig) -> Reach:
+    """What the scheduler's steps may be."""
+    scheduler, graphs, speculative = config.scheduler_config, config.compilation_config, config.speculative_config
+    drafts = speculative.num_speculative_tokens or 0 if speculative else 0
+    mode = graphs.cudagraph_mode
+    pieces = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
+    return Reach(
+        rows=scheduler.max_num_batched_tokens,
+        decode_rows=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
+        keys=config.model_config.max_model_len,
+        graph_rows=graphs.max_cudagraph_capture_size or 0 if pieces else 0,
+    )

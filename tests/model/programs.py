@@ -1,0 +1,151 @@
+"""Which programs Triton would compile for a warm-up and for random steps, asked of its own keys without a GPU.
+
+python -m tests.model.programs '[{"experts": 32, "gluon": true, "ranks": 1, "change": "", "reach": {...}}, ...]'
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
+from npu_gptoss.attention.triton.decode import decode_kernel
+from npu_gptoss.kernels.platform import Platform, platform_override
+from npu_gptoss.model import warm_up as subject
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.layout import expected_tensors
+from npu_gptoss.model.ranks import Ranks
+from npu_gptoss.model.sharding import TENSOR, Shard
+from npu_gptoss.model.transformer import GptOss, KVCache
+from npu_gptoss.moe.triton import layout
+from tests.model.published import published_config
+
+META = torch.device("meta")
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+BLOCK_SIZE, STEPS = 16, 150
+asked: set[str] = set()
+
+
+@functools.cache
+def binder(kernel: JITFunction) -> Any:
+    return create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+
+
+def ask(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """In the place of a launch."""
+    _, specialization, options = binder(kernel)(*args, **kwargs)
+    asked.add(f"{kernel.fn.__module__}.{kernel.fn.__name__} {specialization} {sorted(options.items())}")
+
+
+class Alone(Ranks):
+    """One of two, whom nobody answers."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def side_by_side(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensor if out is None else out
+
+
+def model_of(experts: int, ranks: int) -> GptOss:
+    config = GptOssConfig.from_dict(published_config(num_hidden_layers=2, num_local_experts=experts))
+    specs = expected_tensors(config).items()
+    tensors = ((name, torch.empty(spec.shape, dtype=spec.dtypes[0], device=META)) for name, spec in specs)
+    shared = None if ranks == 1 else Alone(Shard(0, ranks, TENSOR))
+    return GptOss.from_tensors(config, tensors, META, torch.bfloat16, ranks=shared)
+
+
+def empty(rows: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(rows, *shape, dtype=dtype, device=META)
+
+
+def random_steps(reach: subject.Reach, draw: random.Random) -> Iterator[StepMetadata]:
+    """Prompts, decode and both, as far as `reach` says; of decode some with lengths on the device."""
+    for _ in range(STEPS):
+        decode = draw.randint(0, min(draw.choice([1, 8, 64, reach.decode_rows]), reach.decode_rows, reach.rows))
+        room = min(draw.choice([20, 200, reach.rows]), reach.rows) - decode
+        prompts: list[int] = []
+        while room > 1 and len(prompts) < draw.randint(0, 3):
+            prompts.append(draw.randint(2, min(room, reach.keys)))
+            room -= prompts[-1]
+        rows = [*[1] * decode, *prompts] or [1]
+        longest = draw.randint(1, draw.choice([1, 100, 1000, reach.keys]))
+        lengths = [max(each, draw.randint(1, min(longest, reach.keys))) for each in rows]
+        starts = (0, *accumulate(rows))
+        width = -(-max(lengths) // BLOCK_SIZE) + draw.randint(0, 20)
+        table, slots = empty(len(rows), width, dtype=torch.int32), empty(starts[-1])
+        if prompts or draw.random() < 0.3:
+            yield AttentionMetadata(starts, tuple(lengths), table, slots)
+        else:
+            yield DecodeMetadata(empty(len(rows), dtype=torch.int32), table, slots, max(lengths))
+
+
+def serve(model: GptOss, caches: list[KVCache], step: StepMetadata, graph_rows: int) -> None:
+    """What of a step is launched, and not in a graph."""
+    rows = step.num_tokens
+    if rows > graph_rows:
+        model.forward(empty(rows), empty(rows), caches, step, live=step.lengths)
+    else:
+        query = empty(rows, model.heads, model.config.head_dim, dtype=model.dtype)
+        for index, cache in enumerate(caches):
+            model.attend(index, query, cache, step)
+
+
+def change(patch: pytest.MonkeyPatch, how: str) -> None:
+    """The mistakes that must be seen."""
+    powers_up_to = subject.powers_up_to
+    if how == "sizes":
+        patch.setattr(subject, "sizes", lambda most, ends=(): [most])
+    elif how == "longest":
+        patch.setattr(subject, "powers_up_to", lambda most: [1] if most > 1500 else powers_up_to(most))
+    elif how == "prompts":
+        patch.setattr(subject, "PROMPT_ROWS", 1)
+    elif how == "specialised":
+        for parameter in decode_kernel.params:
+            patch.setattr(parameter, "do_not_specialize", False)
+
+
+def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list[str]:
+    """The programs of random steps beyond those of the warm-up."""
+    asked.clear()
+    binder.cache_clear()
+    here = Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", "3.6.0" if gluon else "3.9.0"),))
+    with platform_override(here):
+        model = model_of(experts, ranks)
+        heads, dim = model.config.num_key_value_heads, model.config.head_dim
+        memory = empty(64, BLOCK_SIZE, heads, 2 * dim, dtype=torch.bfloat16)
+        caches = [(memory[..., :dim], memory[..., dim:])] * len(model.layers)
+        subject.warm_up(model, caches, reach)
+        warmed, draw = set(asked), random.Random(0)
+        assert len(warmed) >= 10
+        for step in random_steps(reach, draw):
+            serve(model, caches, step, reach.graph_rows)
+            model.head(empty(draw.randint(1, reach.decode_rows), model.config.hidden_size, dtype=model.dtype))
+    return sorted(asked - warmed)
+
+
+def main() -> None:
+    JITFunction.run = ask  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]
+    layout._check_scales = lambda scales: None  # looks at values
+    answers = []
+    for question in json.loads(sys.argv[1]):
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch, question.pop("change"))
+            answers.append(missing(**question | {"reach": subject.Reach(**question["reach"])}))
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

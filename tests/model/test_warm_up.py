@@ -1,0 +1,92 @@
+"""No step compiles a program that the warm-up did not, by Triton's own keys of launches that nothing launches; and the
+warm-up changes nothing.
+
+The model has the published sizes on torch's `meta` device. Kernels are chosen as on a Hopper GPU, with Gluon or not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from npu_gptoss.kernels import Platform, platform_override
+from npu_gptoss.model.transformer import GptOss
+from npu_gptoss.model.warm_up import Reach, warm_up
+from tests.checkpoints import random_config, random_tensors
+from tests.markdown import ROOT
+from tests.triton import TRITON_HERE
+
+pytest.importorskip("triton")
+
+REACHES = {
+    "graphs": {"rows": 8192, "decode_rows": 1024, "keys": 131072, "graph_rows": 512},
+    "eager": {"rows": 2048, "decode_rows": 300, "keys": 2000},
+    "small": {"rows": 13, "decode_rows": 5, "keys": 40, "graph_rows": 2},
+}
+# What the warm-up leaves out, or Triton specialises as it does by default, and a kernel that is compiled too late then.
+MISTAKES = {
+    "sizes": "moe.triton.few",
+    "longest": "decode_kernel",
+    "prompts": "prefill_kernel",
+    "specialised": "decode_kernel",
+}
+
+
+def question(reach: str, **changes: Any) -> dict[str, Any]:
+    return {"experts": 32, "gluon": False, "ranks": 1, "change": "", "reach": REACHES[reach], **changes}
+
+
+QUESTIONS = {
+    **{f"{reach}, Gluon": question(reach, gluon=True) for reach in REACHES},
+    **{reach: question(reach) for reach in REACHES},
+    "120b": question("eager", gluon=True, experts=128),
+    "two ranks": question("eager", gluon=True, ranks=2),
+}
+
+
+@pytest.fixture(scope="module")
+def missing() -> dict[str, list[str]]:
+    """The programs that steps ask for beyond those of the warm-up; found in a process that interprets no kernel."""
+    questions = {**QUESTIONS, **{mistake: question("eager", change=mistake) for mistake in MISTAKES}}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.programs", json.dumps(list(questions.values()))],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(questions, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", QUESTIONS)
+def test_no_step_asks_for_a_program_that_was_not_warmed_up(served: str, missing: dict[str, list[str]]) -> None:
+    assert missing[served] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mistake", "kernel"), MISTAKES.items())
+def test_a_program_that_is_left_out_is_seen(mistake: str, kernel: str, missing: dict[str, list[str]]) -> None:
+    assert any(kernel in program for program in missing[mistake])
+
+
+@pytest.mark.slow
+@TRITON_HERE
+def test_the_warm_up_runs_and_writes_no_key() -> None:
+    config = random_config(layers=3, mxfp4=True)
+    with platform_override(Platform("cuda", frozenset({"triton"}))):
+        model = GptOss.from_tensors(config, random_tensors(config).items(), "cpu", torch.bfloat16)
+        shape = (4, 16, config.num_key_value_heads, config.head_dim)
+        caches = [tuple(torch.randn(shape).bfloat16() for _ in range(2)) for _ in model.layers]
+        before = [(keys.clone(), values.clone()) for keys, values in caches]
+        warm_up(model, caches, Reach(rows=3, decode_rows=1, keys=2))
+    for pair, kept in zip(caches, before, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(pair, kept, strict=True))
