@@ -39,11 +39,16 @@ from scripts.serve_here import ours, serving_environment, start, stop, tail, wai
 OURS, STOCK = "ours", "stock"
 NAME = "gpt-oss"
 INPUT, OUTPUT = 1024, 256
-WARM_UP_OUTPUT = 32  # one round of the most streams, which is not counted
+WARM_UP_OUTPUT, WARM_UP_REQUESTS = (
+    32,
+    4,
+)  # of the round before each point; as many requests as streams, at least so many
 START_SECONDS, POINT_SECONDS, PATIENCE = 400, 240, 5
 TIMES, STATISTICS = ("ttft", "itl", "tpot"), ("mean", "median", "p99")
 DEFINITIONS = {
-    "streams": "requests in flight at any time (--max-concurrency); the next is sent when one is answered",
+    "streams": "requests in flight at any time (--max-concurrency); the next is sent when one is answered. Before each "
+    f"point, of every engine, a round of as many requests, of {WARM_UP_OUTPUT} tokens each, is sent and not counted: "
+    "what the server compiles for batches of that size it has then",
     "output_tokens_per_s": "all generated tokens over the seconds from the first request to the last answer",
     "ttft_ms": "from sending a request to its first token, mean, median and 99th percentile over requests",
     "itl_ms": "between two pieces of a stream, over all of them; a piece is a token, or several when the client lags",
@@ -55,8 +60,17 @@ _servers: list[int] = []  # process groups
 
 
 def requests_of(streams: int) -> int:
-    """Enough rounds that the first prompts, which come all at once, weigh little."""
-    return max(24, streams * (8 if streams <= 64 else 4))
+    """Enough rounds that the first prompts, which come all at once, weigh little; few enough that all points of an
+    engine take little more than a minute."""
+    return max(12, streams * (6 if streams <= 64 else 4))
+
+
+def rounds_of(streams: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(streams, requests, tokens of each answer): for each point the round that warms it up, and the point itself."""
+    rounds = []
+    for each in streams:
+        rounds += [(each, max(each, WARM_UP_REQUESTS), WARM_UP_OUTPUT), (each, requests_of(each), OUTPUT)]
+    return rounds
 
 
 def arguments_of(url: str, tokenizer: Path, streams: int, requests: int, output: int, seed: int) -> list[str]:
@@ -128,8 +142,7 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
     port = free_port()
     url, log = f"http://127.0.0.1:{port}", args.out / f"{name}.log"
     command = serve_command(args.model, engine, gpus, port, args.flags)
-    most = max(args.streams)
-    points = [(most, most, WARM_UP_OUTPUT), *((streams, requests_of(streams), OUTPUT) for streams in args.streams)]
+    points = rounds_of(args.streams)
     server = start(command, environment, log)
     _servers.append(server.pid)
     client_log = args.out / f"{name}_client.log"
@@ -234,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="OUT")
     parser.add_argument("--engines", nargs="+", default=[OURS, STOCK], help="ours, stock, stock:BACKEND (both)")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="one after the other on the first by default")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--streams", type=int, nargs="+", default=[256, 64, 16, 1])
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="further flags for each `vllm serve`")
     args = parser.parse_args(arguments)
     if wrong := [engine for engine in args.engines if engine != OURS and engine.partition(":")[0] != STOCK]:

@@ -26,13 +26,13 @@ def result(streams: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_every_point_has_several_rounds_of_requests():
-    assert [script.requests_of(streams) for streams in (1, 16, 64, 256)] == [24, 128, 512, 1024]
+    assert [script.requests_of(streams) for streams in (1, 16, 64, 256)] == [12, 96, 384, 1024]
 
 
 def test_answers_that_are_cut_or_refused_are_no_measurement():
     assert script.row_of(result(16), 16)["output_tokens_per_s"] == 100.0
-    for broken in ({"completed": 127}, {"total_output_tokens": 128 * script.OUTPUT - 1}):
-        with pytest.raises(RuntimeError, match="16 streams: expected 128 answers of 256 tokens"):
+    for broken in ({"completed": 95}, {"total_output_tokens": 96 * script.OUTPUT - 1}):
+        with pytest.raises(RuntimeError, match="16 streams: expected 96 answers of 256 tokens"):
             script.row_of(result(16, **broken), 16)
 
 
@@ -141,16 +141,22 @@ def test_each_gpu_takes_its_share_of_the_engines_and_each_engine_has_its_variabl
     }
 
 
-def test_the_warm_up_is_not_counted_and_prompts_are_never_sent_twice(measured, tmp_path):
-    found = measured(["ours"], ["0"], [1, 4])
-    rows = json.loads((tmp_path / "serving_ours.json").read_text())["records"]
-    assert [row["streams"] for row in rows] == [1, 4]
-    seeds = [flags[flags.index("--seed") + 1] for flags in found.asked]
-    assert len(set(seeds)) == len(seeds) == 3
+def test_each_point_is_warmed_up_at_its_own_streams_uncounted_and_no_prompt_is_sent_twice(measured, tmp_path):
+    """At 16 streams an engine that was warmed up at 256 alone compiled kernels while it was measured."""
+    found = measured(["ours", "stock"], ["0"], [16, 1])
+    for engine, asked in (("ours", found.asked[:4]), ("stock", found.asked[4:])):
+        rows = json.loads((tmp_path / f"serving_{engine}.json").read_text())["records"]
+        assert [(row["streams"], row["requests"]) for row in rows] == [(16, 96), (1, 12)]
+        told = [
+            [int(flags[flags.index(f"--{name}") + 1]) for name in ("max-concurrency", "num-prompts", "seed")]
+            for flags in asked
+        ]
+        assert [round[:2] for round in told] == [[16, 16], [16, 96], [1, 4], [1, 12]]
+        assert len({seed for _, _, seed in told}) == 4
 
 
 def test_what_was_measured_before_a_failure_is_kept_and_the_next_engine_is_measured(measured, tmp_path, capsys):
-    measured.client.answer = staticmethod(lambda streams, number: result(streams, completed=0 if streams == 4 else 24))
+    measured.client.answer = staticmethod(lambda streams, number: result(streams, completed=0 if streams == 4 else 12))
     assert measured(["ours", "stock"], ["0"], [1, 4]).whole == [False]
     for name in ("ours", "stock"):
         rows = json.loads((tmp_path / f"serving_{name}.json").read_text())["records"]
