@@ -20,6 +20,7 @@ from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.model.transformer import GptOss, KVCache
 
 PROMPT_ROWS = 2  # how long a prompt is changes no program
+HEAD_ROWS = 256  # of logits at once: 100 MB. For more rows they are cuBLAS's, whatever their number
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def warm_up(model: GptOss, caches: Sequence[KVCache], reach: Reach) -> None:
         if rows > reach.graph_rows:
             for live in (None, torch.ones(rows, dtype=torch.int32, device=model.device)):
                 _without_attention(model, caches[:layers], rows, live)
-    for rows in sizes(reach.decode_rows, _ends(model)):
+    for rows in sizes(min(reach.decode_rows, HEAD_ROWS), _ends(model)):
         model.head(torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device))
     for step in attention_steps(reach, caches[0][0].shape[1], model.device):
         shape = step.num_tokens, model.heads, model.config.head_dim

@@ -84,7 +84,8 @@ def random_steps(reach: subject.Reach, draw: random.Random) -> Iterator[StepMeta
         lengths = [max(each, draw.randint(1, min(longest, reach.keys))) for each in rows]
         starts = (0, *accumulate(rows))
         width = -(-max(lengths) // BLOCK_SIZE) + draw.randint(0, 20)
-        table, slots = empty(len(rows), width, dtype=torch.int32), empty(starts[-1])
+        table = empty(len(rows), width, dtype=torch.int32)
+        slots = empty(starts[-1] + 1)[draw.randint(0, 1) :]  # of vLLM's second group, after an odd number of others
         if prompts or draw.random() < 0.3:
             yield AttentionMetadata(starts, tuple(lengths), table, slots)
         else:

@@ -31,7 +31,7 @@ def products(tile_a, tile_b, x_a, x_b):
     return tl.sum(tile_a.to(tl.float32) * x_a[None, :], 1) + tl.sum(tile_b.to(tl.float32) * x_b[None, :], 1)
 
 
-@triton.jit(do_not_specialize=["real_tokens"])
+@triton.jit(do_not_specialize=["slots", "real_tokens"])
 def qkv_kernel(
     residual,  # [tokens, HIDDEN]
     delta,  # [tokens, HIDDEN]

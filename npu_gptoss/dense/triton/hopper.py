@@ -95,7 +95,7 @@ def turned(first, second, cos, sin):
     return (a_cos - b_sin).to(gl.bfloat16), (b_cos + a_sin).to(gl.bfloat16)
 
 
-@gluon.jit(do_not_specialize=["tokens", "real_tokens"])
+@gluon.jit(do_not_specialize=["slots", "tokens", "real_tokens"])
 def qkv_kernel(
     weights,  # descriptor of [(HEADS + 2 * KV_HEADS) * 64, inputs] in tiles of [64, BLOCK_K]
     x,  # descriptor of [tokens, inputs] in tiles of [BLOCK_T, BLOCK_K]; normed

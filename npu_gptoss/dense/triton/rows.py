@@ -47,7 +47,7 @@ def add_norm_kernel(
     tl.store(out + row + at_b, normed(hidden_b, inverse, norm_b, DTYPE).to(DTYPE), mask=in_b)
 
 
-@triton.jit(do_not_specialize=["real_tokens"])
+@triton.jit(do_not_specialize=["slots", "real_tokens"])
 def rope_cache_kernel(
     packed,  # [tokens, HEADS + 2 * KV_HEADS, DIM]
     cos_sin,  # [positions, DIM]

@@ -1,5 +1,8 @@
-"""vLLM's place for programs that are compiled before it is ready: `--kernel-config '{"enable_jit_warmup": false}'`
-leaves it out. Its own steps there are of a few shapes, so that first requests waited for the others."""
+"""Our warm-up in the place that vLLM has for such work, before it is ready.
+
+vLLM's own steps there are of a few shapes, and first requests waited for the others. `--enforce-eager` and
+`--kernel-config '{"enable_jit_warmup": false}'` leave all of it out.
+"""
 
 from __future__ import annotations
 

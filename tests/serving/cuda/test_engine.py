@@ -234,3 +234,24 @@ def test_no_drafter_changes_a_token_but_at_near_ties(asked, prompts, answer, exa
         print(f"{asked}, {drafter}: accepted {found['accepted']} of {found['proposed']}, {len(apart)} part", apart)
         assert all(regret < NEAR for regret in apart)
         assert found["proposed"] > 0
+    assert got.late == 0, "a graph was captured while requests waited"
+    assert got.compiled == [], "a kernel was compiled while requests waited"
+    assert got.full.get(8 * (1 + asked[1]), 0) > 0, "seven requests never verified in the graph of eight"
+
+
+@pytest.mark.parametrize("asked", [STALE], ids=lambda way: f"{way[0]}, {way[1]} drafts")
+def test_the_check_of_drafts_notices_lengths_of_another_step(asked, prompts, answer, exact, eager) -> None:
+    assert max(regrets(exact, prompts, answer(asked).tokens, eager), default=0) > NEAR
+
+
+@pytest.mark.parametrize("asked", [way for way in WAYS if way[0] == NGRAM], ids=lambda way: f"{way[1]} drafts")
+def test_wrong_drafts_are_all_refused_and_right_ones_all_taken(asked, prompts, answer) -> None:
+    """But in requests that parted from the record: what it says next is then neither wrong nor right."""
+    found = answer(asked).drafted
+    for drafter in (WRONG, RIGHT):
+        pairs = zip(found[drafter]["tokens"], found[OWN]["tokens"], strict=True)
+        parted = sum(ours != record for ours, record in pairs)
+        assert parted <= len(prompts) // 3
+        proposed, accepted = found[drafter]["proposed"], found[drafter]["accepted"]
+        surprises = accepted if drafter == WRONG else proposed - accepted
+        assert surprises <= parted * TOKENS * asked[1], f"{drafter}: accepted {accepted} of {proposed}"
