@@ -2,6 +2,7 @@
 
     ascend-emulate -- vllm serve MODEL
     ascend-emulate --cann 8.3.rc2 --devices 2 --trace trace.jsonl -- python my_script.py
+    ascend-emulate --stack 9.1 -- vllm serve MODEL
 
 What the real device refuses is refused here, with its errors and the number of the rule.
 Its first run compiles what takes CANN's place, which needs g++.
@@ -18,8 +19,9 @@ from pathlib import Path
 
 from ascend_emulator.defects import DEFECTS
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.launch import CANN_VERSIONS, GIB, EmulationError, Machine, environment, find_venv
+from ascend_emulator.launch import GIB, EmulationError, Machine, environment, find_venv, stack_of
 from ascend_emulator.prepare import prepare
+from ascend_emulator.stacks import CANN_VERSIONS, NAMES, STACKS, below, named
 
 # Bytes that a card has for processes: a "64 GB" one 62 420 MiB, "total memory" in the logs of vllm-ascend's servers
 # (its issues 4037, of a 910B1, 4404, 6250).
@@ -28,7 +30,9 @@ MEMORY = {"910B3": 65_452_113_920}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--cann", default="8.3.rc1", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default 8.3.rc1)")
+    defaults = ", ".join(f"{stack.cann[0]} on {stack.name}" for stack in STACKS)
+    parser.add_argument("--stack", choices=NAMES, help="the stack: which environment (default: that which is found)")
+    parser.add_argument("--cann", help=f"CANN version: {', '.join(CANN_VERSIONS)} (default {defaults})")
     parser.add_argument("--devices", type=int, default=1, help="how many devices the machine has (default 1)")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--memory", type=float, default=4.0, help="GiB of memory per device (default 4)")
@@ -59,8 +63,15 @@ def run(args: argparse.Namespace) -> int:
     if not command:
         raise EmulationError("there is nothing to run. For example: ascend-emulate -- python -c 'import torch_npu'")
     memory = MEMORY[args.card] / GIB if args.card else args.memory
-    machine = Machine(args.cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
-    venv = find_venv()
+    stack = named(args.stack) if args.stack else None
+    if stack is None and args.cann in CANN_VERSIONS:
+        stack = below(args.cann)
+    venv = find_venv(stack=stack)
+    stack = stack_of(venv) or STACKS[0]
+    if args.cann in CANN_VERSIONS and args.cann not in stack.cann:
+        raise EmulationError(f"stack {stack.name} runs on CANN {', '.join(stack.cann)} here, not on {args.cann}.")
+    cann = args.cann or stack.cann[0]
+    machine = Machine(cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
     prepare(venv)
     variables = environment(machine, venv)
     program = shutil.which(command[0], path=variables["PATH"])

@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
-
-CANN_VERSIONS = ("8.3.rc1", "8.3.rc2", "8.5")
+from ascend_emulator.stacks import CANN_VERSIONS
 
 FORMAT_ND = 2
 FORMAT_FRACTAL_NZ = 29

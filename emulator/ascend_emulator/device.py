@@ -43,6 +43,11 @@ MATMULS = frozenset(f"aten::{name}" for name in ("mm", "mm.out", "addmm", "addmm
 INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
 
 
+def _is_python(name: str) -> bool:
+    """Whether torch_npu wrote the kernel in Python: it calls other operators, and launches nothing itself."""
+    return f"{name.replace('::', '/')}/PrivateUse1" in torch.library._impls
+
+
 def _operations(namespaces: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, rest = name.partition("::")
@@ -182,7 +187,7 @@ def install(namespaces: tuple[str, ...] = NAMESPACES) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, overload in list(_operations(namespaces)):
-            if name in _installed:
+            if name in _installed or _is_python(name):
                 continue
             namespace = name.partition("::")[0]
             library_ = _libraries.setdefault(namespace, torch.library.Library(namespace, "IMPL"))

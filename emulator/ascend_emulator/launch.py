@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascend_emulator import defects
+from ascend_emulator import defects, stacks
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.settings import PREFIX, VENV_VARIABLE, with_new_names
+from ascend_emulator.stacks import CANN, CANN_VERSIONS, Stack
 
 FOLDER = "ascend-emulator"  # in the environment: the libraries, and what looks like a CANN toolkit
 TORCH_NPU = "lib/python3.*/site-packages/torch_npu"
-CANN_VERSIONS = ("8.3.rc1", "8.3.rc2", "8.5")
 MAX_DEVICES = 16
 GIB = 1 << 30
 
@@ -41,6 +41,10 @@ class Machine:
     trace: Path | None = None
     defects: tuple[str, ...] = ()  # names of emulator/defects.py
 
+    @property
+    def stack(self) -> Stack:
+        return stacks.below(self.cann)
+
     def __post_init__(self) -> None:
         if self.cann not in CANN_VERSIONS:
             raise EmulationError(f"CANN {self.cann!r} is not emulated; choose one of {', '.join(CANN_VERSIONS)}.")
@@ -51,20 +55,36 @@ class Machine:
             raise EmulationError(f"{self.memory} GiB of device memory make no device; choose more than 0.")
 
 
-def find_venv(base: Mapping[str, str] = os.environ) -> Path:
-    """The environment with torch_npu: the named one, else the running one or `.venv-emulated` here or in the clone."""
+def stack_of(venv: Path) -> Stack | None:
+    """The stack of an environment, by its torch_npu; None where there is none."""
+    for stack in stacks.STACKS:
+        if any(venv.glob(f"{TORCH_NPU}-{stack.torch_npu}*.dist-info")):
+            return stack
+    there = (venv / FOLDER / "lib/manifest.json").is_file() or any(venv.glob(TORCH_NPU))
+    return stacks.STACKS[0] if there else None
+
+
+def find_venv(base: Mapping[str, str] = os.environ, stack: Stack | None = None) -> Path:
+    """The environment with torch_npu: the named one, else the running one or `.venv-emulated` here or in the clone.
+
+    stack: only an environment of it will do; one that is named may be another stack's beside which it lies.
+    """
     named = with_new_names(base).get(VENV_VARIABLE, "")
+    folder = f".venv-emulated{stack.suffix if stack else ''}"
     repository = Path(__file__).resolve().parents[2]
-    candidates = (
-        [Path(named)] if named else [Path(sys.prefix), Path.cwd() / ".venv-emulated", repository / ".venv-emulated"]
-    )
+    candidates = [Path(named)] if named else [Path(sys.prefix), Path.cwd() / folder, repository / folder]
+    if named and stack:
+        candidates.append(Path(f"{named}{stack.suffix}"))
     for candidate in candidates:
-        if (candidate / FOLDER / "lib/manifest.json").is_file() or any(candidate.glob(TORCH_NPU)):
+        found = stack_of(candidate)
+        if found is not None and stack in (None, found):
             return candidate.resolve()
     where = f"{VENV_VARIABLE}={named} has" if named else f"{sys.prefix} has"
+    wanted = f"torch_npu {stack.torch_npu}" if stack else "torch_npu"
     raise EmulationError(
-        f"{where} no torch_npu, and an emulated 910B runs torch-npu's own wheel. Install torch, torch-npu and "
-        "vllm-ascend as the emulator's README says; in a clone of npu-gptoss: make setup-emulated"
+        f"{where} no {wanted}, and an emulated 910B runs torch-npu's own wheel. Install torch, torch-npu and "
+        f"vllm-ascend as the emulator's README says; in a clone of npu-gptoss: "
+        f"make setup-emulated{stack.suffix if stack else ''}"
     )
 
 
@@ -74,8 +94,7 @@ def toolkit(venv: Path, cann: str) -> Path:
     for name in ("runtime", "compiler", "opp", f"{platform.machine()}-linux"):
         (root / name).mkdir(parents=True, exist_ok=True)
     info = root / f"{platform.machine()}-linux/ascend_toolkit_install.info"
-    version = {"8.5": "8.5.0"}.get(cann, cann.upper())
-    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\npath={root}\n")
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={CANN[cann]}\npath={root}\n")
     return root
 
 
@@ -87,6 +106,7 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
     return {
         # wishes, which the user may have set otherwise
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        **machine.stack.variables,
         **kept,
         "VIRTUAL_ENV": str(venv),
         "PATH": f"{venv / 'bin'}{os.pathsep}{kept.get('PATH', os.defpath)}",
@@ -100,6 +120,7 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         f"{PREFIX}_TASK_QUEUE": kept.get("TASK_QUEUE_ENABLE", ""),
         PREFIX: "1",
         f"{PREFIX}_CANN": machine.cann,
+        f"{PREFIX}_CANN_SAYS": CANN[machine.cann],
         f"{PREFIX}_DEVICES": str(machine.devices),
         f"{PREFIX}_MEMORY": str(int(machine.memory * GIB)),
         f"{PREFIX}_STRICT": "1" if machine.strict else "0",

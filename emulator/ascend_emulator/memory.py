@@ -114,13 +114,23 @@ def _poison_freed(address: int) -> None:
         library.emulator_poison_freed(address, *freed)
 
 
+def _that_frees(kind: type) -> type:
+    """The class whose deallocator frees a tensor of this kind: itself with torch 2.7, a base of it with 2.10."""
+
+    def deallocator(one: type) -> int | None:
+        return ctypes.c_void_p.from_address(id(one) + 6 * ctypes.sizeof(ctypes.c_void_p)).value  # tp_dealloc
+
+    pythons = deallocator(type("Plain", (), {}))  # which calls that of the next base with another
+    return next(one for one in kind.__mro__ if deallocator(one) != pythons)
+
+
 def watch_frees() -> None:
     """Turns the trace on that torch_npu has for its sanitizer; an exception outlives the tensors that die with it."""
     fetch, restore = (
         ctypes.cast(f, ctypes.c_void_p) for f in (ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_Restore)
     )
     for kind in (torch.Tensor, torch.nn.Parameter):
-        library.emulator_keep_errors(kind, fetch, restore)
+        library.emulator_keep_errors(_that_frees(kind), fetch, restore)
     _npu_trace.register_callback_for_npu_memory_deallocation(_poison_freed, "poison of freed memory")
     torch_npu._C._activate_npu_trace(0)
 

@@ -38,6 +38,8 @@ IMPLEMENTED: dict[str, tuple[str, ...]] = {
 }
 # libraries that are opened by name (dlopen) at import: they must exist
 OPENED_BY_NAME = ("libopapi.so",)
+# a folder of vllm-ascend's wheels since 0.13 with operators for CANN's own loader; no process here opens one
+FOR_CANN = "_cann_ops_custom"
 FLAGS = ("-std=c++17", "-fPIC", "-O2", "-w", "-fno-builtin")
 CUDA = re.compile(r"lib(cu|nv|nccl)")
 CUDA_ERROR_NO_DEVICE = 100
@@ -66,7 +68,7 @@ def wheel_libraries(site_packages: Path, packages: Sequence[str]) -> list[elf.Li
         if not folder.is_dir():
             raise StubError(f"{package} is not installed in {site_packages}: run `make setup-emulated` first.")
         for path in sorted(folder.rglob("*.so*")):
-            if path.is_file() and not path.is_symlink():
+            if path.is_file() and not path.is_symlink() and FOR_CANN not in path.parts:
                 found.append(elf.read(path))
     return found
 

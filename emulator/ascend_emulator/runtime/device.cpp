@@ -60,12 +60,10 @@ aclError aclrtGetRunMode(aclrtRunMode *mode) { *mode = ACL_HOST; return ok; }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion *version) {
   // torch_npu parses 8.3.RC1, 8.5.0
   memset(version, 0, sizeof *version);
-  std::string text = setting("CANN", "8.3.rc1");
-  for (char &c : text) c = toupper(c);
-  if (text == "8.5") text = "8.5.0";
-  strncpy(version->version, text.c_str(), sizeof version->version - 1);
+  strncpy(version->version, setting("CANN_SAYS", "8.3.RC1"), sizeof version->version - 1);
   return ok;
 }
+aclError aclsysGetVersionStr(char *, char *version) { strcpy(version, setting("CANN_SAYS", "8.3.RC1")); return ok; }
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t *value) {
   if (info == ACL_DEVICE_INFO_AI_CORE_NUM) *value = 20;
   else if (info == ACL_DEVICE_INFO_VECTOR_CORE_NUM) *value = 40;

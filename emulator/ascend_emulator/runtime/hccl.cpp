@@ -154,7 +154,10 @@ HcclResult HcclAllGather(void *source, void *target, uint64_t count, HcclDataTyp
     });
   }, bytes);
 }
-HcclResult HcclAllGatherV(const void *source, uint64_t count, const void *target, const void *counts, const void *displacements, HcclDataType type, HcclComm comm, aclrtStream stream) {
+// Their buffers are const in torch-npu 2.7.1's headers and not in 2.10's, so these two are defined by the symbol.
+HcclResult all_gather_v(const void *source, uint64_t count, const void *target, const void *counts, const void *displacements, HcclDataType type, HcclComm comm, aclrtStream stream) __asm__("HcclAllGatherV");
+HcclResult reduce_scatter_v(const void *source, const void *counts, const void *displacements, const void *target, uint64_t, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) __asm__("HcclReduceScatterV");
+HcclResult all_gather_v(const void *source, uint64_t count, const void *target, const void *counts, const void *displacements, HcclDataType type, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
   size_t width = size_of(type);
   auto n = numbers(counts, c->ranks), at = numbers(displacements, c->ranks);
@@ -178,7 +181,7 @@ HcclResult HcclReduceScatter(void *source, void *target, uint64_t count, HcclDat
     return 0;
   }, bytes);
 }
-HcclResult HcclReduceScatterV(const void *source, const void *counts, const void *displacements, const void *target, uint64_t, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
+HcclResult reduce_scatter_v(const void *source, const void *counts, const void *displacements, const void *target, uint64_t, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
   auto c = (Communicator *)comm;
   size_t width = size_of(type);
   auto n = numbers(counts, c->ranks), at = numbers(displacements, c->ranks);

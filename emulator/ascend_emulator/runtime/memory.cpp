@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "acl/acl.h"
 #include "acl/acl_rt.h"
@@ -15,9 +17,16 @@ using namespace emulator;
 namespace {
 const int poison = 0xFF;
 const size_t alignment = 512;
+const size_t page = 2 << 20;  // of virtual memory on the device
 struct Block { size_t bytes; int device; bool captured; };
 std::mutex blocks_mutex;
 std::map<uintptr_t, Block> blocks;
+// Virtual memory, which torch_npu's `expandable_segments` maps piece by piece: addresses that are reserved, physical
+// memory (a file in memory), and what is mapped where. Neighbours in one reservation are one block, as tensors lie
+// across them.
+struct Physical { int file, device; size_t bytes; bool fresh; };
+std::map<uintptr_t, size_t> reserved;
+std::map<uintptr_t, size_t> mapped;
 std::map<uintptr_t, size_t> pinned;
 std::map<int, size_t> used;
 uint64_t generation = 1;
@@ -52,6 +61,10 @@ size_t available() {
 
 int full(size_t bytes, int device) {
   return fail(out_of_memory, "device memory is full: " + std::to_string(bytes) + " bytes asked for, " + std::to_string(total() - used[device]) + " of " + std::to_string(total()) + " free (`--memory` sets the total)");
+}
+
+int host_full(size_t bytes) {
+  return fail(out_of_memory, "the host's memory is full: " + std::to_string(bytes) + " bytes of the emulated device are asked for, " + std::to_string(available()) + " are free; take less than the card has (`--num-gpu-blocks-override` for a KV cache)");
 }
 
 template <class Map, class Size> bool inside(Map &map, const void *pointer, size_t bytes, Size size) {
@@ -122,8 +135,7 @@ aclError aclrtMalloc(void **pointer, size_t bytes, aclrtMemMallocPolicy) {
   }
   std::lock_guard<std::mutex> guard(blocks_mutex);
   if (used[device] + bytes > total()) return full(bytes, device);
-  if (bytes > 256u << 20 && bytes > available())
-    return fail(out_of_memory, "the host's memory is full: " + std::to_string(bytes) + " bytes of the emulated device are asked for, " + std::to_string(available()) + " are free; take less than the card has (`--num-gpu-blocks-override` for a KV cache)");
+  if (bytes > 256u << 20 && bytes > available()) return host_full(bytes);
   if (posix_memalign(pointer, alignment, (bytes + alignment - 1) / alignment * alignment)) return fail(out_of_memory, "the host's memory is full");
   memset(*pointer, poison, bytes);
   blocks[(uintptr_t)*pointer] = Block{bytes, device, captured};
@@ -143,6 +155,106 @@ aclError aclrtFree(void *pointer) {
   blocks.erase(block);
   generation++;
   free(pointer);
+  return ok;
+}
+
+// torch-npu 2.7.1's headers do not know it
+aclError granularity(const void *, int, size_t *bytes) __asm__("aclrtMemGetAllocationGranularity");
+aclError granularity(const void *, int, size_t *bytes) { *bytes = page; return ok; }
+
+aclError aclrtReserveMemAddress(void **pointer, size_t bytes, size_t, void *, uint64_t) {
+  bytes = (bytes + page - 1) / page * page;  // torch_npu tries 512 bytes first, to see whether there is such a thing
+  char *all = (char *)mmap(nullptr, bytes + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (all == MAP_FAILED) return fail(out_of_memory, "this machine has no addresses left");
+  uintptr_t start = ((uintptr_t)all + page - 1) / page * page;
+  *pointer = (void *)start;
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  reserved[start] = bytes;
+  return ok;
+}
+
+aclError aclrtReleaseMemAddress(void *pointer) {
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  auto range = reserved.find((uintptr_t)pointer);
+  if (range == reserved.end()) return fail(invalid_parameter, "addresses are released that were not reserved, or twice");
+  auto first = mapped.lower_bound(range->first);
+  if (first != mapped.end() && first->first < range->first + range->second) return fail(invalid_parameter, "addresses are released while memory is mapped there");
+  munmap(pointer, range->second);
+  reserved.erase(range);
+  return ok;
+}
+
+aclError aclrtMallocPhysical(aclrtDrvMemHandle *handle, size_t bytes, const aclrtPhysicalMemProp *wanted, uint64_t) {
+  int device = wanted->location.id;
+  if (!bytes || bytes % page) return fail(invalid_parameter, "physical memory comes in pages of 2 MiB, got " + std::to_string(bytes) + " bytes");
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  if (used[device] + bytes > total()) return full(bytes, device);
+  if (bytes > 256u << 20 && bytes > available()) return host_full(bytes);
+  int file = memfd_create("ascend-emulator", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, bytes)) return fail(out_of_memory, "the host's memory is full");
+  used[device] += bytes;
+  *handle = (aclrtDrvMemHandle) new Physical{file, device, bytes, true};
+  return ok;
+}
+
+aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
+  auto physical = (Physical *)handle;
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  used[physical->device] -= physical->bytes;
+  close(physical->file);
+  delete physical;
+  return ok;
+}
+
+aclError aclrtMapMem(void *pointer, size_t bytes, size_t offset, aclrtDrvMemHandle handle, uint64_t) {
+  auto physical = (Physical *)handle;
+  bool captured;
+  {
+    Lock lock(machine().mutex);
+    captured = !machine().captures.empty();
+  }
+  uintptr_t start = (uintptr_t)pointer;
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  if (!inside(reserved, pointer, bytes, [](size_t size) { return size; })) return fail(invalid_parameter, "memory is mapped at addresses that are not reserved");
+  if (offset || bytes != physical->bytes) return fail(invalid_parameter, "physical memory is mapped as a whole");
+  if (mmap(pointer, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->file, 0) == MAP_FAILED) return fail(out_of_memory, "the host's memory is full");
+  if (physical->fresh) memset(pointer, poison, bytes);
+  physical->fresh = false;
+  mapped[start] = bytes;
+  Block block{bytes, physical->device, captured};
+  auto next = blocks.lower_bound(start);
+  bool first = reserved.count(start), last = reserved.count(start + bytes);
+  if (!last && next != blocks.end() && next->first == start + bytes) {
+    block.bytes += next->second.bytes, block.captured |= next->second.captured;
+    next = blocks.erase(next);
+  }
+  if (!first && next != blocks.begin()) {
+    auto before = std::prev(next);
+    if (before->first + before->second.bytes == start) {
+      start = before->first, block.bytes += before->second.bytes, block.captured |= before->second.captured;
+      blocks.erase(before);
+    }
+  }
+  blocks[start] = block;
+  generation++;
+  return ok;
+}
+
+aclError aclrtUnmapMem(void *pointer) {
+  uintptr_t start = (uintptr_t)pointer;
+  std::lock_guard<std::mutex> guard(blocks_mutex);
+  auto piece = mapped.find(start);
+  if (piece == mapped.end()) return fail(invalid_parameter, "memory is unmapped that is not mapped");
+  size_t bytes = piece->second;
+  mmap(pointer, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  auto block = std::prev(blocks.upper_bound(start));
+  Block whole = block->second;
+  uintptr_t from = block->first, end = from + whole.bytes;
+  blocks.erase(block);
+  if (from < start) blocks[from] = Block{start - from, whole.device, whole.captured};
+  if (start + bytes < end) blocks[start + bytes] = Block{end - start - bytes, whole.device, whole.captured};
+  mapped.erase(piece);
+  generation++;
   return ok;
 }
 
