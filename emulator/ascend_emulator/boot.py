@@ -44,9 +44,16 @@ def boot_custom_operators(_module: ModuleType) -> None:
     device.install(("_C_ascend",))
 
 
+def boot_triton_kernels(module: ModuleType) -> None:
+    from ascend_emulator import triton_kernels
+
+    triton_kernels.provide(module)
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "torch_npu": boot,
     "vllm_ascend.vllm_ascend_C": boot_custom_operators,
+    "vllm.v1.worker.block_table": boot_triton_kernels,  # triton_kernels.KERNELS
 }
 
 

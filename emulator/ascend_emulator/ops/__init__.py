@@ -24,6 +24,7 @@ FAMILIES = (
     "rope",
     "simple",
     "traffic",
+    "vllm_ascend",
 )
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")

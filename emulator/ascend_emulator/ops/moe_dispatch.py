@@ -91,7 +91,27 @@ def moe_init_routing_v2(
     unwritten.
     """
     call = Call.of("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3")
-    span = [int(v) for v in active_expert_range]
+    return routed(
+        call, x, expert_idx, scale, [int(v) for v in active_expert_range], active_num, expert_num, drop_pad_mode,
+        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, row_idx_type,
+    )  # fmt: skip
+
+
+def routed(
+    call: Call,
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    scale: torch.Tensor | None,
+    span: list[int],
+    active_num: int,
+    expert_num: int,
+    drop_pad_mode: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    row_idx_type: int,
+) -> Quad:
+    """npu_moe_init_routing_v2, and vllm-ascend's copy of it; span: active_expert_range."""
     _check_v2(
         call, x, expert_idx, span, active_num, expert_num, drop_pad_mode, expert_tokens_num_type,
         expert_tokens_num_flag, quant_mode, row_idx_type,
@@ -107,7 +127,7 @@ def moe_init_routing_v2(
     if not call.context.execute:
         return expanded, row_map, counts, scales
     if quant_mode != NO_QUANTISATION:
-        raise NotEmulatedError("npu_moe_init_routing_v2: the emulator has no dynamic quantisation here")
+        raise NotEmulatedError(f"{call.op}: the emulator has no dynamic quantisation here")
     experts = expert_idx.flatten().long()
     served = (experts >= start) & (experts < end)
     order = torch.sort(torch.where(served, experts, expert_num), stable=True).indices

@@ -92,6 +92,25 @@ def moe_gating_top_k(
     (weights [rows, k] of x's dtype, ids int32, norm of all experts float32, written with out_flag only).
     """
     call = Call.of("npu_moe_gating_top_k", "aclnnMoeGatingTopK")
+    call.require(renorm == 0, 58, f"renorm should be 0 before CANN 9.0, got {renorm}")
+    groups = (k_group, group_count, group_select_mode)
+    return gated(call, x, k, bias, groups, norm_type, out_flag, routed_scaling_factor, eps, norm_type == SIGMOID)
+
+
+def gated(
+    call: Call,
+    x: torch.Tensor,
+    k: int,
+    bias: torch.Tensor | None,
+    groups: tuple[int, int, int],
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
+    renormalised: bool,
+) -> Triple:
+    """npu_moe_gating_top_k, and vllm-ascend's copy of it; groups: k_group, group_count, group_select_mode."""
+    k_group, group_count, group_select_mode = groups
     call.require(x.dim() == 2, 58, f"The x should be 2D, got {shape(x)}", Layer.BINDING)
     call.require(
         x.dtype in FLOATS,
@@ -108,7 +127,6 @@ def moe_gating_top_k(
             Layer.BINDING,
         )
     call.require(experts <= 2048, 58, f"experts should be at most 2048, got {experts}")
-    call.require(renorm == 0, 58, f"renorm should be 0 before CANN 9.0, got {renorm}")
     call.require(
         group_count > 0 and experts % group_count == 0,
         58,
@@ -127,11 +145,11 @@ def moe_gating_top_k(
     if not call.context.execute:
         return y, ids, out
     if group_count > 1:
-        raise NotEmulatedError("npu_moe_gating_top_k: the emulator has no expert groups")
+        raise NotEmulatedError(f"{call.op}: the emulator has no expert groups")
     norm = torch.softmax(x.float(), -1) if norm_type == SOFTMAX else torch.sigmoid(x.float())
     index = largest(norm if bias is None else norm + bias.float(), k)[1]
     weights = norm.gather(-1, index)
-    if norm_type == SIGMOID:
+    if renormalised:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     y.copy_(weights * routed_scaling_factor)
     ids.copy_(index)

@@ -21,9 +21,13 @@ def _rstd_shape(x: torch.Tensor, gamma: torch.Tensor) -> tuple[int, ...]:
 
 
 def _normalised(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    dims = tuple(range(x.dim() - gamma.dim(), x.dim()))
-    rstd = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + epsilon)
+    rstd = _rstd(x, gamma, epsilon)
     return x.float() * rstd * gamma.float(), rstd
+
+
+def _rstd(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
+    dims = tuple(range(x.dim() - gamma.dim(), x.dim()))
+    return torch.rsqrt(x.float().square().mean(dims, keepdim=True) + epsilon)
 
 
 def _check_trailing(call: Call, x: torch.Tensor, gamma: torch.Tensor) -> None:
@@ -60,7 +64,20 @@ def add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-06
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = x1 + x2 rounded to its dtype; (norm of x, rstd float32, x)."""
-    call = Call.of("npu_add_rms_norm", "aclnnAddRmsNorm")
+    return add_normalised(Call.of("npu_add_rms_norm", "aclnnAddRmsNorm"), x1, x2, gamma, epsilon)
+
+
+def add_normalised(
+    call: Call,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    beta: torch.Tensor | None = None,
+    *,
+    rounds_before_gamma: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """npu_add_rms_norm, and vllm-ascend's operator of the same contract with a bias."""
     dtypes = [t.dtype for t in (x1, x2, gamma)]
     call.require(
         len(set(dtypes)) == 1,
@@ -81,8 +98,12 @@ def add_rms_norm(
     rstd = poisoned(_rstd_shape(x1, gamma), x1, torch.float32)
     if call.context.execute:
         x.copy_(x1.float() + x2.float())
-        value, factor = _normalised(x, gamma, epsilon)
-        y.copy_(value)
+        factor = _rstd(x, gamma, epsilon)
+        value = x.float() * factor
+        if rounds_before_gamma:
+            value = call.context.rounded(value, x.dtype).float()
+        value = value * gamma.float()
+        y.copy_(value if beta is None else value + beta.float())
         rstd.copy_(factor)
         if "narrow-norm" in call.context.defects and x.size(-1) <= WIDEST_MERGED and x.size(0) > 1:
             y[-1] = y[-2]

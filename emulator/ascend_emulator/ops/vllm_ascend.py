@@ -1,0 +1,93 @@
+"""Operators of vllm-ascend's own library that gpt-oss meets: schemas of the wheel 0.23.0, contracts of its csrc/moe.
+
+Each is a copy of one of CANN's with one thing more. The library belongs to the wheel, so no rule of a CANN release
+holds for them; they are refused with the numbers of the operator that was copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from ascend_emulator.ops.moe_dispatch import GATHER, Quad, routed
+from ascend_emulator.ops.moe_gating import SOFTMAX, Triple, gated
+from ascend_emulator.ops.norm import add_normalised
+from ascend_emulator.ops.table import kernel, name_of
+from ascend_emulator.rules import Call, Layer
+
+
+@kernel(
+    "_C_ascend::npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, "
+    "float epsilon=9.9999999999999995e-07) -> (Tensor y, Tensor rstd, Tensor x)"
+)
+def add_rms_norm_bias(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    epsilon: float = 1e-06,
+) -> Triple:
+    """x = x1 + x2; (norm of x plus beta, rstd float32, x). bfloat16: x * rstd is rounded before it meets gamma."""
+    call = Call.of("npu_add_rms_norm_bias", "aclnnAddRmsNormBias")
+    call.require(
+        beta is None or (beta.dtype == gamma.dtype and beta.shape == gamma.shape),
+        70,
+        f"beta should be as gamma, {name_of(gamma.dtype)} {list(gamma.shape)}",
+        Layer.PARAMETER,
+    )
+    return add_normalised(call, x1, x2, gamma, epsilon, beta, rounds_before_gamma=x1.dtype == torch.bfloat16)
+
+
+@kernel(
+    "_C_ascend::moe_gating_top_k(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, "
+    "int norm_type, bool out_flag, float routed_scaling_factor, float eps, Tensor? bias_opt=None) "
+    "-> (Tensor y, Tensor expert_idx, Tensor out)"
+)
+def moe_gating_top_k(
+    x: torch.Tensor,
+    k: int,
+    k_group: int,
+    group_count: int,
+    group_select_mode: int,
+    renorm: int,
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
+    bias_opt: torch.Tensor | None = None,
+) -> Triple:
+    """npu_moe_gating_top_k, whose softmax weights are divided by their sum with renorm 1."""
+    call = Call.of("moe_gating_top_k", "aclnnMoeGatingTopK")
+    call.require(renorm in (0, 1), 58, f"renorm should be 0 or 1, got {renorm}")
+    renormalised = norm_type != SOFTMAX or renorm == 1
+    groups = (k_group, group_count, group_select_mode)
+    return gated(call, x, k, bias_opt, groups, norm_type, out_flag, routed_scaling_factor, eps, renormalised)
+
+
+@kernel(
+    "_C_ascend::npu_moe_init_routing_custom(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
+    "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
+    "bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+def moe_init_routing_custom(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = 0,
+    active_expert_range: tuple[int, ...] = (),
+    row_idx_type: int = GATHER,
+) -> Quad:
+    """npu_moe_init_routing_v2, where all experts are the default range."""
+    call = Call.of("npu_moe_init_routing_custom", "aclnnMoeInitRoutingCustom")
+    span = [int(v) for v in active_expert_range] or [0, expert_num]
+    return routed(
+        call, x, expert_idx, scale, span, active_num, expert_num, drop_pad_mode, expert_tokens_num_type,
+        expert_tokens_num_flag, quant_mode, row_idx_type,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The Triton kernels that a step of vLLM launches, by module and name; each is run as one kernel of the device.
+
+triton-ascend cannot be had here: its compiler is CANN's, and the release that vllm-ascend 0.23 asks for is on no index.
+Without Triton vLLM leaves a kernel as a Python function that cannot be launched. Those of this table can; any other
+still ends in vLLM's own error. Where vllm-ascend has another way without Triton (rotary embedding, penalties), it goes
+there, and on a card it would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from ascend_emulator import context, graphs
+from ascend_emulator.calls import Operation, leaves
+
+Grid = tuple[int, ...]
+
+
+class Kernel:
+    """`kernel[grid](*arguments)`, as Triton launches it. function: the grid first, then the kernel's arguments."""
+
+    def __init__(self, name: str, function: Callable[..., None], writes: frozenset[int]) -> None:
+        self.operation = Operation(f"triton::{name}", self._run, ours=True, writes=frozenset(1 + i for i in writes))
+        self.function = function
+
+    def _run(self, grid: Grid, *arguments: Any, **constants: Any) -> None:
+        if context.current().execute:
+            self.function(grid, *arguments, **constants)
+
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            device = next(tensor.device for tensor in leaves(list(arguments)) if tensor.is_npu)
+            graphs.launch(self.operation, (grid, *arguments), constants, device)
+
+        return launch
+
+
+def compute_slot_mapping(
+    grid: Grid,
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_stride: int,
+    block_size: int,
+    slot_mapping: torch.Tensor,
+    *,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """vllm/v1/worker/block_table.py of 0.23.0: the slot of each token; all behind the last one get PAD_ID."""
+    slot_mapping[num_tokens:max_num_tokens] = PAD_ID
+    starts = query_start_loc[: grid[0]].tolist()
+    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        position = positions[start:end].long()
+        span = block_size * TOTAL_CP_WORLD_SIZE
+        block = block_table[request].long()[position // span]
+        inside = position % span
+        local = inside // CP_KV_CACHE_INTERLEAVE_SIZE % TOTAL_CP_WORLD_SIZE == TOTAL_CP_RANK
+        offset = inside // (TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE) * CP_KV_CACHE_INTERLEAVE_SIZE
+        slots = block * block_size + offset + inside % CP_KV_CACHE_INTERLEAVE_SIZE
+        slot_mapping[start:end] = torch.where(local, slots, PAD_ID).to(slot_mapping.dtype)
+
+
+KERNELS: dict[str, dict[str, tuple[Callable[..., None], frozenset[int]]]] = {
+    "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": (compute_slot_mapping, frozenset({7}))},
+}
+
+
+def provide(module: ModuleType) -> None:
+    """Makes the kernels of a module launchable. What the module lacks, another release of vLLM does without."""
+    for name, (function, writes) in KERNELS[module.__name__].items():
+        if hasattr(module, name):
+            setattr(module, name, Kernel(name, function, writes))
