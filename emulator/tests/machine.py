@@ -24,9 +24,10 @@ def cases_of(file: str | Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
 
 
-def venv() -> Path:
+def venv(machine: Machine | None = None) -> Path:
+    """The environment of the machine's stack; without a machine, the present one's."""
     try:
-        return find_venv()
+        return find_venv(stack=(machine or Machine()).stack)
     except EmulationError as error:
         pytest.skip(str(error))
 
@@ -35,7 +36,7 @@ def emulate(
     *command: str, machine: Machine | None = None, timeout: float = 300, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python command…` of the emulated environment on the emulated machine."""
-    place = venv()
+    place = venv(machine)
     return subprocess.run(
         [str(place / "bin/python"), *command],
         env={**environment(machine or Machine(), place), "OMP_NUM_THREADS": "1", **variables},
@@ -55,7 +56,7 @@ def _results(file: str | Path, machine: Machine) -> Mapping[str, dict[str, objec
 
 def check(file: str | Path, case: str, machine: Machine | None = None) -> None:
     """Fails with the traceback of the case."""
-    venv()
+    venv(machine)
     result = _results(file, machine or Machine()).get(case)
     assert result is not None, f"{case} of {file} was not run"
     assert result["ok"], result["text"]

@@ -1,4 +1,4 @@
-"""Engines of stock vllm-ascend 0.11.0 on the emulated 910B, in strict mode, asked from here.
+"""Engines of stock vllm-ascend on the emulated 910B, in strict mode, asked from here: `serve` those of 0.11.0.
 
 Each engine is a process of its own in the emulated environment (`on_ascend.py`), forked from one that has imported
 what all of them need.
@@ -6,6 +6,7 @@ what all of them need.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -35,8 +36,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> Any:
     """(prompt, answer) -> [tokens, vocabulary]: log-probabilities of transformers in fp32 for the answer's tokens."""
-    model = load_oracle(checkpoint)
+    return of_oracle(load_oracle(checkpoint))
 
+
+def of_oracle(model: Any) -> Any:
     @functools.cache
     def logprobs(prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
         return torch.log_softmax(oracle_logits(model, prompt + answer[:-1])[len(prompt) - 1 :], -1)
@@ -44,12 +47,12 @@ def expected(checkpoint: Path) -> Any:
     return logprobs
 
 
-@pytest.fixture(scope="session")
-def ascend() -> Iterator[subprocess.Popen[str]]:
-    """The process in which vLLM is imported, on a machine of eight devices."""
-    place = venv()
+@contextlib.contextmanager
+def importing(machine: Machine) -> Iterator[subprocess.Popen[str]]:
+    """The process in which vLLM is imported, on this machine."""
+    place = venv(machine)
     variables = {
-        **environment(Machine(devices=8), place),
+        **environment(machine, place),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -73,8 +76,34 @@ def ascend() -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.fixture(scope="session")
+def ascend() -> Iterator[subprocess.Popen[str]]:
+    with importing(Machine(devices=8)) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def ascend_9_1() -> Iterator[subprocess.Popen[str]]:
+    with importing(Machine("9.1", devices=8)) as process:
+        yield process
+
+
 @pytest.fixture
 def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
+    return asking(ascend, checkpoint, tmp_path)
+
+
+@pytest.fixture
+def serve_9_1(
+    ascend_9_1: subprocess.Popen[str], checkpoint: Path, tmp_path: Path
+) -> Callable[..., tuple[list[Any], str]]:
+    """Engines of vllm-ascend 0.23.0 on vLLM 0.23.0."""
+    return asking(ascend_9_1, checkpoint, tmp_path)
+
+
+def asking(
+    ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path
+) -> Callable[..., tuple[list[Any], str]]:
     def run(
         rounds: list[dict[str, Any]],
         *,

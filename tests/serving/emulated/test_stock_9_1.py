@@ -1,0 +1,41 @@
+"""What stock vllm-ascend 0.23.0 makes of gpt-oss, without our plugin: right, but that a window has 129 keys.
+
+Its numbers are those of transformers with a window of 129 to 1e-4 in float32, so sinks, YaRN, biases and activation are
+right, and the window is the one thing that is not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.oracle import load_oracle
+from tests.serving.emulated.conftest import of_oracle
+from tests.serving.emulated.rounds import EAGER, FULL, TOLERANCE, errors, turn, worst
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+WITHIN, BEYOND = turn((1, 5, 100)), turn((129, 300))
+STOCK = {"variables": {"NPU_GPTOSS": "0"}}
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+
+
+@pytest.fixture(scope="module")
+def with_129(checkpoint: Path) -> Any:
+    model = load_oracle(checkpoint)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = layer.self_attn.sliding_window and 129
+    model.config.sliding_window = 129
+    return of_oracle(model)
+
+
+@pytest.mark.parametrize("options", [EAGER, PIECEWISE, FULL], ids=["eager", "piecewise", "full decode graphs"])
+def test_stock_sees_129_keys_and_is_right_in_all_else(options, serve_9_1, expected, with_129):
+    rounds = [WITHIN, BEYOND]
+    results, printed = serve_9_1(rounds, options=options, **STOCK)
+    within, beyond = (worst(of_round) for of_round in errors(rounds, results, expected))
+    assert within < TOLERANCE
+    assert beyond > 10 * TOLERANCE
+    assert worst(errors([BEYOND], results[1:], with_129)[0]) < TOLERANCE
