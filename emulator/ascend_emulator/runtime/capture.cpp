@@ -94,6 +94,12 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   return ok;
 }
 
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode) {
+  int before = thread_mode;
+  thread_mode = *mode, *mode = (aclmdlRICaptureMode)before;
+  return ok;
+}
+
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
   Stream *stream = stream_of(handle);
   Task task{Kind::replay};

@@ -8,7 +8,10 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "acl/acl.h"
+
 namespace emulator {
+thread_local int thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 namespace {
 thread_local std::string recent;
 
@@ -180,6 +183,7 @@ int refuse(Lock &lock, std::shared_ptr<Capture> capture, int code, const std::st
 }
 
 std::shared_ptr<Capture> forbidding_capture() {
+  if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return nullptr;
   for (auto &capture : machine().captures)
     if (capture->mode == 0 || (capture->mode == 1 && capture->thread == std::this_thread::get_id())) return capture;
   return nullptr;

@@ -120,6 +120,7 @@ int pump(Lock &lock, Stream *mine);
 
 int fail(int code, const std::string &text);         // sets the recent error message and returns the code
 int refuse(Lock &lock, std::shared_ptr<Capture> capture, int code, const std::string &text);  // and breaks the capture
+extern thread_local int thread_mode;                 // relaxed: this thread may do what a capture forbids
 std::shared_ptr<Capture> forbidding_capture();       // one that forbids unsafe calls of this thread; needs the mutex
 void advance(Capture &capture, Stream *stream);
 void forget(const std::vector<Task> &tasks);

@@ -10,9 +10,11 @@
 using namespace emulator;
 
 namespace {
+const int cache_op_info = 4;  // ACL_STREAM_ATTR_CACHE_OP_INFO
 const size_t budget = 1984;  // streams of one A2 device; graphs hold theirs as long as they live
 std::map<int, Stream *> default_streams;
 std::set<Event *> events;
+std::map<void *, Event *> values;  // by their address
 
 size_t streams_in_use(int device) {
   size_t count = 0;
@@ -119,6 +121,9 @@ aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) { *id = stream_of(han
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ok; }
 aclError aclrtSetStreamOverflowSwitch(aclrtStream handle, uint32_t flag) { stream_of(handle)->overflow = flag; return ok; }
 aclError aclrtGetStreamOverflowSwitch(aclrtStream handle, uint32_t *flag) { *flag = stream_of(handle)->overflow; return ok; }
+// torch_npu 2.10 has a capture keep its operators' shapes for a profiler; 2.7.1's headers do not know it
+aclError set_attribute(aclrtStream, int, const void *) __asm__("aclrtSetStreamAttribute");
+aclError set_attribute(aclrtStream, int attribute, const void *) { return attribute == cache_op_info ? ok : fail(invalid_parameter, "stream attribute " + std::to_string(attribute) + " is not emulated"); }
 
 aclError aclrtCreateEventWithFlag(aclrtEvent *handle, uint32_t flag) {
   static int ids = 1;
@@ -180,6 +185,27 @@ aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
   task.event = (Event *)handle;
   return submit(stream_of(stream), std::move(task));
 }
+
+// torch_npu 2.10 makes an external event of 32 bytes of device memory where CANN has these two: recording it writes 1,
+// waiting for it waits for 1 and writes 0. (Where CANN lacks them it makes the event at its first recording, and drops
+// what was to wait for it before.)
+static aclError value(void *address, uint64_t number, bool waits, aclrtStream handle) {
+  if (number > 1 || (waits && number != 1)) return fail(invalid_parameter, "a value of " + std::to_string(number) + " in device memory is not emulated");
+  if (!is_device(address, 8)) return fail(invalid_parameter, "a value is written or awaited outside of device memory");
+  Task task{waits ? Kind::wait : number ? Kind::record : Kind::reset};
+  {
+    Lock lock(machine().mutex);
+    Event *&event = values[address];
+    if (!event) event = new Event, event->external = true;
+    task.event = event;
+  }
+  return submit(stream_of(handle), std::move(task));
+}
+aclError write_value(void *address, uint64_t number, uint32_t, aclrtStream stream) __asm__("aclrtValueWrite");
+aclError write_value(void *address, uint64_t number, uint32_t, aclrtStream stream) { return value(address, number, false, stream); }
+aclError wait_value(void *address, uint64_t number, uint32_t, aclrtStream stream) __asm__("aclrtValueWait");
+aclError wait_value(void *address, uint64_t number, uint32_t, aclrtStream stream) { return value(address, number, true, stream); }
+
 static int refuse_captured(Lock &lock, Event *event, const char *what) {
   if (event->capture && event->capture->active) return refuse(lock, event->capture, event_captured, std::string(what) + " of an event that was recorded in a running capture [R82]");
   return ok;

@@ -13,13 +13,15 @@ import pytest
 
 from tests.oracle import load_oracle
 from tests.serving.emulated.conftest import of_oracle
-from tests.serving.emulated.rounds import EAGER, FULL, TOLERANCE, errors, turn, worst
+from tests.serving.emulated.rounds import EAGER, TOLERANCE, errors, turn, worst
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 WITHIN, BEYOND = turn((1, 5, 100)), turn((129, 300))
 STOCK = {"variables": {"NPU_GPTOSS": "0"}}
-PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+SIZES = {"cudagraph_capture_sizes": [8, 4, 2, 1]}  # vllm-ascend 0.23 would capture 83
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE", **SIZES}}
+FULL = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", **SIZES}}
 
 
 @pytest.fixture(scope="module")
