@@ -33,10 +33,18 @@ def with_129(checkpoint: Path) -> Any:
     return of_oracle(model)
 
 
-@pytest.mark.parametrize("options", [EAGER, PIECEWISE, FULL], ids=["eager", "piecewise", "full decode graphs"])
-def test_stock_sees_129_keys_and_is_right_in_all_else(options, serve_9_1, expected, with_129):
+# with graphs a padded row holds what lay in memory, and the router of NaN is undefined [R58]: strict mode refuses it
+MODES = {
+    "eager": {"options": EAGER},
+    "piecewise": {"options": PIECEWISE, "machine": {"strict": False}},
+    "full decode graphs": {"options": FULL, "machine": {"strict": False}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stock_sees_129_keys_and_is_right_in_all_else(mode, serve_9_1, expected, with_129):
     rounds = [WITHIN, BEYOND]
-    results, printed = serve_9_1(rounds, options=options, **STOCK)
+    results, _ = serve_9_1(rounds, **MODES[mode], **STOCK)
     within, beyond = (worst(of_round) for of_round in errors(rounds, results, expected))
     assert within < TOLERANCE
     assert beyond > 10 * TOLERANCE
