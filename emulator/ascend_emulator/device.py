@@ -11,6 +11,7 @@ formats, types that a real kernel refuses and the CPU's accepts, anything about 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from ascend_emulator import graphs, memory, native
 from ascend_emulator.binding import check, library
 from ascend_emulator.calls import Operation, convert, leaves
-from ascend_emulator.ops import matmul_defects
+from ascend_emulator.ops import SCHEMAS, matmul_defects
 
 NAMESPACES = ("aten", "npu", "atb", "_C_ascend")
 # torch_npu's own kernels that only make views, metadata or pinned memory stay.
@@ -159,6 +160,30 @@ def _not_emulated(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def other_defaults(written: str, wheels: torch._C.FunctionSchema) -> dict[str, Any]:
+    """The defaults of this wheel's schema that the kernel's own lacks or has otherwise: torch passes no default on."""
+    own = {argument.name: argument for argument in torch._C.parse_schema(written).arguments}
+    return {
+        argument.name: argument.default_value
+        for argument in wheels.arguments
+        if argument.kwarg_only
+        and argument.has_default_value()
+        and argument.name in own
+        and own[argument.name].default_value != argument.default_value
+    }
+
+
+def with_defaults(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
+    if not defaults:
+        return function
+
+    @functools.wraps(function)
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**defaults, **kwargs})
+
+    return filled
+
+
 def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The replacement for torch_npu's kernel of one operator."""
     if name in native.KERNELS:
@@ -170,6 +195,8 @@ def kernel_for(name: str, overload: Any, table: dict[str, Callable[..., Any]]) -
     else:
         return _not_emulated(name)
     schema = overload._schema
+    if ours and name in SCHEMAS:
+        function = with_defaults(function, other_defaults(SCHEMAS[name], schema))
     operation = Operation(name, function, ours, _written_arguments(schema), _workspace_arguments(schema))
     kernel = Kernel(operation, overload)
     return lambda *args, **kwargs: kernel(*args, **kwargs)

@@ -9,6 +9,7 @@ there, and on a card it would not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +59,7 @@ def compute_slot_mapping(
     """vllm/v1/worker/block_table.py of 0.23.0: the slot of each token; all behind the last one get PAD_ID."""
     slot_mapping[num_tokens:max_num_tokens] = PAD_ID
     starts = query_start_loc[: grid[0]].tolist()
-    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (start, end) in enumerate(pairwise(starts)):
         position = positions[start:end].long()
         span = block_size * TOTAL_CP_WORLD_SIZE
         block = block_table[request].long()[position // span]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ascend_emulator.launch import Machine
+from ascend_emulator.stacks import STACKS, Stack
 
 from emulator.tests import machine
 
@@ -11,9 +12,10 @@ FILE = "device_cases.py"
 pytestmark = pytest.mark.emulated
 
 
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
 @pytest.mark.parametrize("case", machine.cases_of(FILE))
-def test_device(case: str) -> None:
-    machine.check(FILE, case)
+def test_device(case: str, stack: Stack) -> None:
+    machine.check(FILE, case, Machine(stack.cann[0]))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,24 @@ def test_a_card_larger_than_this_machine_reports_its_size_and_allocates_what_is_
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("[1.0, 1.0] 4\nRuntimeError ")
     assert "take less than the card has (`--num-gpu-blocks-override` for a KV cache)" in run.stdout
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+def test_expandable_segments_hold_tensors_across_pages_and_give_them_back(stack: Stack) -> None:
+    """vllm-ascend 0.23 turns them on by itself: a segment grows by pages, and what lies across two must be one."""
+    code = (
+        "import torch\n"
+        "free = lambda: torch.npu.mem_get_info()[0] >> 20\n"
+        "small = torch.ones(1 << 20, device='npu')\n"  # 4 MiB, then 60 behind it in the same segment
+        "large = torch.full((15 << 20,), 2.0, device='npu')\n"
+        "print(float((large * 3).sum()) / large.numel(), bool(torch.empty(9, device='npu').isnan().all()))\n"
+        "held = free(); del small, large; torch.npu.empty_cache(); print(held < free() == 4096)\n"
+        "try: torch.empty(8 << 30, device='npu')\n"
+        "except RuntimeError as error: print('out of memory' in str(error))"
+    )
+    conf = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    run = machine.emulate("-c", code, machine=Machine(stack.cann[0]), **conf)
+    assert run.stdout.split() == ["6.0", "True", "True", "True"], run.stdout + run.stderr
 
 
 def test_number_of_devices() -> None:

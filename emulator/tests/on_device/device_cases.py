@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 import torch_npu
+from ascend_emulator.stacks import CANN
 from tools import refused
 
 npu = torch.npu
@@ -23,7 +25,7 @@ def case_it_is_a_910B3() -> None:
 def case_cann_version_is_the_selected_one() -> None:
     from torch_npu.npu.utils import get_cann_version
 
-    assert get_cann_version() == "8.3.RC1"
+    assert get_cann_version() == CANN[os.environ["ASCEND_EMULATOR_CANN"]]
 
 
 def case_new_memory_is_poison_every_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import threading
@@ -875,7 +876,9 @@ def attend_under_auto_dispatch() -> None:
 
 
 def case_R90_attention_v2_under_auto_dispatch() -> None:
-    with refused("R90"):
+    from ascend_emulator import context
+
+    with refused("R90") if context.current().is_8_3 else contextlib.nullcontext():
         attend_under_auto_dispatch()
 
 

@@ -101,9 +101,7 @@ def serve_9_1(
     return asking(ascend_9_1, checkpoint, tmp_path)
 
 
-def asking(
-    ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path
-) -> Callable[..., tuple[list[Any], str]]:
+def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
     def run(
         rounds: list[dict[str, Any]],
         *,
