@@ -22,6 +22,7 @@ from npu_gptoss.model.rope import score_scale
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import SinkAttentionBackend
 from npu_gptoss.serving.lines.vllm import (
+    EXPERTS_LAYER_OPTIONS,
     Attention,
     AttentionBackend,
     CacheConfig,
@@ -119,13 +120,13 @@ class MixtureOfExperts(nn.Module):
             top_k=config.num_experts_per_tok,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            reduce_results=True,
             renormalize=True,
             quant_config=ExpertsConfig(for_this_platform()[1], config.swiglu_limit),
             prefix=f"{prefix}.experts",
             has_bias=True,
             activation="swigluoai",
             is_sequence_parallel=is_sequence_parallel,
+            **EXPERTS_LAYER_OPTIONS,
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -236,6 +237,8 @@ class GptOssForCausalLM(nn.Module, SupportsPP):
 
     def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.get_input_embeddings(input_ids)
+
+    embed_input_ids = get_input_embeddings  # as vLLM has called it since
 
     def forward(
         self,

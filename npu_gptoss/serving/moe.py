@@ -22,6 +22,7 @@ from npu_gptoss.serving.lines.vllm import (
     FusedMoE,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
+    activation_name,
 )
 from npu_gptoss.serving.quantization import OurConfig
 
@@ -69,7 +70,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         expert_map = getattr(layer, "expert_map", None)
         layer.prepared_experts = prepare_experts(
             ExpertWeights(**weights, expert_map=None if expert_map is None else expert_map.long()),
-            activation=self.activation,
+            activation=activation_name(self.activation),
             swiglu_limit=self.swiglu_limit,
             top_k=layer.top_k,
         )
@@ -123,7 +124,7 @@ class ExpertsConfig(OurConfig):
         self.method = method
         self.swiglu_limit = swiglu_limit
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> GptOssExpertsMethod:
+    def get_quant_method(self, layer: nn.Module, prefix: str, tid2eid: None = None) -> GptOssExpertsMethod:
         return self.method(layer, self.swiglu_limit)
 
     def get_name(self) -> str:

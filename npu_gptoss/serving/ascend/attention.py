@@ -103,12 +103,15 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         attn_metadata: AttentionMetadata | None,
         output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+        *,
         trace_flag: bool = True,
     ) -> torch.Tensor:
-        """As vllm-ascend calls it: first from the layer, then (trace_flag False) from inside the splitting operator."""
-        if output is None:
-            raise NotImplementedError("gpt-oss attention writes into the caller's buffer")
-        if trace_flag:
+        """vllm-ascend 0.11.0 calls it first from the layer, then (trace_flag False) from its splitting operator."""
+        if output is None or output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("gpt-oss attention writes into the caller's buffer, in the model's dtype")
+        if trace_flag and splitting_attention is not None:
             splitting_attention(query, key, value, output, layer.layer_name)
             return output
         if attn_metadata is None:  # profiling, and the capture of the pieces around attention

@@ -95,8 +95,10 @@ def _kernel_objection() -> str | None:
 
 def objections(config: VllmConfig) -> list[str]:
     """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
+    from npu_gptoss.serving.lines.vllm import sequence_parallelism
+
     found = [version_objection(installed()), operator_objection()]
-    if config.compilation_config.pass_config.enable_sequence_parallelism:
+    if sequence_parallelism(config):
         found.append("enable_sequence_parallelism: not supported; leave it out")
     for name, why in OPTIONS.items():
         option, _, part = name.partition(".")

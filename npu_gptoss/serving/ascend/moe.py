@@ -14,8 +14,13 @@ import torch
 from npu_gptoss.errors import InputError
 from npu_gptoss.moe import expert_mlp
 from npu_gptoss.moe.ascend import AscendExperts, finite_first_rows, grouped_mlp
-from npu_gptoss.serving.lines.ascend import UNUSED_EXPERTS_OPTIONS, TokenDispatcherWithAllGather
-from npu_gptoss.serving.lines.vllm import get_forward_context
+from npu_gptoss.serving.lines.ascend import (
+    UNUSED_EXPERTS_OPTIONS,
+    TokenDispatcherWithAllGather,
+    comm_method,
+    dispatch,
+    experts_result,
+)
 from npu_gptoss.serving.moe import GptOssExpertsMethod
 
 
@@ -30,18 +35,20 @@ class AscendExpertsMethod(GptOssExpertsMethod):
         top_k: int,
         renormalize: bool,
         activation: str = "silu",
-        global_num_experts: int = -1,
+        global_num_experts: int = -1,  # or num_experts, as the release calls it
         expert_map: torch.Tensor | None = None,
         enable_force_load_balance: bool = False,
+        num_experts: int = -1,
+        mc2_mask: torch.Tensor | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """x [tokens, hidden], router_logits [tokens, experts] of all tokens that this rank's experts are to see."""
         self._check(activation, renormalize, options)
         prepared = layer.prepared_experts
         topk_weights, topk_ids = self.route(router_logits, top_k)
         if enable_force_load_balance:  # in the profile run, whose rows are all alike
-            topk_ids = torch.randint_like(topk_ids, 0, global_num_experts)
-        method = get_forward_context().moe_comm_method
+            topk_ids = torch.randint_like(topk_ids, 0, max(global_num_experts, num_experts))
+        method = comm_method()
         if not isinstance(prepared.weights, AscendExperts):
             # a kernel chosen by name, such as small_ops, sorts and sums by itself: right while all tokens are here
             if not isinstance(method.token_dispatcher, TokenDispatcherWithAllGather):
@@ -49,18 +56,13 @@ class AscendExpertsMethod(GptOssExpertsMethod):
                     f"the kernel {prepared.kernel.name} works where every rank sees all tokens, and this step goes by "
                     f"{type(method).__name__}; unset NPU_GPTOSS_KERNEL_MOE_EXPERTS"
                 )
-            return expert_mlp(x, prepared, topk_weights, topk_ids)
-        dispatched = method.token_dispatcher.token_dispatch(
-            hidden_states=x,
-            topk_weights=prepared.weights.weigh(topk_weights),
-            topk_ids=topk_ids.to(torch.int32),  # as CANN's routing has them; another kernel's may be int64
-            expert_map=expert_map,
-            mc2_mask=method.mc2_mask,
+            return experts_result(expert_mlp(x, prepared, topk_weights, topk_ids))
+        ids = topk_ids.to(torch.int32)  # as CANN's routing has them; another kernel's may be int64
+        rows, groups, kind, combine = dispatch(
+            method, x, prepared.weights.weigh(topk_weights), ids, expert_map, mc2_mask
         )
-        rows = grouped_mlp(
-            dispatched["hidden_states"], prepared.weights, dispatched["group_list"], dispatched["group_list_type"]
-        )
+        rows = grouped_mlp(rows, prepared.weights, groups, kind)
         if expert_map is not None:
             # all-gather points rows of other ranks at the second row, with a weight of zero
             finite_first_rows(rows)
-        return method.token_dispatcher.token_combine(hidden_states=rows)
+        return experts_result(combine(rows))

@@ -43,14 +43,8 @@ def streams(count: int, layers: int, *, groups: int = 0, aiv: bool = False) -> i
     return count * (layers + 1) * _factor(groups, aiv) + (0 if aiv else 40 * groups)
 
 
-def chosen_by_user(config: VllmConfig) -> bool:
-    scheduler = config.scheduler_config
-    # what vLLM fills in when --cuda-graph-sizes is left out
-    default = [min(scheduler.max_num_seqs * 2, 512)]
-    return config.compilation_config.cudagraph_capture_sizes is not None or scheduler.cuda_graph_sizes != default
-
-
 def cap(config: VllmConfig) -> None:
-    """Before vLLM's own update of this model, which widens the list if it is still the default."""
-    if not chosen_by_user(config):
-        config.scheduler_config.cuda_graph_sizes = capture_sizes(config.scheduler_config.max_num_seqs)
+    """Before vLLM's own update of this model, which widens the list if it is still the default. A user's stays."""
+    from npu_gptoss.serving.lines.vllm import choose_sizes
+
+    choose_sizes(config, capture_sizes(config.scheduler_config.max_num_seqs))

@@ -91,6 +91,18 @@ LINES = (
         python_on_ascend=("3.11",),
     ),
     Line(
+        name="0.23",
+        vllm=Window("vLLM", ("0.23.0",), "0.23.0"),
+        devices=("npu",),
+        model="npu_gptoss.serving.model:GptOssForCausalLM",
+        vllm_ascend=Window("vllm-ascend", ("0.23.0",), "0.23.0"),
+        torch=Window("torch", ("2.10.0",), "2.10.0"),
+        torch_npu=Window("torch-npu", ("2.10.0.post4",), "2.10.0.post4"),
+        cann=Window("CANN", ("9.1.0",), "9.1.0"),
+        python=("3.10", "3.11", "3.12"),
+        python_on_ascend=("3.11",),
+    ),
+    Line(
         name="0.33",
         vllm=Window("vLLM", ("0.33.0",), "0.33.0"),
         devices=("cuda",),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
+
+if TYPE_CHECKING:
+    import torch
 
 # The names that serving takes from vllm-ascend, by module.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -41,6 +45,41 @@ def splitting_attention(query: Any, key: Any, value: Any, output: Any, layer_nam
     import torch
 
     torch.ops.vllm.unified_ascend_attention_with_output(query, key, value, output, layer_name)
+
+
+def comm_method() -> Any:
+    """How tokens travel to their experts in this step."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().moe_comm_method
+
+
+def dispatch(
+    method: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    mc2_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, Callable[[torch.Tensor], torch.Tensor]]:
+    """Rows by expert, the groups and their kind, and what takes the rows back."""
+    given = method.token_dispatcher.token_dispatch(
+        hidden_states=x,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+        mc2_mask=method.mc2_mask,
+    )
+
+    def combine(rows: torch.Tensor) -> torch.Tensor:
+        return method.token_dispatcher.token_combine(hidden_states=rows)
+
+    return given["hidden_states"], given["group_list"], given["group_list_type"], combine
+
+
+def experts_result(hidden_states: torch.Tensor) -> torch.Tensor:
+    """As the layer takes what `apply` returns."""
+    return hidden_states
 
 
 def capture_piecewise(config: Any) -> None:

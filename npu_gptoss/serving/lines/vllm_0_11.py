@@ -87,6 +87,8 @@ def register_formats() -> None:
     quantization.register()
 
 
+# What vLLM's experts layer is built with beyond what every release takes.
+EXPERTS_LAYER_OPTIONS: dict[str, Any] = {"reduce_results": True}
 # What vLLM's experts layer passes to `apply` and this model does not use, with the value that means so.
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
     "use_grouped_topk": False,
@@ -102,6 +104,24 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
     "logical_to_physical_map": None,
     "logical_replica_count": None,
 }
+
+
+def choose_sizes(config: Any, sizes: list[int]) -> None:
+    """At which numbers of tokens graphs are captured, unless the user said."""
+    scheduler = config.scheduler_config
+    # what vLLM fills in when --cuda-graph-sizes is left out
+    default = [min(scheduler.max_num_seqs * 2, 512)]
+    if config.compilation_config.cudagraph_capture_sizes is None and scheduler.cuda_graph_sizes == default:
+        scheduler.cuda_graph_sizes = sizes
+
+
+def sequence_parallelism(config: Any) -> bool:
+    return config.compilation_config.pass_config.enable_sequence_parallelism
+
+
+def activation_name(activation: Any) -> str:
+    """The experts' activation as the checkpoint's kernels call it."""
+    return activation
 
 
 def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

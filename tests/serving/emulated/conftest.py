@@ -67,8 +67,10 @@ def importing(machine: Machine) -> Iterator[subprocess.Popen[str]]:
         text=True,
     )
     try:
-        said = [line for line in iter(process.stdout.readline, "READY\n") if line or process.poll() is not None]
-        assert process.poll() is None, "".join(said)
+        said = []
+        while (line := process.stdout.readline()) not in ("READY\n", ""):
+            said.append(line)
+        assert line, "".join(said)
         yield process
     finally:
         process.stdin.close()

@@ -1,0 +1,88 @@
+"""vllm-ascend 0.23.0: where its names are, and the shapes that other releases have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.lines import resolve
+
+if TYPE_CHECKING:
+    import torch
+
+# The names that serving takes from vllm-ascend, by module.
+MODULES: dict[str, tuple[str, ...]] = {
+    "vllm_ascend.attention.attention_v1": (
+        "AscendAttentionBackend",
+        "AscendAttentionBackendImpl",
+        "AscendAttentionMetadataBuilder",
+        "AscendAttentionState",
+    ),
+    "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
+    "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
+    "vllm_ascend.ops.fused_moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
+    "vllm_ascend.utils": ("weak_ref_tensors",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(MODULES, name)
+
+
+# What vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value that means that it is not used.
+UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
+# vLLM's own operator calls the layer's implementation, once
+splitting_attention = None
+
+
+def comm_method() -> Any:
+    """How tokens travel to their experts in this step."""
+    from vllm_ascend.ascend_forward_context import _EXTRA_CTX
+
+    return _EXTRA_CTX.moe_comm_method
+
+
+def dispatch(
+    method: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    mc2_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, int, Callable[[torch.Tensor], torch.Tensor]]:
+    """Rows by expert, the groups and their kind, and what takes the rows back."""
+    from vllm_ascend.ops.fused_moe.moe_runtime_args import build_fused_experts_input, build_token_dispatch_input
+    from vllm_ascend.quantization.quant_type import QuantType
+
+    asked = build_fused_experts_input(
+        hidden_states=x,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        w1=None,  # the experts are ours
+        w2=None,
+        quant_type=QuantType.NONE,
+        dynamic_eplb=False,
+        expert_map=expert_map,
+        mc2_mask=mc2_mask,
+    )
+    dispatcher = method.token_dispatcher
+    given = dispatcher.token_dispatch(token_dispatch_input=build_token_dispatch_input(fused_experts_input=asked))
+
+    def combine(rows: torch.Tensor) -> torch.Tensor:
+        return dispatcher.token_combine(hidden_states=rows, combine_metadata=given.combine_metadata)
+
+    return given.hidden_states, given.group_list, given.group_list_type, combine
+
+
+def experts_result(hidden_states: torch.Tensor) -> Any:
+    """As the layer takes what `apply` returns."""
+    from vllm_ascend.ops.fused_moe.moe_comm_method import FusedExpertsResult
+
+    return FusedExpertsResult(routed_out=hidden_states)
+
+
+def capture_piecewise(config: Any) -> None:
+    """vLLM splits at its own operator for attention."""
+    from vllm.config import CUDAGraphMode
+
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -1,0 +1,194 @@
+"""vLLM 0.23.0, under vllm-ascend 0.23.0: where its names are, and the shapes that other releases have changed.
+
+What is asked of a server beyond the model (admission, the repairs of HTTP) is of no repair of this line yet; the names
+are 0.33's, with which 0.23 was not tried.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.lines.vllm_0_33 import (
+    as_written,
+    counts_steps,
+    load_tokenizer,
+    register_formats,
+    request_classes,
+    rewritten,
+    sampling_of,
+    step_of,
+    structure_key,
+    validate_structure,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from npu_gptoss.model.config import GptOssConfig
+
+__all__ = [
+    "as_written",
+    "counts_steps",
+    "load_tokenizer",
+    "register_formats",
+    "request_classes",
+    "rewritten",
+    "sampling_of",
+    "step_of",
+    "structure_key",
+    "validate_structure",
+]
+
+_LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
+
+# The names that serving takes from vLLM, by module.
+MODULES: dict[str, tuple[str, ...]] = {
+    "vllm": ("ModelRegistry",),
+    "vllm.compilation.decorators": ("support_torch_compile",),
+    "vllm.config": ("CUDAGraphMode", "CacheConfig", "VllmConfig"),
+    "vllm.distributed": (
+        "get_dp_group",
+        "get_pp_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "tensor_model_parallel_all_gather",
+    ),
+    "vllm.entrypoints.serve.utils.server_utils": ("AuthenticationMiddleware",),
+    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
+    f"{_LAYERS}.attention": ("Attention",),
+    f"{_LAYERS}.fused_moe": ("FusedMoE",),
+    f"{_LAYERS}.fused_moe.config": (
+        "FUSED_MOE_UNQUANTIZED_CONFIG",
+        "FusedMoEParallelConfig",
+        "FusedMoEQuantConfig",
+    ),
+    f"{_LAYERS}.fused_moe.expert_map_manager": ("determine_expert_map",),
+    f"{_LAYERS}.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
+    f"{_LAYERS}.layernorm": ("RMSNorm",),
+    f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
+    f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
+    f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
+    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig",),
+    f"{_LAYERS}.rotary_embedding": ("get_rope",),
+    f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
+    f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
+    f"{_MODELS}.config": ("MODELS_CONFIG_MAP",),
+    f"{_MODELS}.interfaces": ("SupportsPP",),
+    f"{_MODELS}.utils": (
+        "PPMissingLayer",
+        "extract_layer_index",
+        "make_empty_intermediate_tensors_factory",
+        "make_layers",
+        "maybe_prefix",
+        "sequence_parallel_chunk",
+    ),
+    "vllm.platforms": ("current_platform",),
+    "vllm.plugins": ("load_general_plugins",),
+    "vllm.sequence": ("IntermediateTensors",),
+    "vllm.v1.attention.backend": (
+        "AttentionBackend",
+        "AttentionImpl",
+        "AttentionLayer",
+        "AttentionMetadataBuilder",
+        "AttentionType",
+        "CommonAttentionMetadata",
+    ),
+    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
+    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return resolve(MODULES, name)
+
+
+MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
+# What `--quantization` may be once vLLM has looked at the checkpoint: BF16 only, so far.
+QUANTIZATIONS = (None,)
+DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
+
+# What vLLM's experts layer is built with beyond what every release takes.
+EXPERTS_LAYER_OPTIONS: dict[str, Any] = {}
+# What it passes to `apply` and this model does not use, with the value that means so.
+UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
+    "use_grouped_topk": False,
+    "topk_group": None,
+    "num_expert_group": None,
+    "custom_routing_function": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "e_score_correction_bias": None,
+    "apply_router_weight_on_input": False,
+}
+
+
+def choose_sizes(config: Any, sizes: list[int]) -> None:
+    """At which numbers of tokens graphs are captured, unless the user said."""
+    compilation = config.compilation_config
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        compilation.cudagraph_capture_sizes = sizes
+
+
+def sequence_parallelism(config: Any) -> bool:
+    return bool(config.compilation_config.pass_config.enable_sp)
+
+
+def activation_name(activation: Any) -> str:
+    """The experts' activation, of which this vLLM has an enumeration."""
+    return activation.value
+
+
+def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A step's `query_start_loc` and `seq_lens` as host integers, of its real requests only.
+
+    The runner's own list: the public `seq_lens_cpu` copies from the device where it is not set.
+    """
+    if common._seq_lens_cpu is None:
+        raise RuntimeError("vLLM gives this step no lengths on the host; leave out --async-scheduling with drafts")
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+    return tuple(starts), tuple(common._seq_lens_cpu[: common.num_reqs].tolist())
+
+
+def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:
+    """vLLM's rotary object for this model on the current default device; vLLM shares it between layers."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    yarn = config.rope_scaling
+    return get_rope(
+        config.head_dim,
+        max_position=config.max_position_embeddings,
+        is_neox_style=True,
+        rope_parameters={
+            "rope_theta": config.rope_theta,
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+        },
+        dtype=dtype,
+    )
+
+
+def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
+    """As vLLM cuts each layer's experts: in how many parts by width, and this rank's experts [first, end)."""
+    from vllm.distributed import get_dp_group, get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    parallel = config.parallel_config
+    ranks = get_tensor_model_parallel_world_size()
+    cut = FusedMoEParallelConfig.make(
+        tp_size_=ranks,
+        pcp_size_=1,
+        dp_size_=get_dp_group().world_size,
+        sp_size_=ranks if parallel.use_sequence_parallel_moe else 1,
+        vllm_parallel_config=parallel,
+    )
+    count, expert_map, _ = determine_expert_map(
+        cut.ep_size, cut.ep_rank, config.model_config.hf_config.num_local_experts
+    )
+    first = 0 if expert_map is None else int((expert_map >= 0).int().argmax())
+    return cut.tp_size, (first, first + count)
