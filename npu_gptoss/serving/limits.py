@@ -95,6 +95,7 @@ def register(architecture: str) -> None:
             checked_config(vllm_config)
             if current_platform.device_type == "npu":
                 ascend_sizes.cap(vllm_config)
+                ascend.choose_graphs(vllm_config)
             elif current_platform.device_type == "cuda":
                 cuda.choose_graphs()
             known.verify_and_update_config(vllm_config)

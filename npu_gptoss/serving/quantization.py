@@ -14,9 +14,8 @@ from torch import nn
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.lines.vllm import MXFP4_NAME as NAME
-from npu_gptoss.serving.lines.vllm import QuantizationConfig
+from npu_gptoss.serving.lines.vllm import MXFP4_NAMES, QuantizationConfig
 
-CLAIMED = "mxfp4"  # what config.json says
 RIVALS = ("ascend",)  # formats that would claim the checkpoint too, if asked first
 
 
@@ -49,8 +48,10 @@ class GptOssMxfp4Config(OurConfig):
         return cls()
 
     @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
-        claimed = hf_quant_cfg.get("quant_method") == CLAIMED and user_quant in (None, CLAIMED, NAME)
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: object = None
+    ) -> str | None:
+        claimed = hf_quant_cfg.get("quant_method") in MXFP4_NAMES and user_quant in (None, *MXFP4_NAMES, NAME)
         return NAME if claimed else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from npu_gptoss.serving import lines
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
+
+logger = logging.getLogger("vllm.npu_gptoss")
 
 # of --additional-config, each with why not
 OPTIONS = {
@@ -69,14 +72,26 @@ def _has_graphs(config: VllmConfig) -> bool:
 
 
 def _scheduling_objection(config: VllmConfig) -> str | None:
-    """vllm-ascend 0.11.0 replays without waiting for the replay before it (mended in its #4233, #5966): wrong text or,
-    with full graphs, a hang. What waits by chance, the copy of each step's tokens, is what this option leaves out."""
-    if not config.scheduler_config.async_scheduling:
+    from npu_gptoss.serving.lines.ascend import REPLAYS_IN_ORDER
+
+    if REPLAYS_IN_ORDER or not config.scheduler_config.async_scheduling:
         return None
     return (
         "--async-scheduling: vllm-ascend 0.11.0 starts the next graph before the last one has ended, for wrong text or "
         "a hang; leave it out, or use --enforce-eager"
     )
+
+
+def choose_graphs(config: VllmConfig) -> None:
+    """Graphs of the pieces around attention, where this line serves none of whole steps."""
+    from npu_gptoss.serving.lines.ascend import FULL_GRAPHS, capture_piecewise
+
+    if FULL_GRAPHS or not _has_graphs(config):
+        return
+    asked = config.compilation_config.cudagraph_mode
+    if asked is not None and asked.has_full_cudagraphs():
+        logger.warning("graphs are captured PIECEWISE: %s is not served on this vllm-ascend yet.", asked.name)
+    capture_piecewise(config)
 
 
 def _kernel_objection() -> str | None:

@@ -40,6 +40,12 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
 }
 
 
+FULL_GRAPHS = True  # whether graphs of whole decode steps are served, attention included
+# It starts the next graph before the last one has ended (mended in its #4233, #5966): wrong text or, with full graphs,
+# a hang. What waits by chance, the copy of each step's tokens, is what asynchronous scheduling leaves out.
+REPLAYS_IN_ORDER = False
+
+
 def splitting_attention(query: Any, key: Any, value: Any, output: Any, layer_name: str) -> None:
     """The operator at which compiled graphs are split; it calls the layer's implementation again, from inside."""
     import torch

@@ -31,6 +31,8 @@ def __getattr__(name: str) -> Any:
 
 # What vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value that means that it is not used.
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
+FULL_GRAPHS = False  # its graph is chosen before the step's lengths are known here (full_graph.guard)
+REPLAYS_IN_ORDER = True  # it waits for the stream before each replay
 # vLLM's own operator calls the layer's implementation, once
 splitting_attention = None
 

@@ -70,6 +70,7 @@ def __getattr__(name: str) -> Any:
 
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
+MXFP4_NAMES = ("mxfp4",)  # in config.json, as this vLLM hands it over
 # What `--quantization` may be once vLLM has looked at the checkpoint.
 QUANTIZATIONS = (None, MXFP4_NAME)
 DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config

@@ -13,7 +13,6 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     as_written,
     counts_steps,
     load_tokenizer,
-    register_formats,
     request_classes,
     rewritten,
     sampling_of,
@@ -31,7 +30,6 @@ __all__ = [
     "as_written",
     "counts_steps",
     "load_tokenizer",
-    "register_formats",
     "request_classes",
     "rewritten",
     "sampling_of",
@@ -105,9 +103,18 @@ def __getattr__(name: str) -> Any:
 
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
-# What `--quantization` may be once vLLM has looked at the checkpoint: BF16 only, so far.
-QUANTIZATIONS = (None,)
+MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in config.json, as this vLLM hands it over
+# What `--quantization` may be once vLLM has looked at the checkpoint.
+QUANTIZATIONS = (None, MXFP4_NAME)
 DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
+
+
+def register_formats() -> None:
+    """vLLM must know our name for MXFP4 before it reads a checkpoint."""
+    from npu_gptoss.serving import quantization
+
+    quantization.register()
+
 
 # What vLLM's experts layer is built with beyond what every release takes.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {}

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from tests.serving.emulated.rounds import EAGER, right
+from tests.checkpoints import write_random_checkpoint
+from tests.oracle import load_oracle
+from tests.serving.emulated.conftest import of_oracle
+from tests.serving.emulated.rounds import EAGER, SPOILT, VOCABULARY, right, turn
 from tests.serving.emulated.test_modes import ORDINARY
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("mode", ["eager"])
+MODES = {"eager": EAGER, "piecewise": {}}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
-    results, printed = serve_9_1(ORDINARY, options=EAGER)
+    results, printed = serve_9_1(ORDINARY, options=MODES[mode])
     assert right(ORDINARY, results, expected) == [True] * len(ORDINARY)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
+    counts = [json.loads(line.partition(" ")[2]) for line in printed.splitlines() if line.startswith("GRAPHS")]
+    assert (counts[-1]["replayed"] > 0) == (mode != "eager")
+
+
+def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):
+    rounds = [turn(SPOILT, seed=3, spoil="window_of_129"), turn(SPOILT, seed=4, spoil="sinks_dropped")]
+    results, _ = serve_9_1([*rounds, turn(SPOILT, seed=5)], options=EAGER)
+    assert right([*rounds, turn(SPOILT, seed=5)], results, expected) == [False, False, True]
+
+
+def test_the_official_format_is_expanded_at_load(serve_9_1, tmp_path):
+    """Stock vllm-ascend 0.23 has no MXFP4 on an A2."""
+    checkpoint = tmp_path / "mxfp4"
+    write_random_checkpoint(checkpoint, vocab_size=VOCABULARY, mxfp4=True)
+    rounds = [turn((5, 140))]
+    results, _ = serve_9_1(rounds, options=EAGER, model=checkpoint)
+    assert right(rounds, results, of_oracle(load_oracle(checkpoint))) == [True]
