@@ -9,6 +9,8 @@ from ascend_emulator.ops import formats
 from ascend_emulator.ops.table import Arguments, kernel, name_of, poisoned, shape
 from ascend_emulator.rules import Call, Layer, NotEmulatedError
 
+QINT8 = 12  # as torch passes torch.qint8 on to a kernel in Python
+
 WIDEST = 65535
 SMALLEST_GROUP = 32
 
@@ -163,10 +165,21 @@ def quantize(
     dtype: torch.dtype,
     axis: int = 1,
     div_mode: bool = True,
-) -> NoReturn:
+) -> torch.Tensor:
+    """int8 of input / scales + zero_points (div_mode) or input * scales + zero_points, along the last dimension.
+
+    vllm-ascend 0.23 runs it on ones when it registers the patterns of its compiler, whatever the model is.
+    """
     call = Call.of("npu_quantize", "aclnnAscendQuantV3")
     _refuse_small_floats(call, [input], dtype)
-    raise NotEmulatedError("npu_quantize: the emulator has no static quantisation")
+    if dtype not in (torch.qint8, torch.int8, QINT8) or axis not in (-1, input.dim() - 1):
+        raise NotEmulatedError(f"npu_quantize: only int8 along the last dimension is emulated, not {dtype}, {axis}")
+    out = poisoned(input.shape, input, torch.int8)
+    if call.context.execute:
+        scaled = input.float() / scales.float() if div_mode else input.float() * scales.float()
+        offset = 0 if zero_points is None else zero_points.float()
+        out.copy_((scaled + offset).round().clamp(-128, 127))
+    return out
 
 
 # torch_npu 2.7.1 does not have these two; 26.0.0 does, for Ascend 950
