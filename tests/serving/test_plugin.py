@@ -130,7 +130,7 @@ def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> 
         assert not {"vllm", "torch", "npu_gptoss.serving.compat"} & set(sys.modules)
     """)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.strip().endswith("Install vLLM 0.11.0 (cpu, npu) or 0.33.0 (cuda) to use it.")
+    assert result.stderr.strip().endswith("Install vLLM 0.11.0 (cpu, npu) or 0.23.0 (npu) or 0.33.0 (cuda) to use it.")
     assert "vLLM 0.12.0 is installed" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 

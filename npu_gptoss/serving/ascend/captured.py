@@ -109,10 +109,9 @@ def capture(
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Records the layer's call into the graph under capture. Shapes as in `paged_attention`, one row a request."""
-    from npu_gptoss.serving.lines.ascend import get_graph_params, weak_ref_tensors
-    from npu_gptoss.serving.lines.ascend import update_attn_params as runners
+    from npu_gptoss.serving.lines.ascend import get_graph_params, updates_lengths, weak_ref_tensors
 
-    if not hasattr(runners, "__npu_gptoss_replaces__"):
+    if not updates_lengths():
         raise RuntimeError(
             "FULL_DECODE_ONLY needs the patch ascend-full-graph, which was left out: "
             'use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''

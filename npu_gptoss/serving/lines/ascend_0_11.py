@@ -22,7 +22,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
     "vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
     "vllm_ascend.utils": ("update_aclgraph_sizes", "weak_ref_tensors"),
-    "vllm_ascend.worker.model_runner_v1": ("update_attn_params",),
 }
 
 
@@ -44,6 +43,13 @@ FULL_GRAPHS = True  # whether graphs of whole decode steps are served, attention
 # It starts the next graph before the last one has ended (mended in its #4233, #5966): wrong text or, with full graphs,
 # a hang. What waits by chance, the copy of each step's tokens, is what asynchronous scheduling leaves out.
 REPLAYS_IN_ORDER = False
+
+
+def updates_lengths() -> bool:
+    """Whether captured attention calls get each step's lengths: the patch ascend-full-graph has the runner do it."""
+    from vllm_ascend.worker.model_runner_v1 import update_attn_params
+
+    return hasattr(update_attn_params, "__npu_gptoss_replaces__")
 
 
 def splitting_attention(query: Any, key: Any, value: Any, output: Any, layer_name: str) -> None:

@@ -37,6 +37,11 @@ REPLAYS_IN_ORDER = True  # it waits for the stream before each replay
 splitting_attention = None
 
 
+def updates_lengths() -> bool:
+    """Whether captured attention calls get each step's lengths."""
+    return FULL_GRAPHS
+
+
 def comm_method() -> Any:
     """How tokens travel to their experts in this step."""
     from vllm_ascend.ascend_forward_context import _EXTRA_CTX

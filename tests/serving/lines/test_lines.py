@@ -15,7 +15,7 @@ from ascend_emulator.launch import Machine, environment
 
 from emulator.tests.machine import venv
 from npu_gptoss.serving import compat, lines
-from npu_gptoss.serving.lines import ascend_0_11, vllm_0_11, vllm_0_33
+from npu_gptoss.serving.lines import ascend_0_11, ascend_0_23, vllm_0_11, vllm_0_33
 
 SERVING = Path(lines.__file__).parent.parent
 FOREIGN = ("vllm", "vllm_ascend")
@@ -103,15 +103,21 @@ def test_vllm_has_every_name_of_its_line_and_of_the_repairs():
 
 
 @pytest.mark.emulated
-def test_vllm_ascend_has_every_name_of_its_line():
-    place = venv()
+@pytest.mark.parametrize(
+    ("line", "machine", "worker"),
+    [(ascend_0_11, Machine(), "worker_v1"), (ascend_0_23, Machine("9.1"), "worker")],
+    ids=["0.11", "0.23"],
+)
+def test_vllm_ascend_has_every_name_of_its_line(line, machine, worker):
+    place = venv(machine)
     code = (
-        "import importlib, json, sys; modules = json.loads(sys.argv[1]); "
+        "import importlib, json, sys, vllm.v1.engine.core; importlib.import_module(sys.argv[2]); "
+        "modules = json.loads(sys.argv[1]); "
         "print([(m, n) for m, ns in modules.items() for n in ns if not hasattr(importlib.import_module(m), n)])"
     )
     run = subprocess.run(
-        [str(place / "bin/python"), "-c", code, json.dumps(ascend_0_11.MODULES)],
-        env=environment(Machine(), place),
+        [str(place / "bin/python"), "-c", code, json.dumps(line.MODULES), f"vllm_ascend.worker.{worker}"],
+        env=environment(machine, place),
         capture_output=True,
         text=True,
         timeout=300,
