@@ -9,15 +9,12 @@ there, and on a card it would not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import torch
 from ascend_emulator import context, graphs
 from ascend_emulator.calls import Operation, leaves
-
-Grid = tuple[int, ...]
+from ascend_emulator.ops.slots import Grid, compute_slot_mapping
 
 
 class Kernel:
@@ -37,37 +34,6 @@ class Kernel:
             graphs.launch(self.operation, (grid, *arguments), constants, device)
 
         return launch
-
-
-def compute_slot_mapping(
-    grid: Grid,
-    num_tokens: int,
-    max_num_tokens: int,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
-    block_table: torch.Tensor,
-    block_table_stride: int,
-    block_size: int,
-    slot_mapping: torch.Tensor,
-    *,
-    TOTAL_CP_WORLD_SIZE: int,
-    TOTAL_CP_RANK: int,
-    CP_KV_CACHE_INTERLEAVE_SIZE: int,
-    PAD_ID: int,
-    BLOCK_SIZE: int,
-) -> None:
-    """vllm/v1/worker/block_table.py of 0.23.0: the slot of each token; all behind the last one get PAD_ID."""
-    slot_mapping[num_tokens:max_num_tokens] = PAD_ID
-    starts = query_start_loc[: grid[0]].tolist()
-    for request, (start, end) in enumerate(pairwise(starts)):
-        position = positions[start:end].long()
-        span = block_size * TOTAL_CP_WORLD_SIZE
-        block = block_table[request].long()[position // span]
-        inside = position % span
-        local = inside // CP_KV_CACHE_INTERLEAVE_SIZE % TOTAL_CP_WORLD_SIZE == TOTAL_CP_RANK
-        offset = inside // (TOTAL_CP_WORLD_SIZE * CP_KV_CACHE_INTERLEAVE_SIZE) * CP_KV_CACHE_INTERLEAVE_SIZE
-        slots = block * block_size + offset + inside % CP_KV_CACHE_INTERLEAVE_SIZE
-        slot_mapping[start:end] = torch.where(local, slots, PAD_ID).to(slot_mapping.dtype)
 
 
 KERNELS: dict[str, dict[str, tuple[Callable[..., None], frozenset[int]]]] = {

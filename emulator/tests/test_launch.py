@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ascend_emulator import command, launch, prepare
+from ascend_emulator import command, launch, prepare, stacks
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import EmulationError, Machine
 
@@ -27,6 +27,30 @@ def test_a_named_environment_is_taken_or_refused(venv: Path) -> None:
     assert launch.find_venv({launch.VENV_VARIABLE: str(venv)}) == venv.resolve()
     with pytest.raises(EmulationError, match="no torch_npu"):
         launch.find_venv({launch.VENV_VARIABLE: str(venv / "elsewhere")})
+
+
+def wheel(venv: Path, release: str) -> Path:
+    for name in ("torch_npu", f"torch_npu-{release}.dist-info"):
+        (venv / "lib/python3.11/site-packages" / name).mkdir(parents=True)
+    return venv
+
+
+def test_each_stack_has_its_own_environment_and_its_own_cann(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Which one is found decides which CANN is emulated: contracts of 8.3 below torch-npu 2.10 would prove nothing."""
+    first, second = wheel(tmp_path / "env", "2.7.1.post2"), wheel(tmp_path / "env-9.1", "2.10.0.post4")
+    base = {launch.VENV_VARIABLE: str(first)}
+    assert launch.find_venv(base) == launch.find_venv(base, stacks.named("8.3")) == first
+    assert launch.find_venv(base, stacks.named("9.1")) == second, "beside the one that is named"
+    assert launch.find_venv({launch.VENV_VARIABLE: str(second)}) == second
+    with pytest.raises(EmulationError, match=r"no torch_npu 2\.7\.1, .* make setup-emulated$"):
+        launch.find_venv({launch.VENV_VARIABLE: str(second)}, stacks.named("8.3"))
+    assert launch.environment(Machine("9.1"), second, {})["VLLM_VERSION"] == "0.23.0"
+    assert "VLLM_VERSION" not in launch.environment(Machine(), first, {})
+    monkeypatch.setenv(launch.VENV_VARIABLE, str(second))
+    assert command.main(["--cann", "8.5", "--stack", "9.1", "--", "true"]) == 2
+    assert "runs on CANN 9.1 here, not on 8.5" in capsys.readouterr().err
 
 
 def test_the_names_of_when_it_was_a_part_of_npu_gptoss_still_count(venv: Path) -> None:
