@@ -1,6 +1,7 @@
 """Install vLLM from its own source release as pure Python (`VLLM_TARGET_DEVICE=empty`), from wherever pip looks.
 
-It is vLLM 0.11.0, or with `--release` that of another line: 0.23.0 for vllm-ascend 0.23, 0.33.0 for the tests of its line.
+It is vLLM 0.11.0, or with `--release` that of another line: 0.23.0 for vllm-ascend 0.23, 0.33.0 for its line's tests.
+
 `pip install vllm==0.11.0` cannot do this: the build calls itself `0.11.0+empty`, pip compares that with the `0.11.0` of
 the index and refuses. Installed from a file, nothing is compared. So this script asks pip where the file is (pip's own
 package finder, hence with the user's index, mirrors, find-links, certificates and proxies), downloads it, checks its
