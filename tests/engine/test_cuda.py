@@ -163,7 +163,7 @@ def compiled() -> Iterator[list[str]]:
     import triton
 
     for kernel in gc.get_objects():
-        if isinstance(kernel, triton.JITFunction):
+        if issubclass(type(kernel), triton.JITFunction):
             kernel.device_caches.clear()
     found: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
