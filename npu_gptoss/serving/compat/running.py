@@ -123,20 +123,20 @@ def install_slots(kv_cache: ModuleType) -> None:
         **options: Any,
     ) -> Any:
         if not more and not options and num_new_tokens > 0 and request.status is running:
-            groups = _groups(self.coordinator)
-            last = request.num_computed_tokens + num_new_tokens
-            if groups and last + num_lookahead_tokens <= self.max_model_len:
-                request_id = request.request_id
+            groups, request_id = _groups(self.coordinator), request.request_id
+            computed = request.num_computed_tokens
+            end = computed + num_new_tokens
+            slots, settled = end + num_lookahead_tokens, computed - request.num_in_flight_tokens
+            if groups and slots <= self.max_model_len:
                 for each, size, kept in groups:
-                    blocks = each.req_to_blocks.get(request_id)
-                    if blocks is None or last + num_lookahead_tokens > len(blocks) * size or each._partial_hit_reqs:
+                    blocks = each.req_to_blocks.get(request_id, ())
+                    if slots > len(blocks) * size or each._partial_hit_reqs:
                         break
-                    if kept is not None:
-                        passed = (last - num_new_tokens - request.num_in_flight_tokens - kept) // size
-                        if passed > 0 and blocks[min(passed, len(blocks)) - 1] is not each._null_block:
-                            break
+                    passed = 0 if kept is None else (settled - kept) // size  # blocks behind the window
+                    if passed > 0 and blocks[min(passed, len(blocks)) - 1] is not each._null_block:
+                        break
                 else:
-                    if _commits_nothing(groups, request_id, min(last, request.num_tokens)):
+                    if not self.enable_caching or _commits_nothing(groups, request_id, min(end, request.num_tokens)):
                         return self.empty_kv_cache_blocks
         return original(self, request, num_new_tokens, *more, num_lookahead_tokens=num_lookahead_tokens, **options)
 
