@@ -48,7 +48,7 @@ def of_oracle(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def importing(machine: Machine) -> Iterator[subprocess.Popen[str]]:
+def importing(machine: Machine, **more: str) -> Iterator[subprocess.Popen[str]]:
     """The process in which vLLM is imported, on this machine."""
     place = venv(machine)
     variables = {
@@ -58,6 +58,7 @@ def importing(machine: Machine) -> Iterator[subprocess.Popen[str]]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        **more,
     }
     process = subprocess.Popen(
         [str(place / "bin/python"), str(SCRIPT)],
@@ -90,6 +91,13 @@ def ascend_9_1() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.fixture(scope="session")
+def stock_ascend_9_1() -> Iterator[subprocess.Popen[str]]:
+    """Without our plugin, which registers itself before the first fork."""
+    with importing(Machine("9.1"), NPU_GPTOSS="0") as process:
+        yield process
+
+
 @pytest.fixture
 def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
     return asking(ascend, checkpoint, tmp_path)
@@ -101,6 +109,13 @@ def serve_9_1(
 ) -> Callable[..., tuple[list[Any], str]]:
     """Engines of vllm-ascend 0.23.0 on vLLM 0.23.0."""
     return asking(ascend_9_1, checkpoint, tmp_path)
+
+
+@pytest.fixture
+def serve_stock_9_1(
+    stock_ascend_9_1: subprocess.Popen[str], checkpoint: Path, tmp_path: Path
+) -> Callable[..., tuple[list[Any], str]]:
+    return asking(stock_ascend_9_1, checkpoint, tmp_path)
 
 
 def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from tests.checkpoints import write_random_checkpoint
-from tests.serving.emulated.rounds import EAGER, SPOILT, VOCABULARY, right, turn
+from tests.serving.emulated.rounds import EAGER, LENGTHS, SPOILT, THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, right, turn
 from tests.serving.emulated.test_modes import ORDINARY
+from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -24,6 +25,20 @@ def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
     counts = [json.loads(line.partition(" ")[2]) for line in printed.splitlines() if line.startswith("GRAPHS")]
     assert (counts[-1]["replayed"] > 0) == (mode != "eager")
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        pytest.param(mode, how, marks=[pytest.mark.long] * ((mode, how) != ("piecewise", "TP=2, experts in parallel")))
+        for mode in MODES
+        for how in PARALLEL
+    ],
+)
+def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expected):
+    rounds = [turn((5,), seed=3), turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
+    results, _ = serve_9_1(rounds, options={**MODES[mode], **PARALLEL[how]})
+    assert right(rounds, results, expected) == [True, True, True]
 
 
 def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):

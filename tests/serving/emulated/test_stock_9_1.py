@@ -18,7 +18,6 @@ from tests.serving.emulated.rounds import EAGER, TOLERANCE, errors, turn, worst
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 WITHIN, BEYOND = turn((1, 5, 100)), turn((129, 300))
-STOCK = {"variables": {"NPU_GPTOSS": "0"}}
 SIZES = {"cudagraph_capture_sizes": [8, 4, 2, 1]}  # vllm-ascend 0.23 would capture 83
 PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE", **SIZES}}
 FULL = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", **SIZES}}
@@ -42,9 +41,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_stock_sees_129_keys_and_is_right_in_all_else(mode, serve_9_1, expected, with_129):
+def test_stock_sees_129_keys_and_is_right_in_all_else(mode, serve_stock_9_1, expected, with_129):
     rounds = [WITHIN, BEYOND]
-    results, _ = serve_9_1(rounds, **MODES[mode], **STOCK)
+    results, _ = serve_stock_9_1(rounds, **MODES[mode])
     within, beyond = (worst(of_round) for of_round in errors(rounds, results, expected))
     assert within < TOLERANCE
     assert beyond > 10 * TOLERANCE
