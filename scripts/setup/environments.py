@@ -69,14 +69,24 @@ class AscendStack:
     vllm: str
     lock: str
     worker: str  # imported once, with what it imports
+    size: str
     compared: str = ""
 
 
 ASCEND_STACKS = {
     "8.3": AscendStack(
-        TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND, "0.11.0", "emulated", "vllm_ascend.worker.worker_v1", "2.7.1.post2"
+        TORCH_ON_ASCEND,
+        TORCH_NPU,
+        VLLM_ASCEND,
+        "0.11.0",
+        "emulated",
+        "vllm_ascend.worker.worker_v1",
+        "2.8 GB",
+        "2.7.1.post2",
     ),
-    "9.1": AscendStack("2.10.0", "2.10.0.post4", "0.23.0", "0.23.0", "emulated-9.1", "vllm_ascend.worker.worker"),
+    "9.1": AscendStack(
+        "2.10.0", "2.10.0.post4", "0.23.0", "0.23.0", "emulated-9.1", "vllm_ascend.worker.worker", "3.2 GB"
+    ),
 }
 
 
@@ -356,7 +366,7 @@ ENVIRONMENTS = {
     **{
         stack.lock: Recipe(
             f".venv-{stack.lock}",
-            "2.8 GB",
+            stack.size,
             lambda tools, stack=stack: emulated_steps(stack, tools),
             ("3.11",),
             check=check_machine,
