@@ -161,7 +161,7 @@ def import_and_compile() -> None:
             importlib.import_module(name)
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
     # torch 2.10's Dynamo would ask the device for its stream, and who is forked later could use none
-    with mock.patch.object(torch.accelerator, "is_available", lambda: False):
+    with mock.patch.object(torch.accelerator, "is_available", return_value=False):
         torch.compile(layers, backend="eager", dynamic=True)(torch.ones(3, 2))
     torch._dynamo.reset()
     assert not torch.npu.is_initialized(), "a device is touched before the fork"
