@@ -130,8 +130,8 @@ def computing(log: Path, engine: str) -> list[str]:
     lines = ours(log)
     if bool(lines) != (engine == OURS):
         raise RuntimeError(f"{engine}: the wrong model runs: {lines or 'not ours'}; is this package's plugin found?")
-    stocks = {line.partition("] ")[2] for line in tail(log) if "] Using " in line and "backend" in line}
-    return [*lines, *sorted(stocks)]
+    told = {line.partition("] ")[2] for line in tail(log)}
+    return [*lines, *sorted(line for line in told if line.startswith("Using ") and "backend" in line)]
 
 
 def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
