@@ -21,6 +21,7 @@ from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import (
     BF16_BYTES,
+    FP32_BYTES,
     Work,
     attention_decode_work,
     attention_prefill_work,
@@ -279,7 +280,12 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     packed = query + 2 * kv
     states, draw = partial(normal, rows), partial(normal, std=STD)
-    stream = Work(activation_bytes=2 * rows * hidden * BF16_BYTES)
+    # the residual stream is float32; a reader of it and what it norms
+    stream = Work(activation_bytes=rows * hidden * (FP32_BYTES + BF16_BYTES))
+
+    def residual() -> torch.Tensor:
+        return states(hidden).float()
+
     cached = Inputs(config, device, dtype)  # in blocks of 16
 
     def weight(*shape: int) -> torch.Tensor:
@@ -290,15 +296,15 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
         return torch.ones(hidden, device=device), config.rms_norm_eps
 
     def angles() -> tuple[torch.Tensor, torch.Tensor]:
-        return _cos_sin(config, dtype, device), torch.randint(0, 1024, (rows,), device=device)
+        return _cos_sin(config, device), torch.randint(0, 1024, (rows,), device=device)
 
     def qkv() -> functools.partial[object]:
-        drawn = states(hidden), states(hidden), *norm(), draw(packed, hidden), draw(packed), *angles()
+        drawn = residual(), states(hidden), *norm(), draw(packed, hidden), draw(packed), *angles()
         return partial(dense.qkv, *drawn, *cached.caches(rows), cached.one_token_each(rows))
 
     def router() -> functools.partial[object]:
         weights = draw(experts, hidden), draw(experts)
-        return partial(dense.router, states(hidden), None, *norm(), *weights, config.num_experts_per_tok)
+        return partial(dense.router, residual(), None, *norm(), *weights, config.num_experts_per_tok)
 
     def logits() -> functools.partial[object]:
         out = torch.empty(rows, vocabulary, device=device, dtype=dtype)
@@ -313,7 +319,7 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
         OUTPUT: Dense(
             output_call(rows, dtype, weight(hidden, query)),
             linear_work(rows, query, hidden),
-            lambda: partial(dense.output, states(query), draw(hidden, query), draw(hidden), states(hidden)),
+            lambda: partial(dense.output, states(query), draw(hidden, query), draw(hidden), residual()),
         ),
         ROUTER: Dense(
             router_call(rows, dtype, weight(experts, hidden)), linear_work(rows, hidden, experts) + stream, router
@@ -321,7 +327,7 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
         ADD_NORM: Dense(
             (signature(hidden=dtype), {}),
             stream + stream,  # both inputs read, the sum and its norm written
-            lambda: partial(dense.add_norm, states(hidden), states(hidden), *norm()),
+            lambda: partial(dense.add_norm, residual(), states(hidden), *norm(), dtype),
         ),
         LOGITS: Dense(
             logits_call(rows, dtype, weight(vocabulary, hidden)),
@@ -337,9 +343,9 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
 
 
 @functools.lru_cache(maxsize=1)
-def _cos_sin(config: GptOssConfig, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _cos_sin(config: GptOssConfig, device: torch.device) -> torch.Tensor:
     """Of the first positions: all that a case turns by."""
-    return cos_sin_cache(config, 1024, dtype, device)
+    return cos_sin_cache(config, 1024, torch.float32, device)
 
 
 def dense_cases(operation: Operation, inputs: Inputs, points: Points) -> Iterator[Case]:

@@ -21,7 +21,7 @@ from npu_gptoss.nominal import BANDWIDTH
 
 # bytes a weight, scales included: MXFP4 four bits and a byte a group of 32, FP8 one float32 a block of 128 x 128
 WEIGHT_BYTES = {"mxfp4": 4.25 / 8, "fp8": 1 + 4 / 128**2, "bf16": 2.0}
-BF16_BYTES = 2
+BF16_BYTES, FP32_BYTES = 2, 4
 _ACTIVATION_PASSES = 12  # reads and writes of [tokens, hidden] in bfloat16 in a layer
 
 

@@ -2,7 +2,8 @@
 
 `reference.py` defines them; the other modules are solutions. The operations are cut for decode, where every launch
 counts: a residual is added by whatever reads the sum next. `delta` is what is still to be added to `residual`; None:
-nothing. Each op returns the new residual, which is a tensor of its own unless nothing was added.
+nothing. Each op returns the new residual, float32 and a tensor of its own, or the old one where nothing was added: the
+stream of a bfloat16 model is not rounded between its layers. What a product reads and gives has its weight's dtype.
 """
 
 from __future__ import annotations
@@ -70,11 +71,8 @@ def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight:
             f"residual must be [rows, hidden] and norm_weight [hidden] float32, got {list(residual.shape)} and "
             f"{list(norm_weight.shape)} {norm_weight.dtype}"
         )
-    if delta is not None and (delta.shape != residual.shape or delta.dtype != residual.dtype):
-        raise InputError(
-            f"delta must be like residual, {list(residual.shape)} {residual.dtype}, "
-            f"got {list(delta.shape)} {delta.dtype}"
-        )
+    if delta is not None and delta.shape != residual.shape:
+        raise InputError(f"delta must be like residual, {list(residual.shape)}, got {list(delta.shape)}")
 
 
 def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None, name: str) -> None:
@@ -103,7 +101,7 @@ def qkv(
 
     residual, delta: [rows, hidden]; rows past `metadata.num_tokens` are padding, whose keys are not stored.
     weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.
-    cos_sin: [positions, head_dim]: cosines, then sines; positions: [rows] int64.
+    cos_sin: [positions, head_dim] float32: cosines, then sines; positions: [rows] int64.
     Caches: [blocks, block_size, kv_heads, head_dim], written in place at `metadata.slot_mapping`.
     kernel: what the layer was built with (`bind_qkv`), or the name of a kernel or solution, to override the selection;
         so for every op below.
@@ -127,7 +125,7 @@ def qkv(
     if positions.shape[0] != residual.shape[0]:
         raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}")
     run = chosen(
-        QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, residual.dtype, weight, key_cache.dtype, head_dim)
+        QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, weight.dtype, weight, key_cache.dtype, head_dim)
     )
     return run(
         residual=residual,
@@ -152,7 +150,7 @@ def output(
     *,
     kernel: Kernel = None,
 ) -> torch.Tensor:
-    """attended [rows, in] @ weight [hidden, in].T + bias, rounded, and then + residual [rows, hidden] where given.
+    """attended [rows, in] @ weight [hidden, in].T + bias, and + residual [rows, hidden] in float32 where given.
 
     Without residual it is one rank's share, to be summed over the ranks first.
     """
@@ -189,7 +187,7 @@ def router(
         raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}")
     if live is not None and live.shape != residual.shape[:1]:
         raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}")
-    run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, residual.dtype, weight))
+    run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, weight.dtype, weight))
     return run(
         residual=residual,
         delta=delta,
@@ -203,12 +201,18 @@ def router(
 
 
 def add_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, *, kernel: Kernel = None
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    kernel: Kernel = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual, delta [rows, hidden] -> the new residual and its RMSNorm, both [rows, hidden]."""
+    """residual, delta [rows, hidden] -> the new residual and its RMSNorm in `dtype`, both [rows, hidden]."""
     _check_rows(residual, delta, norm_weight)
-    run = chosen(ADD_NORM, kernel, residual.shape[0], lambda _: (signature(hidden=residual.dtype), {}))
-    return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps)
+    run = chosen(ADD_NORM, kernel, residual.shape[0], lambda _: (signature(hidden=dtype), {}))
+    return run(residual=residual, delta=delta, norm_weight=norm_weight, eps=eps, dtype=dtype)
 
 
 def logits(

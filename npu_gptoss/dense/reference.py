@@ -7,7 +7,8 @@
     router  = top-k of normed @ weight.T + bias, softmax over the k
     logits  = normed @ lm_head.T
 
-(openai/gpt-oss `gpt_oss/torch/model.py`.) Results are rounded to the dtype of the inputs once, at the end.
+(openai/gpt-oss `gpt_oss/torch/model.py`.) The sum is float32; other results
+are rounded to the dtype of the weights once, at the end.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def qkv(
         if slot >= 0:
             key_cache.flatten(0, 1)[slot] = key[row].to(key_cache.dtype)
             value_cache.flatten(0, 1)[slot] = value[row].to(value_cache.dtype)
-    return hidden.to(residual.dtype), query.to(residual.dtype)
+    return hidden, query.to(weight.dtype)
 
 
 @register_kernel(
@@ -80,7 +81,7 @@ def output(
 ) -> torch.Tensor:
     """The definition."""
     product = _linear(attended, weight, bias)
-    return (product if residual is None else product + residual.float()).to(attended.dtype)
+    return product.to(attended.dtype) if residual is None else product + residual.float()
 
 
 @register_kernel(
@@ -104,16 +105,16 @@ def router(
     weights = torch.softmax(logits.gather(1, ids), dim=-1)
     if live is not None:
         weights[live <= 0], ids[live <= 0] = 0.0, -1
-    return hidden.to(residual.dtype), normed.to(residual.dtype), weights, ids
+    return hidden, normed.to(weight.dtype), weights, ids
 
 
 @register_kernel(ADD_NORM, solution="reference", signatures=(accepts(hidden=FLOATS),), priority=Priority.REFERENCE)
 def add_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition."""
     hidden = _add(residual, delta)
-    return hidden.to(residual.dtype), _norm(hidden, norm_weight, eps).to(residual.dtype)
+    return hidden, _norm(hidden, norm_weight, eps).to(dtype)
 
 
 @register_kernel(

@@ -1,8 +1,8 @@
-"""The dense operations on plain torch ops, for any device, rounded where transformers rounds.
+"""The dense operations on plain torch ops, for any device.
 
-RMSNorm in fp32 and then cast, the residual stream in the model's dtype, projections and router logits in the model's
-dtype, RoPE's products each rounded. On a CPU these are the operations that are compared with transformers bit by bit or
-nearly; an accelerator's kernel must round in the same places.
+Projections and router logits are rounded to the model's dtype, RMSNorm's result and RoPE's too, each once. The residual
+stream is not rounded at all. In float32 these are the operations that are compared with transformers; an accelerator's
+kernel must round in the same places.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from npu_gptoss.moe import route
 ONE_DTYPE = tuple(accepts(hidden=dtype, weight=dtype) for dtype in FLOATS)
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in hidden's dtype; computed in fp32."""
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """hidden [tokens, hidden], weight [hidden] float32 -> [tokens, hidden] in `dtype`; computed in fp32."""
     wide = hidden.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide).to(hidden.dtype)
+    return (weight * wide).to(dtype)
 
 
 def route_live(
@@ -38,7 +38,7 @@ def route_live(
 
 
 def _add(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    return residual if delta is None else residual + delta
+    return residual if delta is None else residual.float() + delta
 
 
 @register_kernel(
@@ -64,7 +64,7 @@ def qkv(
     """Plain torch ops, and the attention family's own cache write."""
     kv_heads, head_dim = key_cache.shape[2:]
     hidden = _add(residual, delta)
-    normed = rms_norm(hidden, norm_weight, eps)
+    normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
     packed = F.linear(normed, weight, bias).unflatten(-1, (-1, head_dim))
     query, key, value = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
@@ -79,7 +79,7 @@ def output(
 ) -> torch.Tensor:
     """A linear layer, and an add."""
     product = F.linear(attended, weight, bias)
-    return product if residual is None else residual + product
+    return product if residual is None else residual.float() + product
 
 
 @register_kernel(ROUTER, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)
@@ -95,17 +95,17 @@ def router(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Plain torch ops, and the MoE family's own routing."""
     hidden = _add(residual, delta)
-    normed = rms_norm(hidden, norm_weight, eps)
+    normed = rms_norm(hidden, norm_weight, eps, weight.dtype)
     return hidden, normed, *route_live(normed, weight, bias, top_k, live)
 
 
 @register_kernel(ADD_NORM, solution="small_ops", signatures=(accepts(hidden=FLOATS),), priority=Priority.PORTABLE)
 def add_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An add, and RMSNorm in fp32."""
     hidden = _add(residual, delta)
-    return hidden, rms_norm(hidden, norm_weight, eps)
+    return hidden, rms_norm(hidden, norm_weight, eps, dtype)
 
 
 @register_kernel(LOGITS, solution="small_ops", signatures=ONE_DTYPE, priority=Priority.PORTABLE)

@@ -1,8 +1,8 @@
 """gpt-oss as a plain, inference-only transformer on the public attention, dense and MoE ops.
 
-The maths is that of transformers' `GptOssForCausalLM` (eager attention), rounding included: RMSNorm in fp32 and then
-cast, the residual stream in the model's dtype, router logits as a linear layer in the model's dtype, YaRN tables
-computed in fp32 and cast. Requests of one step are packed along the token axis; keys and values live in paged caches
+The maths is that of transformers' `GptOssForCausalLM` (eager attention). In bfloat16 it rounds less: the residual
+stream and RoPE are computed in float32 (docs/numerics.md). Router logits are a linear layer in the model's dtype, as
+there. Requests of one step are packed along the token axis; keys and values live in paged caches
 (`npu_gptoss.attention`). Weights are frozen dataclasses (`weights.py`), put together by `assembly.py`.
 
 A step is `embed`, then for each layer `enter`, `attend` and `leave`, then `finish`. What lies between two attentions is
@@ -55,7 +55,7 @@ class GptOss:
         self.config, self.weights, self.ranks = config, weights, ranks
         self.embedding, self.layers = weights.embedding, weights.layers
         self.norm, self.lm_head = weights.norm, weights.lm_head
-        self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, self.dtype, self.device)
+        self.cos_sin = cos_sin_cache(config, config.max_position_embeddings, torch.float32, self.device)
         dtype = self.dtype
         self._qkv = [dense.bind_qkv(dtype, each.attention.qkv_weight, config.head_dim) for each in self.layers]
         self._attention = [LayerKernels(each.attention.window) for each in self.layers]
@@ -236,7 +236,8 @@ class GptOss:
 
     def finish(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The normed hidden states [rows, hidden]."""
-        return dense.add_norm(residual, delta, self.norm, self.config.rms_norm_eps, kernel=self._add_norm)[1]
+        norm = self.norm, self.config.rms_norm_eps, self.dtype
+        return dense.add_norm(residual, delta, *norm, kernel=self._add_norm)[1]
 
     @torch.inference_mode()
     def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

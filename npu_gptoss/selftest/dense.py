@@ -93,7 +93,8 @@ def norms(rows: Iterable[int], width: int, device: torch.device, dtype: torch.dt
             arguments = there[0], None if second is None else there[1], there[2]
             with platform_override("cpu"):
                 whole = residual if second is None else residual + second
-                want = dense.add_norm(whole.float(), None, weight.float(), EPSILON, kernel="reference")[1]
+                norm = weight.float(), EPSILON, torch.float32
+                want = dense.add_norm(whole.float(), None, *norm, kernel="reference")[1]
             run = functools.partial(_add_norm, *arguments)
             yield compared(f"{name} [{count}, {width}]", norm_suspect(width), run, (whole, want), repeats)
 
@@ -113,8 +114,8 @@ def _add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new residual and its norm, on the CPU."""
     if current_platform().kind != "ascend":
-        total, normed = dense.add_norm(residual, delta, weight.float(), EPSILON)
-        return total.cpu(), normed.cpu()
+        total, normed = dense.add_norm(residual, delta, weight.float(), EPSILON, residual.dtype)
+        return total.to(residual.dtype).cpu(), normed.cpu()
     import torch_npu
 
     if delta is None:

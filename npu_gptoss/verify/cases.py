@@ -320,6 +320,10 @@ class InputFactory:
         drawn = torch.randn(shape, generator=self.generator, device=self.generator.device) * std
         return drawn.to(getattr(torch, self.roles[role]))
 
+    def stream(self, rows: int, hidden: int) -> torch.Tensor:
+        """A residual stream: float32 whatever the roles."""
+        return torch.randn(rows, hidden, generator=self.generator, device=self.generator.device) * 2.0
+
     def matrix(self, out: int, inputs: int) -> torch.Tensor:
         return self.normal(out, inputs, std=inputs**-0.5, role="weight")
 
@@ -327,14 +331,14 @@ class InputFactory:
         return torch.randn(hidden, generator=self.generator, device=self.generator.device) * 0.3 + 1.0
 
     def cos_sin(self, positions: int, head_dim: int) -> torch.Tensor:
-        """Of any angles, with a scale as YaRN's."""
+        """Of any angles, with a scale as YaRN's; float32."""
         angle = torch.rand(positions, head_dim // 2, generator=self.generator, device=self.generator.device) * 6.28
-        return (torch.cat((angle.cos(), angle.sin()), -1) * 1.3).to(getattr(torch, self.roles["hidden"]))
+        return torch.cat((angle.cos(), angle.sin()), -1) * 1.3
 
 
 def _stream(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
     return {
-        "residual": make.normal(rows, sizes.hidden, std=2.0),
+        "residual": make.stream(rows, sizes.hidden),
         "delta": make.normal(rows, sizes.hidden) if delta else None,
         "norm_weight": make.norm(sizes.hidden),
         "eps": EPS,
@@ -367,7 +371,7 @@ def _output(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
         "attended": make.normal(rows, sizes.query),
         "weight": make.matrix(sizes.hidden, sizes.query),
         "bias": make.normal(sizes.hidden, std=0.5),
-        "residual": make.normal(rows, sizes.hidden, std=2.0) if delta else None,
+        "residual": make.stream(rows, sizes.hidden) if delta else None,
     }
 
 
@@ -399,7 +403,7 @@ def _add_norm(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[
     for name in ("residual", "delta"):
         if stream[name] is not None:
             stream[name][0] *= 1e-3
-    return stream
+    return {**stream, "dtype": getattr(torch, make.roles["hidden"])}
 
 
 def _logits(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:

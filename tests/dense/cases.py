@@ -40,7 +40,7 @@ class Case:
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Holding a value that no test writes: a slot that nobody wrote still has it."""
         shape = (6, 4, self.sizes.kv_heads, self.sizes.head_dim)
-        return tuple(torch.full(shape, 7.0, dtype=self.residual.dtype, device=self.residual.device) for _ in range(2))
+        return tuple(torch.full(shape, 7.0, dtype=self.delta.dtype, device=self.delta.device) for _ in range(2))
 
     def run(self, name: str, kernel: Callable, delta: bool = True, /, **changes: object) -> Outputs:
         """The outputs of `dense.<name>` by a function with its arguments: what it returns and then what it wrote.
@@ -74,11 +74,11 @@ class Case:
                 "top_k": self.sizes.top_k,
                 "live": None,
             },
-            "add_norm": stream,
+            "add_norm": {**stream, "dtype": self.delta.dtype},
             "logits": {
-                "normed": self.residual,
+                "normed": self.delta,
                 "weight": self.lm_head,
-                "out": self.residual.new_full((len(self.residual), self.sizes.vocab), 7.0),
+                "out": self.delta.new_full((len(self.delta), self.sizes.vocab), 7.0),
             },
         }[name]
         arguments |= changes
@@ -98,7 +98,9 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     seed: int = 0,
+    first: bool = False,
 ) -> Case:
+    """first: the residual stream is what the embedding gives, in `dtype`; else it is float32."""
     generator = torch.Generator().manual_seed(seed)
     real = rows if real is None else real
 
@@ -111,12 +113,14 @@ def make_case(
     slots = torch.randperm(24, generator=generator)[:real]
     return Case(
         sizes=sizes,
-        residual=normal(rows, hidden, std=2.0),
+        residual=normal(rows, hidden, std=2.0)
+        if first
+        else torch.randn(rows, hidden, generator=generator).to(device) * 2,
         delta=normal(rows, hidden),
         norm=normal(hidden, std=0.3, mean=1.0).float(),
         qkv_weight=normal(packed, hidden, std=hidden**-0.5),
         qkv_bias=normal(packed, std=0.5),
-        cos_sin=(torch.cat((angle.cos(), angle.sin()), -1) * 1.3).to(dtype).to(device),
+        cos_sin=(torch.cat((angle.cos(), angle.sin()), -1) * 1.3).to(device),
         positions=torch.randint(1, 64, (rows,), generator=generator).to(device),
         attended=normal(rows, inner),
         output_weight=normal(hidden, inner, std=inner**-0.5),

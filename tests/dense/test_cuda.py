@@ -97,9 +97,11 @@ def test_the_router_chooses_as_plain_torch_but_for_ties(
     assert_close(weights, torch.softmax(chosen, -1), torch.bfloat16)
 
 
-def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(cases: Callable[[int, int], Case]) -> None:
-    case = cases(64, 24)
-    assert torch.equal(case.run("add_norm", cpu.ADD_NORM[1])[0], case.residual + case.delta)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(first: bool) -> None:
+    """first: the stream is what the embedding gives, in bf16."""
+    case = make_case(64, 24, sizes=SIZES, device="cuda", first=first)
+    assert torch.equal(case.run("add_norm", cpu.ADD_NORM[1])[0], case.residual.float() + case.delta)
 
 
 def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:

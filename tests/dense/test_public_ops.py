@@ -26,7 +26,7 @@ def case() -> Case:
     [
         ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, r"norm_weight \[hidden\] float32"),
         ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta must be like residual"),
-        ({"delta": torch.zeros(3, 112)}, "delta must be like residual"),
+        ({"delta": torch.zeros(3, 111)}, "delta must be like residual"),
         ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
         ({"weight": torch.zeros(128, 112, 1, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
         ({"bias": torch.zeros(129)}, r"the bias of weight must be \[128\]"),
@@ -55,10 +55,10 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
     with pytest.raises(InputError, match=r"live must be \[3\]"):
         dense.router(*router, 4, live=torch.ones(2))
     with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
-        dense.logits(case.residual, case.lm_head, out=torch.empty(3, 300))
+        dense.logits(case.delta, case.lm_head, out=torch.empty(3, 300))
     for out in (torch.empty(300, 3, dtype=torch.bfloat16).T, torch.empty(3, 600, dtype=torch.bfloat16)[:, ::2]):
         with pytest.raises(InputError, match="out must be contiguous"):
-            dense.logits(case.residual, case.lm_head, out=out)
+            dense.logits(case.delta, case.lm_head, out=out)
     for wrong in (torch.zeros(3), torch.zeros(3, 0)):
         with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
             dense.greedy(wrong)
@@ -84,11 +84,11 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
         case.run("qkv", dense.qkv, weight=case.qkv_weight.float(), key_cache=wide, value_cache=wide)
         dense.output(case.attended, case.output_weight.float(), case.output_bias)
         dense.router(case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias, 4)
-        dense.add_norm(case.residual, None, case.norm, 1e-5)
-        dense.logits(case.residual, case.lm_head.float())
+        dense.add_norm(case.residual, None, case.norm, 1e-5, torch.bfloat16)
+        dense.logits(case.delta, case.lm_head.float())
         dense.greedy(torch.zeros(3, 4))
         assert asked == [
-            ("dense.qkv", "hidden bfloat16, kv float32, weight float32", {**other, "head_dim": 16}),
+            ("dense.qkv", "hidden float32, kv float32, weight float32", {**other, "head_dim": 16}),
             ("dense.output", "hidden bfloat16, weight float32", other),
             ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows, "logits": 8 * rows, **experts}),
             ("dense.add_norm", "hidden bfloat16", {}),
@@ -124,19 +124,21 @@ def test_slots_behind_the_real_rows_are_nobodys(kernel: str) -> None:
 
 def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:
     """No copy: decode has none to spare."""
-    assert dense.add_norm(case.residual, None, case.norm, 1e-5)[0] is case.residual
+    assert dense.add_norm(case.residual, None, case.norm, 1e-5, torch.bfloat16)[0] is case.residual
 
 
-def test_bf16_is_rounded_where_transformers_rounds(case: Case) -> None:
-    """The residual stream, the normed rows, the projection: each is bf16 before the next reads it."""
-    hidden = case.residual + case.delta
-    wide = hidden.float()
-    normed = (case.norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5))).to(torch.bfloat16)
-    got = dense.add_norm(case.residual, case.delta, case.norm, 1e-5)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_residual_stream_is_not_rounded_and_what_a_product_reads_is_once(first: bool) -> None:
+    """first: the stream is what the embedding gives, in bf16."""
+    case = make_case(3, first=first)
+    hidden = case.residual.float() + case.delta.float()
+    normed = (case.norm * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5))).to(torch.bfloat16)
+    got = dense.add_norm(case.residual, case.delta, case.norm, 1e-5, torch.bfloat16)
     assert torch.equal(got[0], hidden)
     assert torch.equal(got[1], normed)
-    want = case.residual + torch.nn.functional.linear(case.attended, case.output_weight, case.output_bias)
-    assert torch.equal(dense.output(case.attended, case.output_weight, case.output_bias, case.residual), want)
+    product = torch.nn.functional.linear(case.attended, case.output_weight, case.output_bias)
+    got = dense.output(case.attended, case.output_weight, case.output_bias, case.residual)
+    assert torch.equal(got, case.residual.float() + product)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ def halves(size: int) -> tuple[int, int]:
 
 @triton.jit
 def load_sum(residual, delta, offsets, mask, HAS_DELTA: tl.constexpr):
-    """residual + delta, rounded to the residual stream's dtype, as fp32."""
+    """residual + delta in fp32."""
     hidden = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         hidden += tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
-    return hidden.to(residual.dtype.element_ty).to(tl.float32)
+    return hidden
 
 
 @triton.jit
@@ -29,13 +29,7 @@ def normed(hidden, scale, weight, DTYPE: tl.constexpr):
 
 @triton.jit
 def turned(first, second, cos, sin, DTYPE: tl.constexpr):
-    """RoPE of the pairs (first, second) in DTYPE: each product is rounded, as the model was trained."""
+    """RoPE of the pairs (first, second), rounded to DTYPE once; cos and sin fp32."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
-    cos = cos.to(tl.float32)
-    sin = sin.to(tl.float32)
-    a_cos = (a * cos).to(DTYPE).to(tl.float32)
-    b_sin = (b * sin).to(DTYPE).to(tl.float32)
-    b_cos = (b * cos).to(DTYPE).to(tl.float32)
-    a_sin = (a * sin).to(DTYPE).to(tl.float32)
-    return (a_cos - b_sin).to(DTYPE), (b_cos + a_sin).to(DTYPE)
+    return (a * cos - b * sin).to(DTYPE), (b * cos + a * sin).to(DTYPE)

@@ -35,11 +35,11 @@ def products(tile_a, tile_b, x_a, x_b):
 def qkv_kernel(
     residual,  # [tokens, HIDDEN]
     delta,  # [tokens, HIDDEN]
-    new_residual,  # [tokens, HIDDEN], written by program 0 (if HAS_DELTA)
+    new_residual,  # [tokens, HIDDEN] fp32, written by program 0 (if HAS_DELTA)
     norm_weight,  # [HIDDEN] fp32
     weight,  # [(HEADS + 2 * KV_HEADS) * DIM, HIDDEN]
     bias,  # [(HEADS + 2 * KV_HEADS) * DIM]
-    cos_sin,  # [positions, DIM]
+    cos_sin,  # [positions, DIM] fp32
     positions,  # [tokens] int64
     slots,  # [>= real tokens] int64 or int32; negative: not written
     query,  # [tokens, HEADS, DIM]
@@ -61,7 +61,7 @@ def qkv_kernel(
     HALF: tl.constexpr = DIM // 2
     PARTS: tl.constexpr = HALF // PAIRS  # of a head
     GROUPS: tl.constexpr = (HEADS + 2 * KV_HEADS) * PARTS
-    DTYPE: tl.constexpr = residual.dtype.element_ty
+    DTYPE: tl.constexpr = weight.dtype.element_ty
     token = tl.program_id(1).to(tl.int64)
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
@@ -83,8 +83,8 @@ def qkv_kernel(
     hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
     hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
     if HAS_DELTA and tl.program_id(0) == 0:
-        tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
-        tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
+        tl.store(new_residual + row + at_a, hidden_a)
+        tl.store(new_residual + row + at_b, hidden_b, mask=in_b)
     squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
     inverse = tl.rsqrt(squares / HIDDEN + eps)
     x_a = normed(hidden_a, inverse, norm_a, DTYPE)
@@ -144,7 +144,6 @@ def linear_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(1).to(tl.int64)
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
@@ -171,8 +170,8 @@ def linear_kernel(
         if HAS_BIAS:
             value += shift
         if HAS_RESIDUAL:
-            value = value.to(DTYPE).to(tl.float32) + before
-        tl.store(out + place, value.to(DTYPE), mask=inside)
+            value += before
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
         if AGAIN:
             tile_a = next_a
             tile_b = next_b

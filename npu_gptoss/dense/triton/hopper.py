@@ -83,16 +83,10 @@ def product(
 
 @gluon.jit
 def turned(first, second, cos, sin):
-    """RoPE of the pairs (first, second) in bfloat16: each product is rounded, as the model was trained."""
+    """RoPE of the pairs (first, second), rounded to bfloat16 once; cos and sin fp32."""
     a = first.to(gl.float32)
     b = second.to(gl.float32)
-    cos = cos.to(gl.float32)
-    sin = sin.to(gl.float32)
-    a_cos = (a * cos).to(gl.bfloat16).to(gl.float32)
-    b_sin = (b * sin).to(gl.bfloat16).to(gl.float32)
-    b_cos = (b * cos).to(gl.bfloat16).to(gl.float32)
-    a_sin = (a * sin).to(gl.bfloat16).to(gl.float32)
-    return (a_cos - b_sin).to(gl.bfloat16), (b_cos + a_sin).to(gl.bfloat16)
+    return (a * cos - b * sin).to(gl.bfloat16), (b * cos + a * sin).to(gl.bfloat16)
 
 
 @gluon.jit(do_not_specialize=["slots", "tokens", "real_tokens"])
@@ -100,7 +94,7 @@ def qkv_kernel(
     weights,  # descriptor of [(HEADS + 2 * KV_HEADS) * 64, inputs] in tiles of [64, BLOCK_K]
     x,  # descriptor of [tokens, inputs] in tiles of [BLOCK_T, BLOCK_K]; normed
     bias,  # [(HEADS + 2 * KV_HEADS) * 64]
-    cos_sin,  # [positions, 64]
+    cos_sin,  # [positions, 64] float32
     positions,  # [tokens] int64
     slots,  # [>= real tokens] int64 or int32; negative: not written
     query,  # [tokens, HEADS, 64]
@@ -172,7 +166,7 @@ def linear_kernel(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLITS: gl.constexpr, BLOCK_T: gl.constexpr,
     BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):
-    """x @ weights.T + bias, rounded, + residual; a program 64 rows and one of SPLITS shares of the inputs."""
+    """x @ weights.T + bias + residual; a program 64 rows and one of SPLITS shares of the inputs."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_T, 16]
     )
@@ -216,8 +210,8 @@ def linear_kernel(
         if HAS_BIAS:
             total += shift[:, None]
         if HAS_RESIDUAL:
-            total = total.to(gl.bfloat16).to(gl.float32) + before
-        gl.store(out + target, total.to(gl.bfloat16), mask=inside)
+            total += before
+        gl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
 # fmt: on

@@ -45,11 +45,16 @@ def _columns(tokens: int) -> int:
 
 
 def qkv(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`. rest: of `project`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    return hidden, project(normed, **rest)
+    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
+    return hidden, project(normed, weight, **rest)
 
 
 def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -60,11 +65,16 @@ def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
 
 
 def router(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dense.router`; ids int32. rest: of `routed`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    return hidden, normed, *routed(normed, **rest)
+    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
+    return hidden, normed, *routed(normed, weight, **rest)
 
 
 def project(
@@ -108,7 +118,6 @@ def project(
         BLOCK_K=ring.inputs,
         STEPS=triton.cdiv(inputs, ring.inputs),
         STAGES=ring.stages,
-        enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
         **launch_options(normed, 4),
     )
     return query
@@ -121,14 +130,14 @@ def linear(
     residual: torch.Tensor | None,
     ring: Ring | None = None,
 ) -> torch.Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias, rounded, + residual. ring: to measure others than the chosen one."""
+    """x [tokens, in] @ weight [out, in].T + bias + residual. ring: to measure others than the chosen one."""
     from npu_gptoss.dense.triton import hopper
 
     tokens, inputs = x.shape
     outputs = weight.shape[0]
     ring, columns = ring or _ring("output", tokens), _columns(tokens)
     tiles, token_tiles = triton.cdiv(outputs, 64), triton.cdiv(tokens, columns)
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
     shares = arrived = x  # not touched
     if ring.splits > 1:
         shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)

@@ -42,11 +42,11 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The residual, what is added to it (anything where nothing is) and memory for the sum (itself where none is)."""
+    """The residual, what is added (anything where nothing is) and memory for the fp32 sum (itself where none is)."""
     residual = residual.contiguous()
     if delta is None:
         return residual, residual, residual
-    return residual, delta.contiguous(), torch.empty_like(residual)
+    return residual, delta.contiguous(), torch.empty_like(residual, dtype=torch.float32)
 
 
 def qkv_gemv(
@@ -67,7 +67,7 @@ def qkv_gemv(
     kv_heads, head_dim = key_cache.shape[2:]
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     stream = _stream(residual, delta)
-    query = torch.empty(tokens, heads, head_dim, dtype=residual.dtype, device=residual.device)
+    query = torch.empty(tokens, heads, head_dim, dtype=weight.dtype, device=residual.device)
     block_a, block_b = halves(hidden)
     pairs = min(QKV_PAIRS, head_dim // 2)
     groups = weight.shape[0] // (2 * pairs)
@@ -93,7 +93,6 @@ def qkv_gemv(
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         HAS_DELTA=delta is not None,
-        enable_fp_fusion=False,  # an FMA would leave out a rounding of RoPE
         **launch_options(residual, QKV_WARPS),
     )
     return stream[-1], query
@@ -110,7 +109,7 @@ def output_gemv(
     tokens, outputs = len(attended), weight.shape[0]
     x = attended.contiguous()
     if out is None:
-        out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+        out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
     block_a, block_b = halves(weight.shape[1])
     groups = triton.cdiv(outputs, LINEAR_ROWS)
     at_once = groups if outputs >= WIDE else LINEAR_PROGRAMS * processors(x.device)
@@ -134,12 +133,12 @@ def output_gemv(
 
 
 def add_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.add_norm`."""
     tokens, hidden = residual.shape
     stream = _stream(residual, delta)
-    out = torch.empty_like(stream[0])
+    out = torch.empty_like(stream[0], dtype=dtype)
     if tokens == 0:
         return stream[-1], out
     block_a, block_b = halves(hidden)
@@ -190,7 +189,6 @@ def rope_cache(
         STRIDE=head_stride(key_cache, value_cache),
         GROUP=group,
         GROUPS=groups,
-        enable_fp_fusion=False,
         **launch_options(packed, 2),
     )
     return query
@@ -206,7 +204,7 @@ def qkv(
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps)
+    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
     return hidden, rope_cache(F.linear(normed, weight, bias), **rest)
 
 
@@ -239,7 +237,7 @@ def router(
     tokens, hidden = residual.shape
     experts = weight.shape[0]
     stream = _stream(residual, delta)
-    normed = torch.empty_like(stream[0])
+    normed = torch.empty_like(stream[0], dtype=weight.dtype)
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=residual.device)
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=residual.device)
     if tokens == 0:
@@ -277,11 +275,16 @@ def router(
 
 
 def router_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, **rest: Any
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
-    hidden, normed = add_norm(residual, delta, norm_weight, eps)
-    return hidden, normed, *route_live(normed, **rest)
+    hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
+    return hidden, normed, *route_live(normed, weight, **rest)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 def router_kernel(
     residual,  # [tokens, HIDDEN]
     delta,  # the same, if HAS_DELTA
-    new_residual,  # the same, written if HAS_DELTA
+    new_residual,  # [tokens, HIDDEN] fp32, written if HAS_DELTA
     norm_weight,  # [HIDDEN] fp32
     weight,  # [EXPERTS, HIDDEN]
     bias,  # [EXPERTS]
@@ -40,7 +40,7 @@ def router_kernel(
     HAS_LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = residual.dtype.element_ty
+    DTYPE: tl.constexpr = weight.dtype.element_ty
     PROGRAMS: tl.constexpr = EXPERTS // SHARE
     part = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -64,8 +64,8 @@ def router_kernel(
     x_b = normed(hidden_b, inverse, norm_b, DTYPE)
     if part == 0:
         if HAS_DELTA:
-            tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
-            tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
+            tl.store(new_residual + row + at_a, hidden_a)
+            tl.store(new_residual + row + at_b, hidden_b, mask=in_b)
         tl.store(normed_out + row + at_a, x_a.to(DTYPE))
         tl.store(normed_out + row + at_b, x_b.to(DTYPE), mask=in_b)
     value = tl.sum(weight_a.to(tl.float32) * x_a[None, :], 1) + tl.sum(weight_b.to(tl.float32) * x_b[None, :], 1)

@@ -17,7 +17,7 @@ from npu_gptoss.kernels.triton_launch import let_next_start, wait_for_inputs
 def add_norm_kernel(
     residual,  # [tokens, HIDDEN]
     delta,  # the same, if HAS_DELTA
-    new_residual,  # the same, written if HAS_DELTA
+    new_residual,  # [tokens, HIDDEN] fp32, written if HAS_DELTA
     norm_weight,  # [HIDDEN] fp32
     out,  # [tokens, HIDDEN]
     eps,
@@ -27,7 +27,7 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = residual.dtype.element_ty
+    DTYPE: tl.constexpr = out.dtype.element_ty
     at_a = tl.arange(0, BLOCK_A)
     at_b = BLOCK_A + tl.arange(0, BLOCK_B)
     in_b = at_b < HIDDEN
@@ -39,8 +39,8 @@ def add_norm_kernel(
     hidden_a = load_sum(residual + row, delta + row, at_a, at_a < HIDDEN, HAS_DELTA)
     hidden_b = load_sum(residual + row, delta + row, at_b, in_b, HAS_DELTA)
     if HAS_DELTA:
-        tl.store(new_residual + row + at_a, hidden_a.to(DTYPE))
-        tl.store(new_residual + row + at_b, hidden_b.to(DTYPE), mask=in_b)
+        tl.store(new_residual + row + at_a, hidden_a)
+        tl.store(new_residual + row + at_b, hidden_b, mask=in_b)
     squares = tl.sum(hidden_a * hidden_a, 0) + tl.sum(hidden_b * hidden_b, 0)
     inverse = tl.rsqrt(squares / HIDDEN + eps)
     tl.store(out + row + at_a, normed(hidden_a, inverse, norm_a, DTYPE).to(DTYPE))
@@ -50,7 +50,7 @@ def add_norm_kernel(
 @triton.jit(do_not_specialize=["slots", "real_tokens"])
 def rope_cache_kernel(
     packed,  # [tokens, HEADS + 2 * KV_HEADS, DIM]
-    cos_sin,  # [positions, DIM]
+    cos_sin,  # [positions, DIM] fp32
     positions,  # [tokens] int64
     slots,  # [>= real tokens]; negative: not written
     query,  # [tokens, HEADS, DIM]

@@ -160,7 +160,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
             attend(self, index, query, attended)
             residual, delta = model.leave(index, residual, attended, live)
             if index + 1 in self.aux_layers:
-                aux.append(residual + delta)
+                aux.append((residual + delta).to(self.dtype))
         hidden = model.finish(residual, delta)
         return (hidden, aux) if self.aux_layers else hidden
 
