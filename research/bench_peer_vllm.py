@@ -79,6 +79,9 @@ def main() -> None:
     engine.add_argument("--max-model-len", type=int, default=131072)
     engine.add_argument("--memory", type=float, default=0.92, help="vLLM's gpu_memory_utilization")
     engine.add_argument(
+        "--kv-gib", type=float, help="size of the KV cache, where engines share a GPU (default: the rest)"
+    )
+    engine.add_argument(
         "--capture-sizes",
         type=int,
         nargs="+",
@@ -163,6 +166,8 @@ class Peer:
             "max_num_seqs": max([128, *args.batch]),
             "max_num_batched_tokens": 16384,
         }
+        if args.kv_gib:
+            options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
         if args.tp > 1:
             options["tensor_parallel_size"] = args.tp
         if args.moe_backend:
