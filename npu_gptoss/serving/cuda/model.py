@@ -177,12 +177,11 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
 def live_rows(context: ForwardContext, name: str, rows: int) -> torch.Tensor | None:
     """[rows], 0 for those that are padding, at an address that stays; None where no row is.
 
-    A graph of pieces is captured in a step of decode and replayed in any: only its slots say which rows are padding.
+    A graph of pieces is captured in a step of decode and replayed in any: only its slots say which rows are padding. A
+    graph of a whole step is captured as if there were none (`cudagraph_runtime_mode` is NONE), of a step of decode.
     """
-    if context.cudagraph_runtime_mode == CUDAGraphMode.NONE:
-        return None
+    if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        slots = (context.slot_mapping or {}).get(name)
+        return None if slots is None else (slots[:rows] >= 0).int()
     step = (context.attn_metadata or {}).get(name)
-    if context.cudagraph_runtime_mode == CUDAGraphMode.FULL and isinstance(step, DecodeMetadata):
-        return step.lengths
-    slots = (context.slot_mapping or {}).get(name)
-    return None if slots is None else (slots[:rows] >= 0).int()
+    return step.lengths if isinstance(step, DecodeMetadata) else None

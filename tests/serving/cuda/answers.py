@@ -174,10 +174,14 @@ def spoil(name: str) -> None:
     from npu_gptoss.serving.cuda.cache import StepBuilder
 
     build = StepBuilder.build
+    copies: list[torch.Tensor] = []  # a graph that reads memory which has become something else may end the process
 
     def stale(self: StepBuilder, *args: Any, **kwargs: Any) -> Any:
         step = build(self, *args, **kwargs)
-        return replace(step, **{name: getattr(step, name).clone()}) if isinstance(step, DecodeMetadata) else step
+        if not isinstance(step, DecodeMetadata):
+            return step
+        copies.append(getattr(step, name).clone())
+        return replace(step, **{name: copies[-1]})
 
     StepBuilder.build = stale
 
