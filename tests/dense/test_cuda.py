@@ -104,6 +104,12 @@ def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(first: bool) -> 
     assert torch.equal(case.run("add_norm", cpu.ADD_NORM[1])[0], case.residual.float() + case.delta)
 
 
+@pytest.mark.parametrize("kernel", cpu.ROUTER)
+def test_a_row_of_nan_chooses_experts_that_are_there(kernel: Callable) -> None:
+    case = make_case(3, sizes=SIZES, device="cuda")
+    cpu.assert_that_nan_chooses_experts_that_are_there(kernel, case, SIZES.experts)
+
+
 def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[int, int], Case]) -> None:
     """The counter by which the last program knows itself must be zero after each launch."""
     case = cases(8, 5)

@@ -214,6 +214,11 @@ class TestRouterOnHopper:
 class TestRouterOrder:
     pytestmark = ON_HOPPER
 
+    @pytest.mark.parametrize(("rows", "experts"), [(3, 32), (33, 128)])
+    def test_a_row_of_nan_chooses_experts_that_are_there(self, rows, experts):
+        kernel = cpu.triton_kernel("router.gluon")
+        cpu.assert_that_nan_chooses_experts_that_are_there(kernel, case_of(rows, experts), experts)
+
     def order(self, logits: list[float], top_k: int = 4) -> list[int]:
         """Of 32 experts with these logits, the others' far below."""
         case = case_of(8)

@@ -18,7 +18,7 @@ from npu_gptoss.verify.calls import Check, specs_of
 from npu_gptoss.verify.checks import CHECKS
 from npu_gptoss.verify.mutations import Mutation
 from tests.attention.cases import in_one_tensor
-from tests.dense.cases import Outputs, make_case
+from tests.dense.cases import Case, Outputs, make_case
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
 
@@ -90,6 +90,23 @@ def compare(got: Outputs, want: Outputs) -> None:
 def test_each_kernel_computes_the_definition(name: str, kernel: Callable, rows: int, real: int, delta: bool) -> None:
     case = make_case(rows, real, dtype=torch.float32)
     compare(case.run(name, kernel, delta), case.run(name, getattr(reference, name), delta))
+
+
+def assert_that_nan_chooses_experts_that_are_there(kernel: Callable, case: Case, experts: int) -> None:
+    """An id behind the last expert is read from memory that is none: on a GPU the process ends, if it is lucky."""
+    right = case.run("router", kernel)
+    case.residual[1] = torch.nan
+    *_, weights, ids = case.run("router", kernel)
+    assert ids.min() >= 0
+    assert ids.max() < experts
+    assert weights[1].isnan().all(), "the damage is hidden"
+    for mine, theirs in ((weights, right[2]), (ids, right[3])):
+        assert torch.equal(mine[[0, 2]], theirs[[0, 2]])
+
+
+@pytest.mark.parametrize("kernel", each(ROUTER))
+def test_a_row_of_nan_chooses_experts_that_are_there(kernel: Callable) -> None:
+    assert_that_nan_chooses_experts_that_are_there(kernel, make_case(3, dtype=torch.float32), 8)
 
 
 @pytest.mark.parametrize("kernel", each(QKV))

@@ -1,7 +1,8 @@
 """Residual add, RMSNorm, router, top-k and softmax of a few rows in one launch.
 
 The experts of a token are spread over programs, each of which norms the row again (it lies in the L2 cache); the last
-program of a token to arrive takes the top-k. Its counter is back at zero when the kernel ends.
+program of a token to arrive takes the top-k. Its counter is back at zero when the kernel ends. A row that holds NaN
+(vLLM's runs before a capture leave memory as it was) gets experts that are there, and NaN for weights.
 """
 
 from __future__ import annotations
@@ -83,15 +84,18 @@ def router_kernel(
             tl.store(arrived + token, 0)
         else:
             left = value
+        left = tl.where(left != left, float("-inf"), left)
+        free = at < EXPERTS
         slot = tl.arange(0, BLOCK_K)
         best = tl.full((BLOCK_K,), float("-inf"), tl.float32)
         ids = tl.full((BLOCK_K,), -1, tl.int32)
         for k in tl.static_range(TOP_K):
             largest = tl.max(left, 0)
-            winner = tl.min(tl.where(left == largest, at, EXPERTS), 0)  # the first of equals
+            winner = tl.min(tl.where(free & (left == largest), at, EXPERTS - 1), 0)  # the first of equals
             best = tl.where(slot == k, largest, best)
             ids = tl.where(slot == k, winner, ids)
             left = tl.where(at == winner, float("-inf"), left)
+            free = free & (at != winner)
         share = tl.exp(best - tl.max(best, 0))
         share = share / tl.sum(share, 0)
         if HAS_LIVE:
