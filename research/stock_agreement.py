@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for one in started.values():
                 one.end()
     print(conclusion(record))
-    content = {"model": str(args.model), "definitions": DEFINITIONS, "conclusion": conclusion(record)} | record
+    content = {"model": args.model.name, "definitions": DEFINITIONS, "conclusion": conclusion(record)} | record
     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 

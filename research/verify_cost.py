@@ -106,7 +106,7 @@ def answered(child: Child, question: Any = None) -> Any:
 
 
 def save(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    content = {"model": str(args.model), "steps": args.steps, "definitions": DEFINITIONS, "records": predicted(rows)}
+    content = {"model": args.model.name, "steps": args.steps, "definitions": DEFINITIONS, "records": predicted(rows)}
     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
