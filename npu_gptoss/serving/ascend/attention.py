@@ -57,14 +57,13 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
                 f"--block-size {kv_cache_spec.block_size}: the attention of gpt-oss on Ascend reads a cache in blocks "
                 "of 128 keys (or a multiple of 128 up to 1024); use --block-size 128"
             )
-        self.block_size = kv_cache_spec.block_size
-        self.fits_one_call = True  # the step that was built last; see full_graph.guard
+        self.built: tuple[int, ...] = ()  # lengths of the step that was built last; see full_graph.guard
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: AscendCommonAttentionMetadata, model: object = None
     ) -> AttentionMetadata:
         step = step_metadata(common_prefix_len, common_attn_metadata)
-        self.fits_one_call = captured.fits_one_call(step.seq_lens, self.block_size, self.vllm_config)
+        self.built = step.seq_lens
         return step
 
     def build_for_graph_capture(
@@ -83,6 +82,10 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
             block_table=common_attn_metadata.block_table_tensor[:requests],
             slot_mapping=common_attn_metadata.slot_mapping[:requests],
         )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: AscendCommonAttentionMetadata) -> AttentionMetadata:
+        """As vllm-ascend 0.23 asks, by vLLM's name."""
+        return self.build_for_graph_capture(common_attn_metadata)
 
 
 class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):

@@ -73,14 +73,16 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
     """Scratch memory for a call of this size; kept for good, because graphs hold its address."""
     import torch_npu
 
+    from npu_gptoss.serving.lines.ascend import WORKSPACE
+
     asked = (window, arguments["query"].shape[0])
     if asked not in _asked:
         try:
             largest = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace(**arguments)
         except RuntimeError:
-            if not lines.ascend_line().torch_npu.has(importlib.metadata.version("torch-npu")):
+            if WORKSPACE is None or not lines.ascend_line().torch_npu.has(importlib.metadata.version("torch-npu")):
                 raise
-            largest = own_workspace(arguments["query"].device)
+            largest = own_workspace(WORKSPACE, arguments["query"].device)
         if window not in _workspaces or _workspaces[window].numel() < largest.numel():
             _kept.append(largest)
             _workspaces[window] = largest
@@ -89,14 +91,9 @@ def workspace(arguments: dict[str, Any], window: int | None) -> torch.Tensor:
 
 
 @functools.cache
-def own_workspace(device: torch.device) -> torch.Tensor:
-    """128 MiB for calls whose need CANN 8.3 refuses to tell: as published it does so for packed tokens (R37).
-
-    The call itself takes any pointer and size. What it needs follows from its tiling, at most 24 cores times
-    4 * (3 * 512 * 512 + 4 * 512 * 64) bytes, plus 16 MiB: 100 MiB (prompt_flash_attention_tiling.cpp of 8.3.RC1; from
-    8.5 on another kernel runs, with another need). The probe says whether it is enough.
-    """
-    return torch.empty(128 << 20, dtype=torch.uint8, device=device)
+def own_workspace(size: int, device: torch.device) -> torch.Tensor:
+    """For calls whose need CANN refuses to tell."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def capture(
@@ -163,22 +160,20 @@ def update(stream: Any, call: Call, handle: Any, event: Any, lengths: tuple[list
     event.record(stream)
 
 
-def update_attn_params(
-    update_stream: Any, forward_context: ForwardContext, runtime_shape: int, kv_transfer_config: object = None
-) -> bool:
+def update_step(update_stream: Any, forward_context: ForwardContext, rows: int) -> bool:
     """For each of our calls in the graph of this size the step's lengths; False when its calls are not ours."""
     from npu_gptoss.serving.lines.ascend import get_graph_params
 
     params = get_graph_params()
-    calls = params.attn_params[runtime_shape]
+    calls = params.attn_params[rows]
     if not calls or not isinstance(calls[0], Call):
         return False
-    recorded = list(zip(calls, params.handles[runtime_shape], params.events[runtime_shape], strict=True))
+    recorded = list(zip(calls, params.handles[rows], params.events[rows], strict=True))
     updated = 0
     try:
         with torch.npu.stream(update_stream):
             for call, handle, event in recorded:
-                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], runtime_shape)
+                lengths = padded_lengths(forward_context.attn_metadata[call.layer_name], rows)
                 update(update_stream, call, handle, event, lengths)
                 updated += 1
     except BaseException:
@@ -197,11 +192,11 @@ def release(events: Sequence[Any]) -> None:
         event.record(stream)
 
 
-def fits_one_call(seq_lens: tuple[int, ...], block_size: int, config: VllmConfig) -> bool:
+def fits_one_call(seq_lens: tuple[int, ...], config: VllmConfig) -> bool:
     """Whether a graph's single call takes this step: with a shared prefix its count of blocks may exceed the cache.
 
     The operator counts a shared block for each request that reads it, and one for each padding row.
     """
-    blocks = config.cache_config.num_gpu_blocks
+    blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
     needed = sum(-(-length // block_size) for length in seq_lens) + config.scheduler_config.max_num_seqs
     return blocks is None or needed <= blocks

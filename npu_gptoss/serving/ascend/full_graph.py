@@ -16,8 +16,7 @@ from npu_gptoss.attention import ascend
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import select_kernel, signature
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.ascend import probe, start_check
-from npu_gptoss.serving.lines.vllm import CUDAGraphMode
+from npu_gptoss.serving.ascend import captured, probe, start_check
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -26,28 +25,20 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 
 def guard(runner: Any) -> None:
-    """Lets steps that do not fit into a graph's single call run without a graph, where the call is split."""
-    dispatcher = runner.aclgraph_dispatcher
-    right = dispatcher.dispatch
+    """Lets steps that do not fit into a graph's single call run without a full graph, where the call is split."""
+    from npu_gptoss.serving.lines import ascend as line
 
-    def dispatch(*args: Any, **kwargs: Any) -> tuple[CUDAGraphMode, Any]:
-        mode, descriptor = right(*args, **kwargs)
-        builders = (group.get_metadata_builder() for groups in runner.attn_groups for group in groups)
-        if mode == CUDAGraphMode.FULL and not all(getattr(builder, "fits_one_call", True) for builder in builders):
-            return CUDAGraphMode.NONE, None
-        return mode, descriptor
-
-    dispatcher.dispatch = dispatch
+    config = runner.vllm_config
+    if config.model_config.hf_config.model_type == MODEL_TYPE:
+        line.guard(runner, lambda seq_lens: captured.fits_one_call(seq_lens, config))
 
 
 def _objection(config: VllmConfig, device: torch.device) -> str | None:
     """Why decode steps cannot be captured as a whole here; None when they can."""
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "vllm-ascend 0.11.0 captures no stage of a pipeline as a whole"
-    if config.parallel_config.data_parallel_size > 1:
-        # a rank without requests replays its decode graph while another computes a prompt of a captured size: the
-        # graph gathers, the other multicasts, and each takes the other's data for its own
-        return "vllm-ascend 0.11.0 lets one rank of data parallelism replay decodes while another computes a prompt"
+    from npu_gptoss.serving.lines.ascend import layout_objection
+
+    if objection := layout_objection(config.parallel_config):
+        return objection
     model = config.model_config
     if other := _other_kernel(model.dtype, model.get_head_size(), config.cache_config.block_size):
         return f"attention runs {other}, and a full decode graph holds CANN's operator"
@@ -80,18 +71,19 @@ def _other_kernel(dtype: torch.dtype, head_dim: int, block_size: int) -> str | N
 
 
 def prepare(config: VllmConfig, device: torch.device) -> None:
-    """Before the runner reads its configuration: makes sure that this card computes rightly, and keeps FULL_DECODE_ONLY
-    if it works here; else turns to PIECEWISE."""
+    """Before the runner reads its configuration: makes sure that this card computes rightly, and keeps full graphs if
+    they work here; else turns to PIECEWISE."""
     model, compilation = config.model_config, config.compilation_config
     if model.hf_config.model_type != MODEL_TYPE:
         return
     start_check.rest(config, device)
-    if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+    asked = compilation.cudagraph_mode
+    if not asked.has_full_cudagraphs():
         return
     objection = _objection(config, device)
     if objection is None:
         return
-    logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)
+    logger.warning("%s does not work here (%s); graphs are captured PIECEWISE instead.", asked.name, objection)
     from npu_gptoss.serving.lines.ascend import capture_piecewise
 
     capture_piecewise(config)

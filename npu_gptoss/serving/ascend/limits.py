@@ -83,15 +83,12 @@ def _scheduling_objection(config: VllmConfig) -> str | None:
 
 
 def choose_graphs(config: VllmConfig) -> None:
-    """Graphs of the pieces around attention, where this line serves none of whole steps."""
-    from npu_gptoss.serving.lines.ascend import FULL_GRAPHS, capture_piecewise
+    """The line's choice where the user made none."""
+    from npu_gptoss.serving.lines.ascend import GRAPHS
+    from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
-    if FULL_GRAPHS or not _has_graphs(config):
-        return
-    asked = config.compilation_config.cudagraph_mode
-    if asked is not None and asked.has_full_cudagraphs():
-        logger.warning("graphs are captured PIECEWISE: %s is not served on this vllm-ascend yet.", asked.name)
-    capture_piecewise(config)
+    if GRAPHS and config.compilation_config.cudagraph_mode is None and _has_graphs(config):
+        config.compilation_config.cudagraph_mode = CUDAGraphMode[GRAPHS]
 
 
 def _kernel_objection() -> str | None:

@@ -46,22 +46,66 @@ def install_full_graph(module: ModuleType) -> None:
     """vllm-ascend gives new lengths to its own paged attention only when it replays a graph of whole decode steps,
     so that attention with sinks would repeat the lengths of its capture.
 
-    Updates of captured attention calls with sinks, a trial of them before the runner relies on it, and the start
-    check of everything but attention, which must come before weights take the memory.
+    Updates of captured attention calls with sinks, and what comes before the runner (`_prepare_runner`).
     """
     expect_release()
     runner = module.NPUModelRunner
     expect_parameters(module.update_attn_params, "update_stream", "forward_context", "runtime_shape")
     expect_source(runner._generate_process_reqs_hidden_states, "update_attn_params(self.update_stream, forward_context")
     expect_source(runner.load_model, "ACLGraphWrapper(self.model")
-    expect_parameters(runner.__init__, "vllm_config", "device")
 
     @around(module, "update_attn_params")
-    def update_attn_params(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def update_attn_params(
+        original: Callable[..., None], stream: Any, context: Any, rows: int, *more: Any, **options: Any
+    ) -> None:
         from npu_gptoss.serving.ascend import captured
 
-        if not captured.update_attn_params(*args, **kwargs):
-            original(*args, **kwargs)
+        if not captured.update_step(stream, context, rows):
+            original(stream, context, rows, *more, **options)
+
+    _prepare_runner(runner)
+
+
+@repair(
+    "ascend-full-graph",
+    f"{ASCEND_RUNNER}:update_full_graph_params NPUModelRunner.__init__",
+    lines=("0.23",),
+    upstream="none: the backend is ours",
+)
+def install_full_graph_0_23(module: ModuleType) -> None:
+    """vllm-ascend gives new lengths to captured calls of the attention backend that it chose itself, and the layers of
+    gpt-oss bring their own.
+
+    Updates of those, and what comes before the runner (`_prepare_runner`).
+    """
+    expect_release()
+    runner = module.NPUModelRunner
+    expect_parameters(module.update_full_graph_params, "attn_backend", "update_stream", "forward_context", "num_tokens")
+    expect_source(
+        runner._update_full_graph_params_if_needed,
+        "update_full_graph_params(self.attn_backend, self.update_stream, forward_context, num_tokens_padded,",
+    )
+    expect_source(runner.load_model, "ACLGraphWrapper(self.model")
+    decide = runner._determine_batch_execution_and_padding
+    expect_parameters(decide, "num_reqs", "use_cascade_attn", "force_uniform_decode")
+    expect_source(decide, "dispatch_cudagraph(num_tokens_padded, use_cascade_attn or has_encoder_output)")
+
+    @around(module, "update_full_graph_params")
+    def update_full_graph_params(
+        original: Callable[..., None], backend: Any, stream: Any, context: Any, rows: int, *more: Any, **options: Any
+    ) -> None:
+        from npu_gptoss.serving.ascend import captured
+
+        if not captured.update_step(stream, context, rows):
+            original(backend, stream, context, rows, *more, **options)
+
+    _prepare_runner(runner)
+
+
+def _prepare_runner(runner: type) -> None:
+    """A trial of the updates before the runner relies on them, and the start check of everything but attention, which
+    must come before weights take the memory."""
+    expect_parameters(runner.__init__, "vllm_config", "device")
 
     @around(runner, "__init__")
     def __init__(original: Callable[..., None], self: Any, vllm_config: Any, device: Any) -> None:

@@ -39,7 +39,12 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
 }
 
 
-FULL_GRAPHS = True  # whether graphs of whole decode steps are served, attention included
+GRAPHS = None  # vllm-ascend's own choice is PIECEWISE
+# Bytes of scratch memory for a captured call, whose need CANN 8.3 as published refuses to tell for packed tokens (R37).
+# The call takes any pointer and size. What it needs follows from its tiling, at most 24 cores times
+# 4 * (3 * 512 * 512 + 4 * 512 * 64) bytes, plus 16 MiB: 100 MiB (prompt_flash_attention_tiling.cpp of 8.3.RC1; from
+# 8.5 on another kernel runs, with another need). The probe says whether it is enough.
+WORKSPACE = 128 << 20
 # It starts the next graph before the last one has ended (mended in its #4233, #5966): wrong text or, with full graphs,
 # a hang. What waits by chance, the copy of each step's tokens, is what asynchronous scheduling leaves out.
 REPLAYS_IN_ORDER = False
@@ -50,6 +55,34 @@ def updates_lengths() -> bool:
     from vllm_ascend.worker.model_runner_v1 import update_attn_params
 
     return hasattr(update_attn_params, "__npu_gptoss_replaces__")
+
+
+def layout_objection(parallel: Any) -> str | None:
+    """Why decode steps cannot be captured as a whole in this layout; None when they can."""
+    if parallel.pipeline_parallel_size > 1:
+        return "vllm-ascend 0.11.0 captures no stage of a pipeline as a whole"
+    if parallel.data_parallel_size > 1:
+        # a rank without requests replays its decode graph while another computes a prompt of a captured size: the
+        # graph gathers, the other multicasts, and each takes the other's data for its own
+        return "vllm-ascend 0.11.0 lets one rank of data parallelism replay decodes while another computes a prompt"
+    return None
+
+
+def guard(runner: Any, fits: Callable[[tuple[int, ...]], bool]) -> None:
+    """Lets steps run without a graph whose lengths do not fit one call. The graph is chosen behind the metadata."""
+    from vllm.config import CUDAGraphMode
+
+    dispatcher = runner.aclgraph_dispatcher
+    right = dispatcher.dispatch
+
+    def dispatch(*args: Any, **kwargs: Any) -> tuple[CUDAGraphMode, Any]:
+        mode, descriptor = right(*args, **kwargs)
+        builders = (group.get_metadata_builder() for groups in runner.attn_groups for group in groups)
+        if mode == CUDAGraphMode.FULL and not all(fits(builder.built) for builder in builders):
+            return CUDAGraphMode.NONE, None
+        return mode, descriptor
+
+    dispatcher.dispatch = dispatch
 
 
 def splitting_attention(query: Any, key: Any, value: Any, output: Any, layer_name: str) -> None:

@@ -31,15 +31,37 @@ def __getattr__(name: str) -> Any:
 
 # What vllm-ascend's experts layer passes to `apply` beyond vLLM's, with the value that means that it is not used.
 UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_expert_num": 0, "pertoken_scale": None}
-FULL_GRAPHS = False  # its graph is chosen before the step's lengths are known here (full_graph.guard)
+GRAPHS = "PIECEWISE"  # unless the user says: vLLM would choose whole decode steps, which no card has confirmed
+WORKSPACE = None  # CANN 9.1 tells what a captured call needs
 REPLAYS_IN_ORDER = True  # it waits for the stream before each replay
 # vLLM's own operator calls the layer's implementation, once
 splitting_attention = None
 
 
 def updates_lengths() -> bool:
-    """Whether captured attention calls get each step's lengths."""
-    return FULL_GRAPHS
+    """Whether captured attention calls get each step's lengths: the patch ascend-full-graph has the runner do it."""
+    from vllm_ascend.worker.model_runner_v1 import update_full_graph_params
+
+    return hasattr(update_full_graph_params, "__npu_gptoss_replaces__")
+
+
+def layout_objection(parallel: Any) -> str | None:
+    """Why decode steps cannot be captured as a whole in this layout; None when they can."""
+    return None
+
+
+def guard(runner: Any, fits: Callable[[tuple[int, ...]], bool]) -> None:
+    """Keeps steps out of full graphs whose lengths do not fit one call. The graph is chosen before the metadata is
+    built, but behind the runner's own list of lengths."""
+    right = runner._determine_batch_execution_and_padding
+
+    def determine(**asked: Any) -> Any:
+        real = asked.get("force_uniform_decode") is None  # a dummy run says what it wants, and its lengths are stale
+        if real and not fits(tuple(runner.optimistic_seq_lens_cpu[: asked["num_reqs"]].tolist())):
+            asked["use_cascade_attn"] = True  # vLLM's word for attention that no full graph takes
+        return right(**asked)
+
+    runner._determine_batch_execution_and_padding = determine
 
 
 def comm_method() -> Any:
@@ -89,7 +111,16 @@ def experts_result(hidden_states: torch.Tensor) -> Any:
 
 
 def capture_piecewise(config: Any) -> None:
-    """vLLM splits at its own operator for attention."""
+    """What vllm-ascend's platform does for PIECEWISE, where it has prepared full graphs already."""
     from vllm.config import CUDAGraphMode
+    from vllm_ascend.ascend_config import get_ascend_config
 
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    compilation.splitting_ops = None  # none for full graphs; now vLLM's own for attention
+    compilation.set_splitting_ops_for_v1(
+        all2all_backend=config.parallel_config.all2all_backend,
+        data_parallel_size=config.parallel_config.data_parallel_size,
+    )
+    own = get_ascend_config().ascend_compilation_config
+    own.enable_npugraph_ex = own.enable_static_kernel = False

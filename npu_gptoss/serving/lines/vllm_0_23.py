@@ -6,6 +6,7 @@ are 0.33's, with which 0.23 was not tried.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
@@ -155,7 +156,8 @@ def host_lengths(common: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if common._seq_lens_cpu is None:
         raise RuntimeError("vLLM gives this step no lengths on the host; leave out --async-scheduling with drafts")
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-    return tuple(starts), tuple(common._seq_lens_cpu[: common.num_reqs].tolist())
+    real = bisect_left(starts, common.num_actual_tokens)  # the rows that pad a full graph are requests of their own
+    return tuple(starts[: real + 1]), tuple(common._seq_lens_cpu[:real].tolist())
 
 
 def yarn_rotary(config: GptOssConfig, dtype: torch.dtype) -> Any:

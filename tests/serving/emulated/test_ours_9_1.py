@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 
 from tests.checkpoints import write_random_checkpoint
-from tests.serving.emulated.rounds import EAGER, LENGTHS, SPOILT, THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, right, turn
-from tests.serving.emulated.test_modes import ORDINARY
+from tests.serving.emulated.rounds import (
+    EAGER,
+    FULL,
+    LENGTHS,
+    SPOILT,
+    THREE_IN_A_BUCKET_OF_FOUR,
+    TOKENS,
+    VOCABULARY,
+    right,
+    turn,
+)
+from tests.serving.emulated.test_modes import ORDINARY, PIECES, PURE, SIZES
 from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-MODES = {"eager": EAGER, "piecewise": {}}
+FULL_AND_PIECEWISE = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+# options, graphs that are captured a size, and those that a decode step replays
+MODES = {
+    "eager": (EAGER, 0, 0),
+    "piecewise": ({}, PIECES, PIECES),
+    "full decode graphs": (FULL, 1, 1),
+    "full and piecewise": (FULL_AND_PIECEWISE, PIECES + 1, 1),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
-    results, printed = serve_9_1(ORDINARY, options=MODES[mode])
-    assert right(ORDINARY, results, expected) == [True] * len(ORDINARY)
+    """And replays what it captured at the start, in every decode step."""
+    options, graphs_a_size, graphs_a_step = MODES[mode]
+    rounds = ORDINARY + PURE
+    results, printed = serve_9_1(rounds, options=options)
+    assert right(rounds, results, expected) == [True] * len(rounds)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
-    counts = [json.loads(line.partition(" ")[2]) for line in printed.splitlines() if line.startswith("GRAPHS")]
-    assert (counts[-1]["replayed"] > 0) == (mode != "eager")
+    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
+    assert [count["captured"] for count in counts] == [len(SIZES) * graphs_a_size] * (len(rounds) + 1), "at the start"
+    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    assert replays[len(ORDINARY) :] == [(TOKENS - 1) * graphs_a_step] * len(PURE)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +60,7 @@ def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
 )
 def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expected):
     rounds = [turn((5,), seed=3), turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, _ = serve_9_1(rounds, options={**MODES[mode], **PARALLEL[how]})
+    results, _ = serve_9_1(rounds, options={**MODES[mode][0], **PARALLEL[how]})
     assert right(rounds, results, expected) == [True, True, True]
 
 
