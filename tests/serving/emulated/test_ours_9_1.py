@@ -17,6 +17,7 @@ from tests.serving.emulated.rounds import (
     THREE_IN_A_BUCKET_OF_FOUR,
     TOKENS,
     VOCABULARY,
+    prompts,
     right,
     turn,
 )
@@ -36,7 +37,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*list(MODES)[:-1], pytest.param("full and piecewise", marks=pytest.mark.long)])
 def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
     """And replays what it captured at the start, in every decode step."""
     options, graphs_a_size, graphs_a_step = MODES[mode]
@@ -50,18 +51,39 @@ def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
     assert replays[len(ORDINARY) :] == [(TOKENS - 1) * graphs_a_step] * len(PURE)
 
 
+QUICK = ("full decode graphs", "TP=2, experts in parallel")
+
+
 @pytest.mark.parametrize(
     ("mode", "how"),
     [
-        pytest.param(mode, how, marks=[pytest.mark.long] * ((mode, how) != ("piecewise", "TP=2, experts in parallel")))
-        for mode in MODES
+        pytest.param(mode, how, marks=[pytest.mark.long] * ((mode, how) != QUICK))
+        for mode in list(MODES)[:-1]
         for how in PARALLEL
     ],
 )
 def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expected):
     rounds = [turn((5,), seed=3), turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
-    results, _ = serve_9_1(rounds, options={**MODES[mode][0], **PARALLEL[how]})
+    results, printed = serve_9_1(rounds, options={**MODES[mode][0], **PARALLEL[how]})
     assert right(rounds, results, expected) == [True, True, True]
+    assert ("decode, FULL" in printed) == ("full" in mode)
+
+
+def test_full_graphs_follow_each_steps_lengths_and_what_fits_no_call_leaves_them(serve_9_1, expected):
+    """Dropped and late updates are seen. Then eight requests read two shared blocks and their own one: 24 by the
+    operator's count, in a cache of 14 (R32)."""
+    (prefix,) = prompts((256,))
+    shared = {"prompts": [prefix + tail for tail in prompts(tuple(range(3, 11)), seed=2)], "tokens": TOKENS}
+    rounds = [turn(SPOILT), turn(SPOILT, seed=3, spoil="updates_dropped"), turn(SPOILT, seed=4)]
+    rounds += [turn(SPOILT, seed=5, spoil="updates_late"), turn(SPOILT, seed=6)]
+    rounds += [{"prompts": [[*prefix, 7]], "tokens": 1}, shared, {**shared, "spoil": "one_call_for_all"}]
+    options = {"num_gpu_blocks_override": 14, "max_model_len": 512, "max_num_batched_tokens": 512, **FULL}
+    results, printed = serve_9_1(rounds, options=options)
+    assert right(rounds[:-1], results[:-1], expected) == [True, False, True, False, True, True, True]
+    assert "[R32]" in results[-1]
+    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
+    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    assert replays == [TOKENS - 1] * 5 + [0, 0]
 
 
 def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):
