@@ -214,9 +214,10 @@ def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
 def test_a_graphs_call_needs_a_block_for_each_padding_row(blocks, fits):
     """R32: 256 keys are two blocks, 129 too; and there may be four rows, each of which sees a key."""
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(num_gpu_blocks=blocks), scheduler_config=SimpleNamespace(max_num_seqs=4)
+        cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=128),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
-    assert captured.fits_one_call((256, 129), 128, config) is fits
+    assert captured.fits_one_call((256, 129), config) is fits
 
 
 def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeypatch):

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from npu_gptoss.serving.ascend import captured, full_graph, limits
 from npu_gptoss.serving.compat import ascend, metrics
 from npu_gptoss.serving.compat.patch import Mismatch
+from npu_gptoss.serving.lines import ascend_0_23
 
 pytestmark = pytest.mark.serving
 
@@ -28,6 +30,11 @@ def stand_in() -> SimpleNamespace:
     def update_attn_params(update_stream: Any, forward_context: Any, runtime_shape: int, kv: Any = None) -> None:
         called.append(("update", update_stream, forward_context, runtime_shape, kv))
 
+    def update_full_graph_params(
+        attn_backend: Any, update_stream: Any, forward_context: Any, num_tokens: int, config: Any = None
+    ) -> None:
+        called.append(("update", attn_backend, update_stream, forward_context, num_tokens, config))
+
     class NPUModelRunner:
         def __init__(self, vllm_config: Any, device: Any) -> None:
             called.append(("init", vllm_config, device))
@@ -38,6 +45,17 @@ def stand_in() -> SimpleNamespace:
         def _generate_process_reqs_hidden_states(self, forward_context: Any) -> None:
             update_attn_params(self.update_stream, forward_context, 1)
 
+        def _update_full_graph_params_if_needed(self, forward_context: Any, num_tokens_padded: int) -> None:
+            update_full_graph_params(
+                self.attn_backend, self.update_stream, forward_context, num_tokens_padded, self.vllm_config
+            )
+
+        def _determine_batch_execution_and_padding(
+            self, num_reqs: int, use_cascade_attn: bool, force_uniform_decode: bool | None = None
+        ) -> Any:
+            num_tokens_padded, has_encoder_output, dispatch_cudagraph = num_reqs, False, self.dispatch
+            return dispatch_cudagraph(num_tokens_padded, use_cascade_attn or has_encoder_output)
+
         def load_model(self) -> None:
             self.model = ACLGraphWrapper(self.model)
 
@@ -45,7 +63,12 @@ def stand_in() -> SimpleNamespace:
             batch_descriptor = scheduler_output
             self.aclgraph_dispatcher.dispatch(batch_descriptor)
 
-    return SimpleNamespace(NPUModelRunner=NPUModelRunner, update_attn_params=update_attn_params, called=called)
+    return SimpleNamespace(
+        NPUModelRunner=NPUModelRunner,
+        update_attn_params=update_attn_params,
+        update_full_graph_params=update_full_graph_params,
+        called=called,
+    )
 
 
 @pytest.fixture
@@ -57,7 +80,8 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Any:
     return installed
 
 
-INSTALLERS = [ascend.install_host_mask, ascend.install_full_graph, metrics.install_ascend_report]
+FULL_GRAPH = [ascend.install_full_graph, ascend.install_full_graph_0_23]
+INSTALLERS = [ascend.install_host_mask, *FULL_GRAPH, metrics.install_ascend_report]
 
 
 @pytest.mark.parametrize("install", INSTALLERS, ids=lambda function: function.__name__)
@@ -65,10 +89,10 @@ def test_another_release_of_vllm_ascend_is_left_alone(install: Any, release: Any
     install(stand_in())
     release("0.12.0rc1")
     module = stand_in()
-    before = dict(vars(module.NPUModelRunner)), module.update_attn_params
+    before = dict(vars(module.NPUModelRunner)), dict(vars(module))
     with pytest.raises(Mismatch, match=r"vllm-ascend 0\.12\.0rc1: gpt-oss is served on"):
         install(module)
-    assert (dict(vars(module.NPUModelRunner)), module.update_attn_params) == before
+    assert (dict(vars(module.NPUModelRunner)), dict(vars(module))) == before
 
 
 def runner_of(module: SimpleNamespace, model_type: str) -> Any:
@@ -97,20 +121,41 @@ def test_steps_of_other_models_are_not_observed(release: Any) -> None:
         assert hasattr(runner, metrics.OBSERVER) is observed
 
 
+@pytest.mark.parametrize(
+    ("install", "update", "given"),
+    [
+        (FULL_GRAPH[0], "update_attn_params", ("stream", "context", 8, "transfer")),
+        (FULL_GRAPH[1], "update_full_graph_params", ("backend", "stream", "context", 8, "config")),
+    ],
+)
 @pytest.mark.parametrize("ours", [True, False])
-def test_other_models_keep_their_updates(ours: bool, release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_keep_their_updates(ours, install, update, given, release, monkeypatch):
     """Graphs hold calls of ours for gpt-oss only; any other's lengths are vllm-ascend's to give."""
     module, seen = stand_in(), []
-    ascend.install_full_graph(module)
-    monkeypatch.setattr(captured, "update_attn_params", lambda *given: seen.append(given) or ours)
-    module.update_attn_params("stream", "context", 8, "transfer")
-    assert seen == [("stream", "context", 8, "transfer")]
-    assert module.called == ([] if ours else [("update", "stream", "context", 8, "transfer")])
+    install(module)
+    monkeypatch.setattr(captured, "update_step", lambda *given: seen.append(given) or ours)
+    getattr(module, update)(*given)
+    assert seen == [("stream", "context", 8)]
+    assert module.called == ([] if ours else [("update", *given)])
 
 
-def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(release, monkeypatch):
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("real", [True, False])
+def test_steps_that_do_not_fit_a_call_leave_0_23s_full_graphs_and_dummy_runs_do_not(real, fits):
+    runner, asked = stand_in().NPUModelRunner("config", "npu:0"), []
+    runner.optimistic_seq_lens_cpu = torch.tensor([300, 7, 999])
+    runner.dispatch = lambda rows, disable_full: "piecewise" if disable_full else "full"
+    ascend_0_23.guard(runner, lambda lengths: asked.append(lengths) or fits)
+    forced = {} if real else {"force_uniform_decode": True}
+    chosen = runner._determine_batch_execution_and_padding(num_reqs=2, use_cascade_attn=False, **forced)
+    assert chosen == ("full" if fits or not real else "piecewise")
+    assert asked == ([(300, 7)] if real else [])
+
+
+@pytest.mark.parametrize("install", FULL_GRAPH)
+def test_full_graphs_are_tried_before_the_runner_reads_its_configuration(install, release, monkeypatch):
     module = stand_in()
-    ascend.install_full_graph(module)
+    install(module)
     monkeypatch.setattr(full_graph, "prepare", lambda *given: module.called.append(("prepare", *given)))
     monkeypatch.setattr(full_graph, "guard", lambda runner: module.called.append(("guard", runner)))
     runner = module.NPUModelRunner("config", "npu:0")
