@@ -2,9 +2,11 @@
 
     python research/trace_table.py                 # prints the table
     python research/trace_table.py --write         # and puts it into docs/performance.md
+    python research/trace_table.py --stacks        # decode steps of vllm-ascend 0.11.0 and 0.23.0, beside each other
 
-Needs the emulated environment (make setup-emulated) and nothing else: any Python 3.10 will do. Each way is served by
-stock vllm-ascend 0.11.0 on the emulated machine (`traced_serving.py`), and the trace is cut by the marks in it.
+Needs the emulated environment (make setup-emulated; --stacks that of 9.1 too) and nothing else: any Python 3.10 will
+do. Each way is served by stock vllm-ascend on the emulated machine (`traced_serving.py`), and the trace is cut by the
+marks in it.
 Launches, copies, synchronisations and bytes follow from the operators that were called; how long silicon takes does
 not.
 """
@@ -35,6 +37,7 @@ from npu_gptoss.tables import markdown  # noqa: E402
 PAGE = HERE.parent / "docs/performance.md"
 TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"
 BEGIN, END = "<!-- written by research/trace_table.py: begin -->", "<!-- end -->"
+STACKS_BEGIN = BEGIN.replace(": ", " --stacks: ")
 
 SHAPE = {
     "layers": 2,
@@ -49,7 +52,6 @@ HEAD_DIM, TOP_K, BF16 = 64, 4, 2
 CONTEXT, BATCHES, STEPS = 200, (1, 8, 10), 24
 
 OPERATIONS = ("ATTENTION_PAGED", "ATTENTION_WRITE_KV", "MOE_ROUTE", "MOE_EXPERTS")
-STOCK_PLUGINS = "ascend,ascend_enhanced_model,ascend_kv_connector"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ WAYS = {
     "small_ops": Way("small ops", _kernels("small_ops", OPERATIONS)),
     "article": Way("article", _kernels("article", (o for o in OPERATIONS if o != "ATTENTION_WRITE_KV"))),
     "ours": Way("ours"),
-    "stock": Way("vllm-ascend alone", {"VLLM_PLUGINS": STOCK_PLUGINS}, plugin=False),
+    "stock": Way("vllm-ascend alone", {"NPU_GPTOSS": "0"}, plugin=False),
 }
 
 
@@ -175,6 +177,7 @@ class Mode:
     title: str
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    cann: str = "8.3.rc1"
 
     @property
     def ranks(self) -> int:
@@ -193,11 +196,24 @@ EAGER_ON_TWO = Mode("eager, TP=2", {"enforce_eager": True, **TWO_DEVICES})
 PIECEWISE_ON_TWO = Mode("piecewise, TP=2", TWO_DEVICES)
 
 
+def on_9_1(mode: Mode) -> Mode:
+    """The same under vllm-ascend 0.23, which would choose full graphs by itself, of 83 sizes, and schedule a step ahead
+    of its tokens."""
+    graphs = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    chosen = {} if mode is EAGER else {"compilation_config": {**graphs, **mode.options.get("compilation_config", {})}}
+    return Mode(mode.title, {"async_scheduling": False, **mode.options, **chosen}, mode.variables, "9.1")
+
+
+EAGER_9_1, PIECEWISE_9_1, FULL_9_1 = (on_9_1(mode) for mode in (EAGER, PIECEWISE, FULL))
+
+
 def trace(
     way: Way, directory: Path, mode: Mode = EAGER, *, batches: Sequence[int] = BATCHES, steps: int = STEPS
 ) -> dict[int, dict[str, list[Counts]]]:
     """Serves `batches` that way and counts: batch -> region -> one entry for each time."""
-    venv = find_venv()
+    # vllm-ascend's own padded rows reach its router as memory left them, which is undefined [R58]
+    machine = Machine(mode.cann, devices=mode.ranks, trace=directory / "trace.jsonl", strict=way.plugin)
+    venv = find_venv(stack=machine.stack)
     trace_file, job_file = directory / "trace.jsonl", directory / "job.json"
     trace_file.write_text("")
     options = {
@@ -221,7 +237,7 @@ def trace(
     done = subprocess.run(
         [str(venv / "bin/python"), str(HERE / "traced_serving.py"), str(job_file)],
         env={
-            **environment(Machine(devices=mode.ranks, trace=trace_file), venv),
+            **environment(machine, venv),
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # with the marks
@@ -293,17 +309,22 @@ STEP_COLUMNS = {
     "device→host": "to_host",
     "syncs": "syncs",
 }
+STACK_COLUMNS = {**{name: what for name, what in STEP_COLUMNS.items() if what != "collectives"}, "MB moved": "bytes"}
 
 
-def step_table(measured: Measured) -> list[str]:
+def step_table(measured: Measured, columns: Mapping[str, str] = STEP_COLUMNS) -> list[str]:
     """Whole decode steps, sampling and the runner's own work included."""
     rows = []
     for batch in BATCHES:
         for title, results in measured.items():
             if batch in results:
                 counts = results[batch]["step"]
-                rows.append((batch, title, *(number(mean(counts, name)) for name in STEP_COLUMNS.values())))
-    return markdown(("batch", "path", *STEP_COLUMNS), rows)
+                rows.append((batch, title, *(cell(counts, name) for name in columns.values())))
+    return markdown(("batch", "path", *columns), rows)
+
+
+def cell(counts: Sequence[Counts], name: str) -> str:
+    return f"{mean(counts, name) / 1e6:.2f}" if name == "bytes" else number(mean(counts, name))
 
 
 # what is counted: the ways of each mode, and the batches
@@ -316,9 +337,21 @@ PLAN: tuple[tuple[Mode, tuple[str, ...], tuple[int, ...]], ...] = (
 )
 
 
-def measure(directory: Path) -> dict[Mode, dict[str, dict[int, dict[str, list[Counts]]]]]:
+STACKS: tuple[tuple[Mode, tuple[str, ...], tuple[int, ...]], ...] = (
+    (EAGER, ("stock", "ours"), BATCHES[:2]),
+    (EAGER_9_1, ("stock", "ours"), BATCHES[:2]),
+    (PIECEWISE, ("ours",), BATCHES[:2]),
+    (PIECEWISE_9_1, ("stock", "ours"), BATCHES[:2]),
+    (FULL, ("ours",), BATCHES[:2]),
+    (FULL_9_1, ("stock", "ours"), BATCHES[:2]),
+)
+
+
+def measure(
+    directory: Path, plan: Iterable[tuple[Mode, tuple[str, ...], tuple[int, ...]]] = PLAN
+) -> dict[Mode, dict[str, dict[int, dict[str, list[Counts]]]]]:
     found: dict[Mode, dict[str, Any]] = {}
-    for mode, names, batches in PLAN:
+    for mode, names, batches in plan:
         found[mode] = {}
         for name in names:
             print(f"serving: {WAYS[name].title}, {mode.title}", file=sys.stderr, flush=True)
@@ -343,38 +376,49 @@ def page_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
     )
 
 
+def stacks_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
+    steps = {
+        f"{WAYS[name].title}, {mode.title}, {mode.cann[:3]}": r
+        for mode, results in found.items()
+        for name, r in results.items()
+    }
+    return "\n".join(step_table(steps, STACK_COLUMNS))
+
+
 class PageError(Exception):
     """What the page lacks."""
 
 
-def around(page: str) -> tuple[str, str]:
+def around(page: str, first: str = BEGIN) -> tuple[str, str]:
     """What stands before the table and behind it. Raises PageError where it has not one place."""
-    before, begin, rest = page.partition(BEGIN)
+    before, begin, rest = page.partition(first)
     _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest:
-        raise PageError(f"{PAGE} needs one place for the table, between {BEGIN} and {END}")
+    if not begin or not end or first in rest:
+        raise PageError(f"{PAGE} needs one place for the table, between {first} and {END}")
     return before, after
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
+    parser.add_argument("--stacks", action="store_true", help="decode steps on CANN 8.3 and 9.1 instead")
     args = parser.parse_args(arguments)
+    begin, plan, text_of = (STACKS_BEGIN, STACKS, stacks_text) if args.stacks else (BEGIN, PLAN, page_text)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         if args.write:
-            around(PAGE.read_text(encoding="utf-8"))
+            around(PAGE.read_text(encoding="utf-8"), begin)
         with tempfile.TemporaryDirectory() as directory:
-            found = measure(Path(directory))
+            found = measure(Path(directory), plan)
     except (EmulationError, PageError) as error:
         print(error, file=sys.stderr)
         return 2
-    text = page_text(found)
+    text = text_of(found)
     print(text)
     if args.write:
-        before, after = around(PAGE.read_text(encoding="utf-8"))  # as it is now
+        before, after = around(PAGE.read_text(encoding="utf-8"), begin)  # as it is now
         half = PAGE.with_suffix(".new")
-        half.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        half.write_text(f"{before}{begin}\n\n{text}\n\n{END}{after}", encoding="utf-8")
         half.replace(PAGE)
     return 0
 

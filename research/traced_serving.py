@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -92,23 +93,37 @@ def region(name: str, **fields: Any) -> Iterator[dict[str, Any]]:
 
 
 def mark_steps() -> None:
+    """vllm-ascend 0.23 samples in a call of its own, `sample_tokens`, behind an `execute_model` that returns None."""
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-    original = NPUModelRunner.execute_model
+    execute, sample = NPUModelRunner.execute_model, getattr(NPUModelRunner, "sample_tokens", None)
+    step = contextlib.ExitStack()
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         scheduled = scheduler_output.num_scheduled_tokens
-        with region("step", requests=len(scheduled), tokens=scheduler_output.total_num_scheduled_tokens):
-            return original(self, scheduler_output, *args, **kwargs)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        step.enter_context(region("step", requests=len(scheduled), tokens=tokens))
+        result = execute(self, scheduler_output, *args, **kwargs)
+        if sample is None or result is not None:
+            step.close()
+        return result
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with step:
+            return sample(self, *args, **kwargs)
 
     NPUModelRunner.execute_model = execute_model
+    if sample is not None:
+        NPUModelRunner.sample_tokens = sample_tokens
 
 
 def mark_attention(implementation: type) -> None:
-    original = implementation.forward
+    from npu_gptoss.serving.lines.ascend import splitting_attention
+
+    original, twice = implementation.forward, splitting_attention is not None
 
     def forward(self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *a: Any, **k: Any):
-        if metadata is None or k.get("trace_flag", True):
+        if metadata is None or (twice and k.get("trace_flag", True)):
             return original(self, layer, query, key, value, cache, metadata, *a, **k)
         lengths = [int(length) for length in metadata.seq_lens]
         with region("attention", seq_lens=lengths, window=getattr(self, "window", None)):
@@ -154,16 +169,26 @@ def mark_layers() -> None:
     DecoderLayer.forward = forward
 
 
+def module(*names: str) -> Any:
+    """The one of them that this vllm-ascend has."""
+    return importlib.import_module(next(filter(importlib.util.find_spec, names)))
+
+
 def install(plugin: bool, eager: bool) -> None:
     """All marks. Inside compiled graphs there is no Python to mark, so layers and experts are marked in eager mode."""
+    from vllm.platforms import current_platform
+
+    current_platform.pre_register_and_update()  # vllm-ascend patches vLLM before its worker is imported
+    module("vllm_ascend.worker.worker_v1", "vllm_ascend.worker.worker")  # and its other modules come behind that
     device_time.install(eager)
     mark_steps()
     if not plugin:
         from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl
-        from vllm_ascend.ops import common_fused_moe
 
         mark_attention(AscendAttentionBackendImpl)
-        mark_experts(common_fused_moe.AscendUnquantizedFusedMoEMethod, common_fused_moe, "select_experts")
+        if eager:
+            home = module("vllm_ascend.ops.common_fused_moe", "vllm_ascend.ops.fused_moe.fused_moe")
+            mark_experts(home.AscendUnquantizedFusedMoEMethod, home, "select_experts")
         return
     from npu_gptoss.serving.ascend import moe
     from npu_gptoss.serving.ascend.attention import AscendSinkImpl
