@@ -1,7 +1,7 @@
-"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`).
+"""FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`); also FULL_AND_PIECEWISE's.
 
-No hardware has run this yet, and CANN 8.3 as published refuses to say how much workspace the call needs in TND, which
-is then reckoned. So it is tried out when the runner starts (`probe`); if anything fails, graphs are captured around
+No hardware has run this yet. CANN 8.3 as published refuses to say how much workspace the call needs in TND, which is
+then reckoned; on 9.1 a call with other lengths may be another kernel. So it is tried out when the runner starts (`probe`); if anything fails, graphs are captured around
 attention (PIECEWISE) instead.
 """
 
@@ -77,13 +77,12 @@ def prepare(config: VllmConfig, device: torch.device) -> None:
     if model.hf_config.model_type != MODEL_TYPE:
         return
     start_check.rest(config, device)
-    asked = compilation.cudagraph_mode
-    if not asked.has_full_cudagraphs():
+    if not compilation.cudagraph_mode.has_full_cudagraphs():
         return
     objection = _objection(config, device)
     if objection is None:
         return
-    logger.warning("%s does not work here (%s); graphs are captured PIECEWISE instead.", asked.name, objection)
+    logger.warning("FULL_DECODE_ONLY does not work here (%s); graphs are captured PIECEWISE instead.", objection)
     from npu_gptoss.serving.lines.ascend import capture_piecewise
 
     capture_piecewise(config)

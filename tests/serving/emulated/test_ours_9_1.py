@@ -86,6 +86,17 @@ def test_full_graphs_follow_each_steps_lengths_and_what_fits_no_call_leaves_them
     assert replays == [TOKENS - 1] * 5 + [0, 0]
 
 
+@pytest.mark.long
+def test_where_full_graphs_do_not_work_the_pieces_around_attention_are_captured(serve_9_1, expected):
+    """A full decode graph holds CANN's operator, whatever was chosen. vllm-ascend has prepared whole graphs by then."""
+    rounds = [turn(SPOILT)]
+    results, printed = serve_9_1(rounds, options=FULL, variables={"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops"})
+    assert right(rounds, results, expected) == [True]
+    assert "FULL_DECODE_ONLY does not work here (attention runs attention.paged.small_ops, and a full" in printed
+    assert "mixed prefill-decode, PIECEWISE" in printed
+    assert "decode, FULL" not in printed
+
+
 def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):
     rounds = [turn(SPOILT, seed=3, spoil="window_of_129"), turn(SPOILT, seed=4, spoil="sinks_dropped")]
     results, _ = serve_9_1([*rounds, turn(SPOILT, seed=5)], options=EAGER)
