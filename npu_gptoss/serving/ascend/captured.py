@@ -3,9 +3,9 @@
 A captured operator keeps the host arguments of its capture, so each attention call is recorded as a task group behind
 an event, and every replay issues the same call once more with the step's lengths on another stream, then the event
 (torch_npu: `graph_task_group_*`, `graph_task_update_*`, `ExternalEvent`). vllm-ascend 0.11.0 does so for its paged
-attention only, 0.23 for the calls of its own backend. Here are the same two halves for ours. Graphs, streams and the moment of the update
-stay vllm-ascend's, and so do its lists of handles and events; what we add to them carries the layer's name, so that a
-window layer never gets the lengths or the arguments of another.
+attention only, 0.23 for the calls of its own backend. Here are the same two halves for ours. Graphs, streams and the
+moment of the update stay vllm-ascend's, and so do its lists of handles and events; what we add to them carries the
+layer's name, so that a window layer never gets the lengths or the arguments of another.
 """
 
 from __future__ import annotations

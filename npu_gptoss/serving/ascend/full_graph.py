@@ -1,8 +1,8 @@
 """FULL_DECODE_ONLY: decode steps replayed as one graph, attention included (`captured`); also FULL_AND_PIECEWISE's.
 
 No hardware has run this yet. CANN 8.3 as published refuses to say how much workspace the call needs in TND, which is
-then reckoned; on 9.1 a call with other lengths may be another kernel. So it is tried out when the runner starts (`probe`); if anything fails, graphs are captured around
-attention (PIECEWISE) instead.
+then reckoned; on 9.1 a call with other lengths may be another kernel. So it is tried out when the runner starts
+(`probe`); if anything fails, graphs are captured around attention (PIECEWISE) instead.
 """
 
 from __future__ import annotations
