@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ascend_emulator import stacks
 from ascend_emulator.launch import EmulationError, find_venv
 
 from research import trace_table
@@ -130,6 +131,23 @@ def test_the_documented_table_is_what_is_counted(measured):
                     column: float(number(mean(counts, name))) for column, name in exact.items()
                 }
                 assert row["bytes / roofline"] == pytest.approx(over_roofline(counts), abs=0.01)
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_documented_steps_of_9_1_are_what_is_counted(folder):
+    try:
+        find_venv(stack=stacks.named("9.1"))
+    except EmulationError as error:
+        pytest.skip(str(error))
+    (counts, *_) = trace(WAYS["ours"], folder, trace_table.FULL_9_1, batches=(8,), steps=4)[8]["step"]
+    row = documented(["graph replays", "MB moved"])["8", "ours, full decode graphs, 9.1"]
+    exact = {column: what for column, what in trace_table.STACK_COLUMNS.items() if what != "bytes"}
+    assert {column: row[column] for column in exact} == {
+        column: getattr(counts, what) for column, what in exact.items()
+    }
+    assert row["MB moved"] == pytest.approx(counts.bytes / 1e6, rel=0.1)
 
 
 def lines(*events: dict[str, Any]) -> list[str]:
