@@ -205,7 +205,7 @@ def test_a_page_without_a_place_for_the_table_is_told_before_it_is_counted(
     """Counting takes half an hour."""
     page = tmp_path / "page.md"
     monkeypatch.setattr(trace_table, "PAGE", page)
-    monkeypatch.setattr(trace_table, "measure", lambda directory: pytest.fail("it counted"))
+    monkeypatch.setattr(trace_table, "measure", lambda *given: pytest.fail("it counted"))
     for text in ("no marks", trace_table.END + trace_table.BEGIN, trace_table.BEGIN * 2 + trace_table.END):
         page.write_text(text)
         assert trace_table.main(["--write"]) == 2
@@ -217,7 +217,7 @@ def test_the_table_takes_its_place_and_nothing_else(tmp_path: Path, monkeypatch:
     page = tmp_path / "page.md"
     page.write_text(f"before {trace_table.BEGIN} old {trace_table.END} after {trace_table.END}")
     monkeypatch.setattr(trace_table, "PAGE", page)
-    monkeypatch.setattr(trace_table, "measure", lambda directory: {})
+    monkeypatch.setattr(trace_table, "measure", lambda directory, plan: {})
     monkeypatch.setattr(trace_table, "page_text", lambda found: "new")
     assert trace_table.main([]) == 0
     assert " old " in page.read_text()
