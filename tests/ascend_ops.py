@@ -14,6 +14,7 @@ from typing import Any
 
 from ascend_emulator.context import OpContext, current, use
 from ascend_emulator.ops import OPS
+from ascend_emulator.stacks import CANN
 
 from npu_gptoss.kernels import platform_override
 
@@ -64,7 +65,7 @@ def ascend(
         if not hasattr(module, name):
             setattr(module, name, Packet(name, calls))
         getattr(module, name).add(overload, function)
-    version = {"8.5": "8.5.0"}.get(cann, cann.upper()) if cann_says is None else cann_says
+    version = CANN[cann] if cann_says is None else cann_says
     module.npu = SimpleNamespace(utils=SimpleNamespace(get_cann_version=lambda: version))
     module.get_npu_format = lambda tensor: current().format_of(tensor)
     before = sys.modules.get("torch_npu")

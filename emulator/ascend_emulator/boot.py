@@ -30,6 +30,7 @@ def boot(_module: ModuleType | None = None) -> None:
             format_of=storage.format_of,
             set_format=storage.set_format,
             is_whole=storage.is_whole,
+            bytes_behind=memory.bytes_behind,
         )
     )
     graphs.connect()

@@ -39,6 +39,10 @@ def _ignore_format(tensor: torch.Tensor, acl_format: int) -> None:
     return None
 
 
+def _own_storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+
+
 @dataclass(frozen=True)
 class OpContext:
     """The machine as one operator call sees it.
@@ -54,6 +58,7 @@ class OpContext:
     set_format: told by npu_format_cast.
     is_whole: whether a FRACTAL_NZ tensor is all of its storage; None judges by the tensor's own storage, which aliases
         into a larger block of device memory must not.
+    bytes_behind: how many bytes of a tensor's own allocation lie behind its last element.
     findings: what was seen and not raised, in order.
     """
 
@@ -68,6 +73,7 @@ class OpContext:
     format_of: Callable[[torch.Tensor], int] = _nd
     set_format: Callable[[torch.Tensor, int], None] = _ignore_format
     is_whole: Callable[[torch.Tensor], bool] | None = None
+    bytes_behind: Callable[[torch.Tensor], int] = _own_storage
     findings: list[Finding] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:

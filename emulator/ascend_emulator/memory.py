@@ -107,6 +107,14 @@ def take_workspace(size: int, device: torch.device, stream: int) -> None:
 _living: dict[int, tuple[int, int]] = {}  # address -> bytes and poison of the tensor that was allocated there
 
 
+def bytes_behind(alias: torch.Tensor) -> int:
+    """How many bytes of its allocation lie behind the last element of a CPU tensor in device memory."""
+    address = alias.data_ptr()
+    first = max((start for start in _living if start <= address), default=address)
+    size, _ = _living.get(first, (0, 0))
+    return max(first + size - address - alias.numel() * alias.element_size(), 0)
+
+
 def _poison_freed(address: int) -> None:
     """Told by torch_npu when the last owner of a storage is gone, before its allocator takes the block back."""
     freed = _living.pop(address, None)

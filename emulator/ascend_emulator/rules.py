@@ -1,7 +1,8 @@
-"""The ninety-one rules of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
+"""The ninety-three rules of an Ascend 910B's operators and graphs, and the errors in which a user meets them.
 
-A rule is what hardware, driver or host library refuses, leaves undefined, or takes at a price. Up to R80 they belong to
-operators and are raised by `emulator/ops`; R81 to R91 belong to graph capture and replay. Errors read like those of the
+A rule is what hardware, driver or host library refuses, leaves undefined, or takes at a price. R81 to R91 belong to
+graph capture and replay, all others to operators, which raise them in `emulator/ops`. `versions` are the CANN releases
+for which a rule holds; where it is not all of them, `SOURCES` says where that was read. Errors read like those of the
 layer that refuses on a real machine (torch_npu's binding, aclnn's parameter check, the operator's tiling), with the
 rule's number appended.
 """
@@ -16,6 +17,9 @@ from ascend_emulator.context import CANN_VERSIONS, Finding, OpContext, current
 
 ALL = CANN_VERSIONS
 ONLY_8_3 = ("8.3.rc1", "8.3.rc2")
+UP_TO_8_5 = (*ONLY_8_3, "8.5")
+FROM_8_5_TO_9_0 = ("8.5", "9.0")
+FROM_9_0 = ("9.0", "9.1")
 
 
 class Kind(str, Enum):
@@ -51,8 +55,8 @@ RULES: dict[int, Rule] = {
             (1, "A learnable sink needs the layout TND or NTD_TND."),
             (2, "Version 1 of the operator has no learnable sink."),
             (3, "The sink is one-dimensional with one value per query head."),
-            (4, "The sink is bfloat16."),
-            (5, "With a sink the head size is 64 or 128 (CANN 8.5: the value's at most 128)."),
+            (4, "The sink is bfloat16 (from CANN 9.0 on float16 is taken, too: R93)."),
+            (5, "With a sink the head size is 64 or 128 (CANN 8.5: the value's at most 128).", UP_TO_8_5),
             (6, "TND takes bfloat16 query, key and value only (CANN 8.5: float16 too, never mixed)."),
             (
                 7,
@@ -119,9 +123,27 @@ RULES: dict[int, Rule] = {
             ),
             (36, "BSH and BSND take a three-dimensional paged cache only."),
             (37, "The workspace query cannot serve TND: it passes sequence lengths without data.", ONLY_8_3),
-            (38, "The caller's workspace is large enough; nothing checks it.", *_UB),
+            (
+                38,
+                "The caller's workspace is large enough; nothing checks it. From CANN 8.5 on it has to hold the parts "
+                "of keys that are split over cores, and whether they are depends on the lengths.",
+                *_UB,
+            ),
             (39, "The caller's outputs have the shape and dtype that the operator writes."),
-            (40, "inner_precise is 0 to 3, and 0 with a sink on CANN 8.5."),
+            (40, "inner_precise is 0 to 3, and 0 with a sink from CANN 8.5 on."),
+            (
+                92,
+                "The sink has 32 elements of memory behind it: the last key head's are read past their end.",
+                FROM_8_5_TO_9_0,
+                Kind.UNDEFINED,
+            ),
+            (
+                93,
+                "A sink of another dtype than bfloat16, or a head size other than 64 with it, sends the call to "
+                "another kernel, whose defects are not known here.",
+                FROM_9_0,
+                Kind.UNDEFINED,
+            ),
         ),
         *_family(
             "grouped_matmul",
@@ -217,6 +239,21 @@ RULES: dict[int, Rule] = {
     )
 }
 
+_PFA = "ops-transformer b122ed222 (8.3.RC1), prompt_flash_attention_tiling.cpp; from v8.5.0 on FiaTilingNonQuant"
+# Where it was read that a rule holds for some releases only, or is another one for some.
+SOURCES: dict[int, str] = {
+    5: "ops-transformer v8.5.0, CheckFeatureLearnableSink; v9.0.0 asks no head size there, see 93",
+    **dict.fromkeys((7, 18, 25, 27, 34), _PFA),
+    37: f"{_PFA}, which answers with CalcMaxWorkspaceSize",
+    38: f"{_PFA}::CalcWorkspaceSize, the same text in v8.5.0, v9.0.0, v9.0.1 and branch 9.1.0",
+    59: "ops-transformer b122ed222, moe_init_routing_v3_tiling.cpp; v8.5.0 has another (e05d98c2f)",
+    66: "op-plugin 7.3.0 and ops-nn v8.5.0, activation/clipped_swiglu",
+    72: "ops-transformer b122ed222, apply_rotary_pos_emb_tiling.cpp; op-plugin 26.1.0 takes 64, too",
+    90: "torch_npu 7.2.0 records version 1 only, 7.3.0 both",
+    92: "ops-transformer ca4633c9b (2026-04-30, in v9.1.0-beta.2 and later, not in v9.0.1): SinkCopyIn reads G + 16",
+    93: "ops-transformer 6f45a9b62 (in v9.0.0 and later), CheckSpecConditions",
+}
+
 
 class ContractError(RuntimeError):
     """A call that an Ascend 910B would refuse, or (strict mode) whose result it would leave undefined.
@@ -260,9 +297,13 @@ class Call:
         tail = f" [{RULES[rule].name}]" if rule is not None else ""
         return layer.value.format(op=self.op, aclnn=self.aclnn, sentence=sentence) + tail
 
+    def holds(self, rule: int) -> bool:
+        """Whether the rule is one of this CANN version."""
+        return self.context.cann in RULES[rule].versions
+
     def reject(self, rule: int | None, sentence: str, layer: Layer = Layer.TILING) -> None:
         """Raises if the rule holds on this CANN version. The sentence names what was expected and what was got."""
-        if rule is None or self.context.cann in RULES[rule].versions:
+        if rule is None or self.holds(rule):
             raise ContractError(self.text(layer, sentence, rule), rule)
 
     def require(self, condition: object, rule: int | None, sentence: str, layer: Layer = Layer.TILING) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 # name here -> what CANN says of itself
-CANN = {"8.3.rc1": "8.3.RC1", "8.3.rc2": "8.3.RC2", "8.5": "8.5.0", "9.1": "9.1.0"}
+CANN = {"8.3.rc1": "8.3.RC1", "8.3.rc2": "8.3.RC2", "8.5": "8.5.0", "9.0": "9.0.1", "9.1": "9.1.0"}
 CANN_VERSIONS = tuple(CANN)
 
 
@@ -28,7 +28,7 @@ class Stack:
 STACKS = (
     Stack("8.3", "2.7.1", ("8.3.rc1", "8.3.rc2", "8.5"), ""),
     # vllm-ascend takes a vLLM that calls itself 0.23.0+empty, as one from the source release does, for a later one
-    Stack("9.1", "2.10.0", ("9.1",), "-9.1", MappingProxyType({"VLLM_VERSION": "0.23.0"})),
+    Stack("9.1", "2.10.0", ("9.1", "9.0"), "-9.1", MappingProxyType({"VLLM_VERSION": "0.23.0"})),
 )
 NAMES = tuple(stack.name for stack in STACKS)
 

@@ -83,7 +83,7 @@ def attention_case(
         "actual_seq_qlen": ends,
         "actual_seq_kvlen": list(kv_lens),
         "block_table": table,
-        "learnable_sink": random(heads) if sink else None,
+        "learnable_sink": random(heads + 32)[:heads] if sink else None,  # with memory behind it [R92]
         "num_query_heads": heads,
         "num_key_value_heads": kv_heads,
         "softmax_scale": dim**-0.5,

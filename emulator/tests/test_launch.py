@@ -50,7 +50,7 @@ def test_each_stack_has_its_own_environment_and_its_own_cann(
     assert "VLLM_VERSION" not in launch.environment(Machine(), first, {})
     monkeypatch.setenv(launch.VENV_VARIABLE, str(second))
     assert command.main(["--cann", "8.5", "--stack", "9.1", "--", "true"]) == 2
-    assert "runs on CANN 9.1 here, not on 8.5" in capsys.readouterr().err
+    assert "runs on CANN 9.1, 9.0 here, not on 8.5" in capsys.readouterr().err
 
 
 def test_the_names_of_when_it_was_a_part_of_npu_gptoss_still_count(venv: Path) -> None:
@@ -119,7 +119,7 @@ def test_toolkit_folder_names_the_version(venv: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"cann": "9.0"}, "8.3.rc1, 8.3.rc2, 8.5"),
+        ({"cann": "9.2"}, "8.3.rc1, 8.3.rc2, 8.5, 9.0, 9.1"),
         ({"devices": 0}, "1 to 16"),
         ({"memory": -1.0}, "more than 0"),
         ({"defects": ("merged-head",)}, "merged-heads"),

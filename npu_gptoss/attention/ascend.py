@@ -1,7 +1,8 @@
 """Attention on an Ascend 910B: one fused call for prefill, chunk and decode rows alike.
 
-`npu_fused_infer_attention_score_v2` in TND layout over the paged cache, with `learnable_sink`. What the operator wants
-(CANN 8.3, from its tiling code; no hardware has confirmed our reading):
+`npu_fused_infer_attention_score_v2` in TND layout over the paged cache, with `learnable_sink`. Behind it are two
+kernels, one up to CANN 8.3 and one from 8.5 on. What both want (from their tiling code of 8.3, 8.5, 9.0 and 9.1; no
+hardware has confirmed our reading):
 
 * host lists: query lengths cumulative and ending at the number of rows, key lengths per request (paged);
 * the cache as [blocks, block_size, kv_heads * head_dim], block size a multiple of 128; a block table of exactly the
@@ -10,7 +11,8 @@
 * a compressed causal mask of 2048 x 2048, strict upper triangle set, for every length;
 * sparse_mode 3 attends all keys up to the query's own; mode 4 those from `pre_tokens` before it, its own not counted,
   so that a window of 128 keys is pre_tokens = 127;
-* bfloat16 throughout, sinks included.
+* bfloat16 throughout, sinks included: from CANN 9.0 on a float16 sink would be taken, by another kernel, which has
+  defects that this one has not (ops-transformer 6f45a9b62); sinks have memory behind them (`padding.with_slack`).
 """
 
 from __future__ import annotations

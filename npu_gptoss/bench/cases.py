@@ -17,6 +17,7 @@ import torch
 from npu_gptoss import dense, moe
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, paged_call, write_kv_cache
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
+from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.bench.measure import rotation
 from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import (
@@ -164,7 +165,7 @@ def _prefill(inputs: Inputs, tokens: int, window: int | None, kernel: str) -> Ca
 
 
 def _attend(inputs: Inputs, window: int | None, kernel: str) -> Callable[..., torch.Tensor]:
-    sinks, scale = inputs.normal(inputs.config.num_attention_heads), inputs.config.head_dim**-0.5
+    sinks, scale = with_slack(inputs.normal(inputs.config.num_attention_heads)), inputs.config.head_dim**-0.5
     return functools.partial(paged_attention, sinks=sinks, scale=scale, sliding_window=window, kernel=kernel)
 
 

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import torch
 
+from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import layer_tensors, split_layer
@@ -87,7 +88,7 @@ def _build_layer(
         qkv_bias=fused("bias"),
         output_weight=parts.pop("self_attn.o_proj.weight"),
         output_bias=parts.pop("self_attn.o_proj.bias"),
-        sinks=parts.pop("self_attn.sinks"),
+        sinks=with_slack(parts.pop("self_attn.sinks")),
         window=config.window(index),
     )
     experts = _take_experts(parts, expert_map)

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig, tensor_parallel_objection
 from npu_gptoss.model.rope import score_scale
@@ -84,7 +85,7 @@ class GptOssAttention(nn.Module):
         self.split_sizes = [heads * config.head_dim for heads in (self.num_heads, num_kv_heads, num_kv_heads)]
         self.rotary_emb = rotary_embedding(config)
         # NaN until loaded: the backend refuses sinks that nobody filled
-        self.sinks = nn.Parameter(torch.full((self.num_heads,), float("nan")), requires_grad=False)
+        self.sinks = nn.Parameter(with_slack(torch.full((self.num_heads,), float("nan"))), requires_grad=False)
         # The window goes to our backend as `window`, not as `per_layer_sliding_window`: see attention.py.
         self.attn = Attention(
             self.num_heads,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.dense.operations import ADD_NORM, GREEDY, LOGITS, OUTPUT, QKV, ROUTER
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, mxfp4, quantize_fp8
@@ -92,7 +93,8 @@ class Step:
     sinks: torch.Tensor
 
     def to(self, device: str | torch.device, dtype: torch.dtype | None = None) -> Step:
-        return mapped(self, lambda t: t.to(device, dtype if t.is_floating_point() else None))
+        there = mapped(self, lambda t: t.to(device, dtype if t.is_floating_point() else None))
+        return dataclasses.replace(there, sinks=with_slack(there.sinks))
 
     def inputs(self, sliding_window: int | None) -> dict[str, Any]:
         """The arguments of `paged_attention`."""

@@ -1,10 +1,11 @@
 """The fused attention call on the emulated operators: against the definition, and when it is called wrongly.
 
-The operators check the contract of CANN 8.3 in strict mode, so a test that passes also says that none of it is broken.
+The operators check the contract of CANN in strict mode, so a test that passes also says that none of it is broken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -43,12 +44,22 @@ def check(run, step, sliding_window):
     assert_close(run(step, sliding_window), want, atol=2**-8)
 
 
-@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5", "9.0", "9.1"])
 @pytest.mark.parametrize("sliding_window", [None, WINDOW, 1, 17])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_fused_call_equals_the_definition(name, sliding_window, cann):
     with ascend_ops.ascend(cann):
         check(fused, make_step(STEPS[name], BF16, padding=3), sliding_window)
+
+
+@pytest.mark.parametrize(("cann", "reads_past"), [("8.3.rc2", False), ("8.5", True), ("9.0", True), ("9.1", False)])
+def test_sinks_with_nothing_behind_them_are_seen_where_the_kernel_reads_past_their_end(cann, reads_past):
+    step = make_step(STEPS["decode at the window's edge"], BF16)
+    bare = dataclasses.replace(step, sinks=step.sinks.clone())
+    with ascend_ops.ascend(cann):
+        fused(step, WINDOW)
+        with pytest.raises(ContractError, match="R92") if reads_past else contextlib.nullcontext():
+            fused(bare, WINDOW)
 
 
 def test_it_is_what_runs_on_an_ascend_by_itself_and_in_one_call(calls):

@@ -67,7 +67,7 @@ def test_each_defect_is_seen_by_its_call_and_by_no_other(defect, cann, seen_by):
         assert {merged_heads for _, merged_heads in found} == {defect == "merged-heads"}
 
 
-@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5"])
+@pytest.mark.parametrize("cann", ["8.3.rc1", "8.5", "9.0", "9.1"])
 def test_right_operators_pass(cann):
     with ascend_ops.ascend(cann):
         assert [case.name for case in QUICK if wrong(case)] == []

@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 import torch
-from ascend_emulator.ops import fia_kernel
+from ascend_emulator.ops import fia_kernel, fia_workspace
 from ascend_emulator.ops.fia_call import FiaCall, Plan
 from ascend_emulator.ops.fia_contract import check
 from ascend_emulator.ops.table import Arguments, kernel, poison_, poisoned, shape
@@ -120,7 +120,7 @@ def from_v1(a: Arguments) -> FiaCall:
 def _compute(call: Call, fia: FiaCall) -> Pair:
     plan = check(call, fia)
     out, lse = fia_kernel.outputs(plan)
-    if call.context.execute:
+    if call.context.execute and not _unknown_kernel(call, plan):
         fia_kernel.run(call, plan, out, lse)
     return out, lse
 
@@ -132,18 +132,33 @@ def _compute_into(call: Call, fia: FiaCall, workspace: torch.Tensor | None, out:
     plan = check(call, fia)
     attention_out, lse = out
     fia_kernel.check_out(call, fia, plan, attention_out, lse)
-    short = _too_small(call, plan, workspace)
+    undefined = _too_small(call, plan, workspace) or _unknown_kernel(call, plan)
     if call.context.execute:
         fia_kernel.run(call, plan, attention_out, lse)
-        if short:
+        if undefined:
             poison_(attention_out)
     return attention_out, lse
+
+
+def _unknown_kernel(call: Call, plan: Plan) -> bool:
+    """Whether the sink sends this call to the kernel "split fuse", which this emulator has not [R93]."""
+    fia = plan.call
+    if fia.sink is None or not call.holds(93):
+        return False
+    other = not call.context.stands_for(fia.sink.dtype, torch.bfloat16) or plan.head_dim != 64
+    if other:
+        call.undefined(
+            93,
+            f"learnable_sink of {fia.sink.dtype} with head size {plan.head_dim} goes to the kernel split fuse, "
+            "expected bfloat16 and 64",
+        )
+    return other
 
 
 def _too_small(call: Call, plan: Plan, workspace: torch.Tensor | None) -> bool:
     if workspace is None:
         return False
-    size, needed = workspace.numel() * workspace.element_size(), fia_kernel.workspace_bytes(call, plan)
+    size, needed = workspace.numel() * workspace.element_size(), fia_workspace.needed(call, plan)
     if size < needed:
         call.undefined(38, f"workspace {shape(workspace)} has {size} bytes, expected at least {needed}")
     return size < needed
@@ -152,7 +167,8 @@ def _too_small(call: Call, plan: Plan, workspace: torch.Tensor | None) -> bool:
 def _max_workspace(call: Call, fia: FiaCall) -> torch.Tensor:
     """`workspace_size` elements (not bytes) of the query's dtype, unwritten."""
     plan = check(call, fia, for_workspace=True)
-    return torch.empty(fia_kernel.workspace_bytes(call, plan), dtype=fia.query.dtype, device=fia.query.device)
+    size = fia_workspace.needed(call, plan) if call.context.is_8_3 else fia_workspace.largest(plan)
+    return torch.empty(size, dtype=fia.query.dtype, device=fia.query.device)
 
 
 @kernel(f"npu::{V2}({_V2_ARGUMENTS}) -> (Tensor, Tensor)", host=_LENGTHS_V2, bundle=True)

@@ -2,7 +2,8 @@
 
 The order is that of CANN 8.3.RC1: torch_npu's binding allocates the outputs, aclnn looks at pointers and dtypes, the
 fused operator's tiling at sink and layout, then the prompt operator's tiling at precision, mask dtype, sequence
-lengths, shapes, pages and sparse mode. CANN 8.5 differs where `Call.context` says so.
+lengths, shapes, pages and sparse mode. From CANN 8.5 on another kernel has the call (FiaTilingNonQuant), which differs
+where `Call.context` says so.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _check_parameters(call: Call, fia: FiaCall) -> None:
             f"{name} {shape(tensor)} with strides {list(tensor.stride())} is copied whole in every call, "
             f"{tensor.numel() * tensor.element_size()} bytes",
         )
-    if fia.sink is not None:
+    if fia.sink is not None and not (fia.sink.dtype == torch.float16 and call.holds(93)):
         call.require(
             call.context.stands_for(fia.sink.dtype, torch.bfloat16),
             4,

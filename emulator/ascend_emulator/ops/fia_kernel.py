@@ -231,14 +231,6 @@ class _MaskReader:
         return plain[index if plain.size(0) > 1 else 0, :q_len, :kv_len] == 0
 
 
-def workspace_bytes(call: Call, plan: Plan) -> int:
-    """What the packed-token tiling asks for: three score tiles and four value tiles a core, plus a reserve."""
-    cores, reserve = 20, 16 << 20
-    q_lens, kv_lens = ([max(r[i], 1) for r in plan.requests] for i in (1, 2))
-    tiling = Tiling.of(q_lens, kv_lens, plan.heads // plan.kv_heads, plan.call.want_lse)
-    return cores * 4 * tiling.rows * (3 * tiling.keys + 4 * plan.head_dim) + reserve
-
-
 def check_out(call: Call, fia: FiaCall, plan: Plan, out: torch.Tensor, lse: torch.Tensor) -> None:
     call.require(
         list(out.shape) == list(plan.out_shape) and out.dtype == fia.query.dtype and out.is_contiguous(),

@@ -12,6 +12,7 @@ from ascend_emulator.rules import Call
 
 MAX_TOKENS = 1 << 20
 MAX_REQUESTS = 4096
+SINK_SLACK = 32
 
 
 def check_packed(call: Call, fia: FiaCall, qlen: list[int] | None, kvlen: list[int] | None) -> Plan:
@@ -160,6 +161,12 @@ def _check_sink(call: Call, fia: FiaCall, query_heads: int, value_dim: int) -> N
     )
     legal = value_dim in (64, 128) if call.context.is_8_3 else value_dim <= 128
     call.require(legal, 5, f"When Layout is TND, learnable_sink only support valueD equal 64/128, got {value_dim}")
+    if call.holds(92) and call.context.bytes_behind(fia.sink) < SINK_SLACK * fia.sink.element_size():
+        call.undefined(
+            92,
+            f"learnable_sink {shape(fia.sink)} ends with its memory, and the kernel reads 16 elements from each key "
+            f"head's first on: expected {SINK_SLACK} elements behind it (the result is right where they are mapped)",
+        )
 
 
 def _check_dtypes(call: Call, fia: FiaCall) -> None:

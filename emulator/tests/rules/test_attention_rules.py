@@ -1,10 +1,10 @@
-"""R01 to R40, one test each: a legal call like gpt-oss's with one thing broken."""
+"""R01 to R40, R92 and R93: a legal call like gpt-oss's with one thing broken."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ascend_emulator.context import current, use
+from ascend_emulator.context import CANN_VERSIONS, current, use
 from ascend_emulator.ops import OPS
 from ascend_emulator.rules import ContractError, NotEmulatedError
 
@@ -41,7 +41,7 @@ def sized(dim: int, *, heads: int = 8, kv_heads: int = 2, **changes: object) -> 
     return dict(attention_case([4, 1], [140, 7], dim=dim, heads=heads, kv_heads=kv_heads), **changes)
 
 
-@pytest.mark.parametrize("cann", ["8.3.rc1", "8.3.rc2", "8.5"])
+@pytest.mark.parametrize("cann", CANN_VERSIONS)
 @pytest.mark.parametrize("make", [case, unpaged, bsh])
 def test_the_calls_that_are_broken_below_are_legal(make, cann):
     with use(cann=cann, findings=[]) as context:
@@ -92,7 +92,7 @@ def test_R06_float32_is_for_diagnosis_only():
 
 def test_R06_packed_tokens_are_bfloat16():
     half = attention_case([4, 1], [140, 7], dtype=torch.float16)
-    half["learnable_sink"] = half["learnable_sink"].bfloat16()
+    half["learnable_sink"] = case()["learnable_sink"]
     with rejects(6, "bf16", "float16"):
         fia(**half)
     with use(cann="8.5"):
@@ -489,6 +489,43 @@ def test_R38_a_small_workspace_is_not_noticed():
     assert out[0].isnan().all()
 
 
+def decode(*kv_lens: int, **changes: object) -> dict:
+    """One row a request of gpt-oss's own heads."""
+    return dict(attention_case([1] * len(kv_lens), list(kv_lens), heads=64, kv_heads=8), **changes)
+
+
+@pytest.mark.parametrize("cann", ["8.5", "9.0", "9.1"])
+@pytest.mark.parametrize(
+    ("long", "split"),
+    [
+        (decode(4097, 1), True),
+        (decode(513, 1), True),
+        (decode(512, 1), False),
+        (decode(1030, sparse_mode=4, pre_tokens=127, next_tokens=0), True),  # keys 902 to 1029, over a tile's end
+        (decode(1000, sparse_mode=4, pre_tokens=127, next_tokens=0), False),
+    ],
+    ids=["long", "two tiles", "one tile", "a window over two tiles", "a window in one tile"],
+)
+def test_R38_from_8_5_on_the_workspace_grows_when_keys_are_split(cann, long, split):
+    """A graph captured at short lengths is replayed at long ones: what its capture needed is too little then."""
+    short = decode(*[512] * len(long["actual_seq_kvlen"]))
+    with use(cann=cann):
+        enough = torch.empty((16 << 20) + 20 * 2 * 8 * (512 * 6 + 64 * 8), dtype=torch.uint8)
+        fia_out(**short, workspace=enough, out=outputs(short))
+        if split:
+            with rejects(38, f"{enough.numel() + 20 * 2 * 512 * 320} "):
+                fia_out(**long, workspace=enough, out=outputs(long))
+        else:
+            fia_out(**long, workspace=enough, out=outputs(long))
+        asked = max_workspace(**short)
+        assert asked.numel() == (16 << 20) + 20 * (2 * 512 * (512 * 6 + 64 * 8) + 2 * 512 * 320)
+        fia_out(**long, workspace=asked, out=outputs(long))
+
+
+def outputs(arguments: dict) -> list[torch.Tensor]:
+    return [torch.zeros_like(arguments["query"]), torch.empty(1)]
+
+
 @pytest.mark.parametrize(
     "out",
     [
@@ -519,6 +556,45 @@ def test_R40_inner_precise():
             with rejects(40, f"got {wrong}"):
                 fia(**case(inner_precise=wrong, learnable_sink=None))
         fia(**case(inner_precise=3, learnable_sink=None))
+
+
+def test_R92_up_to_9_0_the_sink_is_read_past_its_end():
+    """It is in the last 64 bytes of its memory by no accident of this test: so torch makes it."""
+    bare = case(learnable_sink=torch.randn(8).bfloat16())
+    for cann in ("8.5", "9.0"):
+        with use(cann=cann):
+            with rejects(92, "[8] ends with its memory"):
+                fia(**bare)
+            fia(**case())
+    for cann in ("8.3.rc2", "9.1"):
+        with use(cann=cann):
+            fia(**bare)
+    with use(cann="9.0", strict=False), leaves_undefined(92):
+        out, _ = fia(**bare)
+    assert out.isfinite().all(), "what is read too much is not used"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [case(learnable_sink=torch.randn(40).half()[:8]), sized(128)],
+    ids=["float16", "another head size"],
+)
+def test_R93_from_9_0_on_another_sink_means_another_kernel(broken):
+    for cann in ("9.0", "9.1"):
+        with use(cann=cann), rejects(93, "split fuse"):
+            fia(**broken)
+    with use(cann="9.1", strict=False), leaves_undefined(93):
+        assert fia(**broken)[0].isnan().all()
+    with use(cann="9.1"):
+        fia(**case())
+        with rejects(93):
+            fia_out(**broken, out=outputs(broken))
+
+
+def test_R04_before_9_0_a_float16_sink_is_refused():
+    for cann in ("8.3.rc1", "8.5"):
+        with use(cann=cann), rejects(4, "bfloat16", "float16"):
+            fia(**case(learnable_sink=torch.zeros(40).half()[:8]))
 
 
 # Outside of packed tokens: what vllm-ascend's own attention calls

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator.context import CANN_VERSIONS, use
-from ascend_emulator.rules import RULES, Call, ContractError, Kind, Layer
+from ascend_emulator.rules import RULES, SOURCES, Call, ContractError, Kind, Layer
 
-OPERATOR_RULES = range(1, 81)
-UNDEFINED = {24, 33, 38, 46, 91}
+OPERATOR_RULES = (*range(1, 81), 92, 93)
+UNDEFINED = {24, 33, 38, 46, 91, 92, 93}
 COSTLY = {35}
 ONLY_8_3 = {7, 18, 25, 27, 34, 37, 59, 66, 72, 90}
 
@@ -35,14 +35,21 @@ def triggered(function: ast.FunctionDef) -> set[int]:
     }
 
 
-def test_ninety_one_rules_with_a_sentence_each():
-    assert sorted(RULES) == list(range(1, 92))
+def test_ninety_three_rules_with_a_sentence_each():
+    assert sorted(RULES) == list(range(1, 94))
     for rule in RULES.values():
         assert rule.text.endswith(".")
         assert set(rule.versions) <= set(CANN_VERSIONS)
     assert {n for n, r in RULES.items() if r.kind is Kind.UNDEFINED} == UNDEFINED
     assert {n for n, r in RULES.items() if r.kind is Kind.COSTLY} == COSTLY
-    assert {n for n, r in RULES.items() if "8.5" not in r.versions} == ONLY_8_3
+    of_release = {version: {n for n, r in RULES.items() if version in r.versions} for version in CANN_VERSIONS}
+    assert of_release["8.3.rc2"] - of_release["8.5"] == ONLY_8_3
+    assert (of_release["8.5"] - of_release["8.3.rc2"], of_release["8.5"] - of_release["9.0"]) == ({92}, {5})
+    assert (of_release["9.0"] - of_release["8.5"], of_release["9.0"] - of_release["9.1"]) == ({93}, {92})
+
+
+def test_what_is_not_a_rule_of_every_release_says_where_that_was_read():
+    assert {n for n, rule in RULES.items() if rule.versions != CANN_VERSIONS} <= SOURCES.keys() <= RULES.keys()
 
 
 @pytest.mark.parametrize("number", OPERATOR_RULES)

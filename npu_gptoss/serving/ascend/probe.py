@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.attention.ascend import call_arguments, no_lse
+from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.errors import short
 from npu_gptoss.serving.ascend import captured
 
@@ -33,7 +34,7 @@ def full_graph_objection(
         requests = len(replays[0])
         blocks = -(-max(map(max, replays)) // BLOCK_SIZE)
         table = 1 + torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
-        query, sinks = normal(requests, heads, head_dim), normal(heads)
+        query, sinks = normal(requests, heads, head_dim), with_slack(normal(heads))
         key_cache, value_cache = (normal(1 + table.numel(), BLOCK_SIZE, kv_heads, head_dim) for _ in range(2))
         for name, sliding_window in (("a full layer", None), ("a window layer", window)):
             arguments = call_arguments(

@@ -91,6 +91,18 @@ def sinks_dropped() -> Spoil:
     return mock.patch.object(ascend, "call_arguments", lambda *a, **k: {**right(*a, **k), "learnable_sink": None})
 
 
+def sinks_without_slack() -> Spoil:
+    """The sinks as torch would have made them: nothing behind them."""
+    from npu_gptoss.attention import ascend
+
+    def bare(*args: Any, **kwargs: Any) -> Any:
+        arguments = right(*args, **kwargs)
+        return {**arguments, "learnable_sink": arguments["learnable_sink"].clone()}
+
+    right = ascend.call_arguments
+    return mock.patch.object(ascend, "call_arguments", bare)
+
+
 def interleaved_weights() -> Spoil:
     """The checkpoint's columns go to the activation of halves, as in vllm-ascend's own experts."""
     from npu_gptoss.moe import ascend

@@ -103,6 +103,15 @@ def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):
     assert right([*rounds, turn(SPOILT, seed=5)], results, expected) == [False, False, True]
 
 
+@pytest.mark.long
+def test_on_cann_9_0_sinks_have_memory_behind_them(serve_9_1, expected):
+    """Its kernel reads past their end, which 9.1's does not [R92]."""
+    rounds, bare = [turn(SPOILT, seed=3)], turn(SPOILT, seed=4, spoil="sinks_without_slack")
+    results, _ = serve_9_1([*rounds, bare], options=EAGER, machine={"cann": "9.0"})
+    assert right(rounds, results[:1], expected) == [True]
+    assert "[R92]" in results[1]
+
+
 def test_the_official_format_is_expanded_at_load(serve_9_1, expected, tmp_path):
     """Stock vllm-ascend 0.23 has no MXFP4 on an A2; the values are the same as the BF16 checkpoint's."""
     write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
