@@ -2,6 +2,8 @@
 
 * toolkit: `<toolkit>/<arch>-linux/ascend_toolkit_install.info` with `version=8.3.RC1`, or `<toolkit>/version.cfg` with
   `toolkit_running_version=[7.8.0.1.231:8.3.RC1]`; `set_env.sh` names the toolkit in ASCEND_HOME_PATH;
+* its attention operators: `<toolkit>/<arch>-linux/include/version/ops_transformer_version.h` with the time when they
+  were built (CANN 9.0 and later);
 * driver: `/usr/local/Ascend/driver/version.info` with `package_version=25.3.rc1` (older ones: `Version=`).
 """
 
@@ -66,6 +68,34 @@ def series(text: str) -> tuple[int, int] | None:
     """(8, 3) of "8.3.RC1"; None of what is no version."""
     version = parse(text)
     return version.series if version else None
+
+
+def built(toolkit: Path) -> str:
+    """The day on which the attention operators were built, such as 20260721; "" where nothing says so."""
+    for header in sorted(toolkit.glob("*-linux/include/version/ops_transformer_version.h")):
+        if match := re.search(r"OPS_TRANSFORMER_TIMESTAMP\D+(\d{8})", read(header)):
+            return match[1]
+    return ""
+
+
+# A nightly build calls itself like the release to come; its operators have a day.
+WRONG_NIGHTLIES = ("20260325", "20260330")
+
+
+def defect(text: str, day: str = "") -> str | None:
+    """What this build of CANN computes wrongly without a word; None: nothing known. day: when it was built."""
+    version = parse(text)
+    if WRONG_NIGHTLIES[0] <= day <= WRONG_NIGHTLIES[1]:
+        return (
+            f"a nightly build of {day}, and those of 25 to 30 March 2026 attend wrongly in layers with a window and "
+            "sinks (ops-transformer c36036e63, mended in 2687bb676)"
+        )
+    if version is not None and version.series == (9, 1) and version.prerelease:
+        return (
+            "a beta, and those of 9.1 lose columns of matrix products of fewer than 64 rows (ops-nn e3f831f65; mended "
+            "in 9.1.0)"
+        )
+    return None
 
 
 def in_use() -> str:

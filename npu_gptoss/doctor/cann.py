@@ -16,14 +16,12 @@ from npu_gptoss import cann as installed
 from npu_gptoss.cann import parse
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, ascend_line
+from npu_gptoss.serving.lines import ASCEND_LINES, Line, between
 
-LINE = ascend_line()
 ATB_VARIABLE = "ATB_HOME_PATH"
 NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER_FOLDER = f"/{installed.DRIVER_FOLDER}"
 COMMON_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
-IMAGE = "the image `cann:8.3.rc2-910b-ubuntu22.04-py3.11` has it"
 
 
 def find_toolkit(here: Machine) -> tuple[Path | None, str | None, str]:
@@ -45,7 +43,10 @@ def _script(folder: Path) -> Path:
 @on_ascend("CANN")
 def toolkit(here: Machine) -> Iterator[Finding]:
     place, variable, text = find_toolkit(here)
-    install = f"Install CANN {LINE.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: {IMAGE}."
+    install = (
+        f"Install CANN {here.line.cann.recommended} (toolkit, the 910B kernels, NNAL), or run in a container: "
+        f"{_image(here.line)}."
+    )
     if place is None:
         yield failed("No CANN toolkit is installed where it usually lies, nor named by ASCEND_HOME_PATH.", install)
         return
@@ -55,7 +56,7 @@ def toolkit(here: Machine) -> Iterator[Finding]:
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` in the shell that starts the server.",
         )
         return
-    yield _verdict(text, place, install, here.emulated)
+    yield _verdict(text, place, install, here)
     if variable is None:
         yield failed(
             f"CANN {text} lies in {place}, but this shell does not know it (ASCEND_HOME_PATH is not set), so torch-npu "
@@ -64,16 +65,22 @@ def toolkit(here: Machine) -> Iterator[Finding]:
         )
 
 
-def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
-    version = parse(text)
+def _image(line: Line) -> str:
+    return f"the image `cann:{line.image}` has it"
+
+
+def _verdict(text: str, place: Path, install: str, here: Machine) -> Finding:
+    version, line = parse(text), here.line
     named = f"CANN {text} ({place})"
-    lowest = parse(LINE.cann.releases[0])
+    first = ASCEND_LINES[0].cann.releases[0]
+    lowest = parse(first)
+    if wrong := installed.defect(text, installed.built(place)):
+        return failed(f"{named} is {wrong}.", install)
     if version is None:
         return warning(f"{named}: this is no version that can be compared.", install)
     if version.series < lowest.series:
         return failed(
-            f"{named} is older than {LINE.cann.releases[0]}, the first whose attention operator takes gpt-oss's sinks.",
-            install,
+            f"{named} is older than {first}, the first whose attention operator takes gpt-oss's sinks.", install
         )
     if version.series == lowest.series and version.prerelease:
         return failed(
@@ -82,19 +89,32 @@ def _verdict(text: str, place: Path, install: str, emulated: bool) -> Finding:
             install,
         )
     release = f"{version.series[0]}.{version.series[1]}.{version.release}"
-    if release in LINE.cann.releases and not version.prerelease:
-        if release == LINE.cann.recommended or emulated:
+    if release in line.cann.releases and not version.prerelease:
+        if release == line.cann.recommended or here.emulated:
             return ok(f"{named}.")
         return warning(
-            f"{named} may serve; {LINE.cann.recommended} came later, and what was mended in the operators since "
+            f"{named} may serve; {line.cann.recommended} came later, and what was mended in the operators since "
             "can only be there.",
-            f"Where you are free to choose, take {LINE.cann.recommended}: {IMAGE}.",
+            f"Where you are free to choose, take {line.cann.recommended}: {_image(line)}.",
         )
+    if here.emulated:
+        return ok(f"{named}: emulated, to see what its rules refuse.")
+    if fits := between(version.series):
+        return failed(f"{named}: this package serves on none of that series. {fits}.", _what_fits())
     return warning(
-        f"{named} is not one of {', '.join(LINE.cann.releases)}, for which torch-npu {LINE.torch_npu.recommended} "
+        f"{named} is not one of {', '.join(line.cann.releases)}, for which torch-npu {line.torch_npu.recommended} "
         "and this package's operator calls are made.",
         install,
     )
+
+
+def _what_fits() -> str:
+    stacks = [
+        f"CANN {line.cann.recommended} with vllm-ascend {line.vllm_ascend.recommended} and torch-npu "
+        f"{line.torch_npu.recommended} (`cann:{line.image}`)"
+        for line in ASCEND_LINES
+    ]
+    return f"Use {', or '.join(stacks)}; a container has it beside the CANN of the host, and needs only its driver."
 
 
 @on_ascend("NNAL", emulated=False)
@@ -130,11 +150,12 @@ def nnal(here: Machine) -> Finding:
 def driver(here: Machine) -> Finding:
     folder = here.path(DRIVER_FOLDER)
     text = installed.driver_version(here.root)
+    cann, (named, oldest) = here.line.cann.releases[0], here.line.driver
     mount = f"in a container, mount {DRIVER_FOLDER}/version.info and {DRIVER_FOLDER}/lib64 of the host into it"
     if not text and not (folder / "lib64").is_dir():
         return failed(
             f"There is no Ascend driver in {DRIVER_FOLDER}.",
-            f"Install the driver and firmware (Ascend HDK {DRIVER}); {mount}.",
+            f"Install the driver and firmware (Ascend HDK {named}); {mount}.",
         )
     release = installed.series(text)
     if release is None:
@@ -142,12 +163,11 @@ def driver(here: Machine) -> Finding:
             f"The driver's version is not known ({text or 'no version.info'}).",
             f"Compare it with `npu-smi info` on the host; {mount}.",
         )
-    if release < DRIVER_OLDEST:
+    if release < oldest:
         return warning(
-            f"The driver {text} is older than what users report with CANN {LINE.cann.releases[0]} "
-            f"({DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on); it may refuse to capture graphs (error 207000).",
-            f"Upgrade to Ascend HDK {DRIVER}, which is published with CANN {LINE.cann.releases[0]}, or serve with "
-            "--enforce-eager.",
+            f"The driver {text} is older than what users report with CANN {cann} "
+            f"({oldest[0]}.{oldest[1]} on); it may refuse to capture graphs (error 207000).",
+            f"Upgrade to Ascend HDK {named}, which is known with CANN {cann}, or serve with --enforce-eager.",
         )
     return ok(f"Driver {text}.")
 

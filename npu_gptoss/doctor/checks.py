@@ -7,7 +7,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "CANN and driver": ("cann", "nnal", "driver", "device-files"),
     "Plugin": ("plugin", "plugin-order", "platform-plugin", "registration"),
     "Servers": ("variables", "exposure"),
-    "Device and kernels": ("device", "attention-operator", "kernels"),
+    "Device and kernels": ("device", "attention-operator", "graph-updates", "kernels"),
     "Model": ("vocabulary", "checkpoint", "memory", "graphs"),
     "Self-test": (
         "self-test-sink",

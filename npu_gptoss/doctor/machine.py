@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from npu_gptoss.serving.lines import find_vllm
+from npu_gptoss import cann
+from npu_gptoss.serving.lines import ASCEND_LINES, Line, find_vllm, line_of, line_of_cann
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
@@ -54,6 +55,13 @@ class Machine:
     @property
     def vllm_ascend(self) -> str | None:
         return self.version("vllm-ascend") or self.version("vllm_ascend")
+
+    @property
+    def line(self) -> Line:
+        """What an Ascend machine is held to: the line of its vLLM, else of its CANN, else the first."""
+        place, _ = cann.find_toolkit(self.environ, self.root)
+        of_cann = line_of_cann(cann.series(cann.toolkit_version(place))) if place else None
+        return next((line for line in (line_of(self.vllm), of_cann) if line in ASCEND_LINES), ASCEND_LINES[0])
 
     def device_files(self, pattern: str) -> list[Path]:
         return sorted((self.root / "dev").glob(pattern))

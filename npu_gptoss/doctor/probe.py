@@ -27,7 +27,8 @@ from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
 LIMIT = 600  # seconds for everything; it takes a minute
 ALONE_LIMIT = 120  # seconds for a self-test in a process of its own, most of them for imports; it takes twenty
-ON_DEVICE = ("attention-operator", *SELF_TESTS, "bandwidth")
+ON_NPU = ("attention-operator", "graph-updates")
+ON_DEVICE = (*ON_NPU, *SELF_TESTS, "bandwidth")
 ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
 CARDS = ("Ascend910B",)
 
@@ -142,9 +143,11 @@ def main(order: dict[str, Any]) -> None:
         seen: list[Device] = []
         check("device", device, order["platform"], order["emulated"], seen)
         if order["platform"] != ASCEND:
-            write({"finding": asdict(not_applicable("torch-npu is for Ascend machines.", check="attention-operator"))})
+            for name in ON_NPU:
+                write({"finding": asdict(not_applicable("torch-npu is for Ascend machines.", check=name))})
         else:
             check("attention-operator", attention_operator)
+            check("graph-updates", graph_updates)
         if not seen:
             for name in (*SELF_TESTS, "bandwidth"):
                 write({"finding": asdict(not_applicable("There is no usable device.", check=name))})
@@ -245,6 +248,17 @@ def attention_operator() -> Finding:
         sentence, _, remedy = objection.rpartition("; ")
         return failed(f"{sentence}.", f"{remedy[:1].upper()}{remedy[1:]}.")
     return ok("npu_fused_infer_attention_score_v2 takes learnable_sink.")
+
+
+def graph_updates() -> Finding:
+    from npu_gptoss.serving.ascend import limits
+
+    if objection := limits.event_objection():
+        sentence, _, remedy = objection.rpartition("; ")
+        return warning(
+            f"{sentence}.", f"Servers capture PIECEWISE graphs instead of FULL_DECODE_ONLY ones; for these {remedy}."
+        )
+    return ok("Captured attention calls can wait for their lengths (external events).")
 
 
 def _self_test(name: str, seen: Device) -> Iterator[Finding]:

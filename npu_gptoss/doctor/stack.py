@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from npu_gptoss import plugin
 from npu_gptoss.doctor import cann
@@ -10,11 +11,13 @@ from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import ASCEND, CPU, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving import lines
 from npu_gptoss.serving.ascend import limits
-from npu_gptoss.serving.lines import TORCH_OLDEST, ascend_line, line_of, silent_defect
+from npu_gptoss.serving.lines import TORCH_OLDEST, line_of, silent_defect
 
-LINE, PYTHON = ascend_line(), lines.here().python
+PYTHON = lines.here().python
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
+OTHER_WHEELS = {"0.11": " (.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks)"}
+FASTAPI_OLDEST = (0, 115)  # what both vLLMs ask for
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}
 
 
@@ -31,21 +34,22 @@ def machine(here: Machine) -> Finding:
 
 
 def python(here: Machine) -> Finding:
+    line = here.line
     release = ".".join(map(str, here.python))
     minor = ".".join(map(str, here.python[:2]))
     ascend = here.platform()[0] == ASCEND
-    if minor in (LINE.python_on_ascend if ascend else PYTHON):
+    if minor in (line.python_on_ascend if ascend else PYTHON):
         return ok(f"Python {release}.")
-    if ascend and minor in LINE.python and here.python < (3, 12):
+    if ascend and minor in line.python and here.python < (3, 12):
         return warning(
-            f"Python {release}: vllm-ascend {LINE.vllm_ascend.recommended} has wheels for it, but everything here is "
-            f"tested on {LINE.python_on_ascend[0]}.",
-            f"Use Python {LINE.python_on_ascend[0]}.",
+            f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has wheels for it, but everything here is "
+            f"tested on {line.python_on_ascend[0]}.",
+            f"Use Python {line.python_on_ascend[0]}.",
         )
     if ascend:
         return failed(
-            f"Python {release}: vllm-ascend {LINE.vllm_ascend.recommended} has no wheel for it.",
-            f"Make the environment with Python {LINE.python_on_ascend[0]}.",
+            f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has no wheel for it.",
+            f"Make the environment with Python {line.python_on_ascend[0]}.",
         )
     if here.python[:2] < tuple(map(int, PYTHON[0].split("."))):
         return failed(f"Python {release} is older than {PYTHON[0]}.", f"Use Python {' or '.join(PYTHON)}.")
@@ -62,16 +66,17 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 def torch(here: Machine) -> Finding:
+    line = here.line
     release = here.version("torch")
     if here.platform()[0] == ASCEND:
-        recommended = LINE.torch.recommended
+        recommended = line.torch.recommended
         remedy = f"Install torch {recommended}: `pip install torch=={recommended}` (on x86_64 its CPU build)."
         if release is None:
             return failed("torch is not installed.", remedy)
-        if LINE.torch.has(release):
+        if line.torch.has(release):
             return ok(f"torch {release}.")
         return failed(
-            f"torch {release}: torch-npu {LINE.torch_npu.recommended} is compiled against torch {recommended} and "
+            f"torch {release}: torch-npu {line.torch_npu.recommended} is compiled against torch {recommended} and "
             "does not load with another.",
             remedy,
         )
@@ -85,11 +90,12 @@ def torch(here: Machine) -> Finding:
 
 @on_ascend("torch-npu")
 def torch_npu(here: Machine) -> Finding:
+    line = here.line
     release = here.version("torch-npu") or here.version("torch_npu")
-    remedy = f"`pip install torch-npu=={LINE.torch_npu.recommended}`."
+    remedy = f"`pip install torch-npu=={line.torch_npu.recommended}`."
     if release is None:
         return failed("torch-npu is not installed, so torch knows no NPU.", remedy)
-    if LINE.torch_npu.has(release):
+    if line.torch_npu.has(release):
         return ok(f"torch-npu {release}.")
     if (post := re.match(r"\d+\.\d+\.\d+\.post(\d+)", release)) and int(post[1]) > 1 and cann.series(here) == (8, 3):
         return failed(
@@ -97,22 +103,36 @@ def torch_npu(here: Machine) -> Finding:
             "kernel there (npu_clipped_swiglu is one).",
             remedy,
         )
-    if numbers(release)[:3] == numbers(LINE.torch_npu.recommended):
+    if numbers(release)[:3] == numbers(line.torch_npu.recommended):
         return warning(
-            f"torch-npu {release} is not one of {', '.join(LINE.torch_npu.releases)}, which are made for CANN 8.3 "
-            "(.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks).",
+            f"torch-npu {release} is not one of {', '.join(line.torch_npu.releases)}, which are made for CANN "
+            f"{line.cann.releases[0]}{OTHER_WHEELS.get(line.name, '')}.",
             remedy,
         )
     return failed(
-        f"torch-npu {release}: vllm-ascend {LINE.vllm_ascend.recommended} rides on torch-npu "
-        f"{LINE.torch_npu.recommended}.",
+        f"torch-npu {release}: vllm-ascend {line.vllm_ascend.recommended} rides on torch-npu "
+        f"{line.torch_npu.recommended}.",
         remedy,
     )
 
 
-def vllm(here: Machine) -> Finding:
+def vllm(here: Machine) -> Iterator[Finding]:
+    yield _vllm(here)
+    fastapi = here.version("fastapi")
+    if fastapi is not None and numbers(fastapi) < FASTAPI_OLDEST:
+        oldest = ".".join(map(str, FASTAPI_OLDEST))
+        yield failed(
+            f"fastapi {fastapi} is older than {oldest}, and vLLM's server does not start with it: with vllm-ascend's "
+            "fastapi<0.124 a resolver goes back as far as 0.1.17, which has no server.",
+            f'`pip install "fastapi>={oldest},<0.124" "uvicorn[standard]"`, or install the whole stack from its lock, '
+            "without a resolver (docs/running-on-910b.md).",
+        )
+
+
+def _vllm(here: Machine) -> Finding:
     platform, release = here.platform()[0], here.vllm
-    remedy = f"For vLLM {LINE.vllm.recommended}, {INSTALL_VLLM}."
+    line = here.line if platform == ASCEND else lines.LINES[0]
+    remedy = f"For vLLM {line.vllm.recommended}, {INSTALL_VLLM}."
     if release is None:
         sentence = "vLLM is not installed, so there is no `vllm serve`"
         if platform == ASCEND:
@@ -123,13 +143,13 @@ def vllm(here: Machine) -> Finding:
     if objection:
         sentence, _, rest = objection.partition(". Install")
         return failed(f"{sentence}.", f"Install{rest}" if rest else remedy)
-    line, device = line_of(release), DEVICE_TYPES[platform]
-    if device not in line.devices:
+    served, device = line_of(release), DEVICE_TYPES[platform]
+    if device not in served.devices:
         other = next(line for line in lines.LINES if device in line.devices).vllm.recommended
         state, stays = (warning, ": gpt-oss stays vLLM's own here") if device == "cuda" else (failed, "")
         return state(
-            f"vLLM {release}: this package serves on {' and '.join(line.devices)} under it, not on {device}{stays}.",
-            remedy if other == LINE.vllm.recommended else f"`pip install vllm=={other}`, in an environment of its own.",
+            f"vLLM {release}: this package serves on {' and '.join(served.devices)} under it, not on {device}{stays}.",
+            remedy if other == line.vllm.recommended else f"`pip install vllm=={other}`, in an environment of its own.",
         )
     if platform in (ASCEND, CPU) and "empty" not in build and "cpu" not in build:
         state = warning if platform == ASCEND else failed
@@ -142,13 +162,21 @@ def vllm(here: Machine) -> Finding:
 
 
 @on_ascend("vllm-ascend")
-def vllm_ascend(here: Machine) -> Finding:
+def vllm_ascend(here: Machine) -> Iterator[Finding]:
+    line = here.line
     release = here.vllm_ascend
-    remedy = f"`pip install vllm-ascend=={LINE.vllm_ascend.recommended}`."
+    remedy = f"`pip install vllm-ascend=={line.vllm_ascend.recommended}`."
     if release is None:
-        return failed("vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
-    if objection := limits.version_objection(release):
+        yield failed("vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
+    elif objection := limits.version_objection(release, line):
         defect = silent_defect(numbers(release))
         alone = f" Without this package's model gpt-oss is answered wrongly there, without a word: it {defect}."
-        return failed(f"{objection}.{alone if defect else ''}", remedy)
-    return ok(f"vllm-ascend {release}.")
+        yield failed(f"{objection}.{alone if defect else ''}", remedy)
+    else:
+        yield ok(f"vllm-ascend {release}.")
+    for name, value, why in line.variables:
+        if (found := here.environ.get(name, "")) != value and (found or "+" in (here.vllm or "")):
+            yield failed(
+                f"{name}={found or '(not set)'} beside vLLM {here.vllm}: {why}.",
+                f"`export {name}={value}` in the shell that starts the server; scripts/serve.sh and the image do.",
+            )

@@ -12,27 +12,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.doctor.memory import preset_lines
-from npu_gptoss.serving.lines import DRIVER, DRIVER_OLDEST, SILENT_DEFECTS, TORCH_OLDEST, ascend_line
+from npu_gptoss.serving.lines import ASCEND_LINES, LINES, MADE_FOR, SILENT_DEFECTS, TORCH_OLDEST, Line
 from scripts.docs.page_tables import Tables
 
 
 def window() -> str:
-    oldest = ".".join(map(str, TORCH_OLDEST))
-    line = ascend_line()
-    rows = [
-        ("Python", ", ".join(line.python_on_ascend), ", ".join(line.python)),
-        ("torch", ", ".join(line.torch.releases), f"≥ {oldest}"),
-        ("torch-npu", ", ".join(line.torch_npu.releases), "–"),
-        ("vLLM, built with `VLLM_TARGET_DEVICE=empty`", *[", ".join(line.vllm.releases)] * 2),
-        ("vllm-ascend", ", ".join(line.vllm_ascend.releases), "–"),
-        ("CANN and NNAL", ", ".join(line.cann.releases) + "; no alpha build", "–"),
-        (
-            "driver (Ascend HDK)",
-            f"{DRIVER}; from {DRIVER_OLDEST[0]}.{DRIVER_OLDEST[1]} on",
-            "–",
-        ),
-    ]
-    return "\n".join(["| | Ascend 910B | CPU |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+    oldest, on_cpu = ".".join(map(str, TORCH_OLDEST)), next(line for line in LINES if "cpu" in line.devices)
+
+    def column(line: Line) -> tuple[str, ...]:
+        named, (major, minor) = line.driver
+        return (
+            ", ".join(line.python_on_ascend),
+            *(", ".join(found.releases) for found in (line.torch, line.torch_npu, line.vllm, line.vllm_ascend)),
+            ", ".join(line.cann.releases) + "; no alpha or beta build",
+            f"{named}; from {major}.{minor} on",
+            ", ".join(f"`{name}={value}`" for name, value, _ in line.variables) or "–",
+        )
+
+    names = ("Python", "torch", "torch-npu", "vLLM, built with `VLLM_TARGET_DEVICE=empty`", "vllm-ascend")
+    names = (*names, "CANN and NNAL", "driver (Ascend HDK)", "variables")
+    cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), "–", "–", "–", "–")
+    rows = zip(names, *map(column, ASCEND_LINES), cpu, strict=True)
+    titles = [f"Ascend 910B, CANN {line.cann.recommended.removesuffix('.0')}" for line in ASCEND_LINES]
+    head = ["", *titles, "CPU"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def made_for() -> str:
+    rows = [(f"{major}.{minor}", *releases) for (major, minor), releases in MADE_FOR.items()]
+    lines = ["| CANN | vllm-ascend made for it | this package |", "|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {cann} | {first} to {last} | serves on none of it |" for cann, first, last in rows)]
+    )
 
 
 def silent() -> str:
@@ -50,7 +61,7 @@ def presets() -> str:
 TABLES = Tables(
     script="scripts/docs/doctor_page.py",
     page="docs/doctor.md",
-    tables={"window": window, "silent": silent, "presets": presets},
+    tables={"window": window, "made-for": made_for, "silent": silent, "presets": presets},
 )
 
 

@@ -16,7 +16,7 @@ from npu_gptoss.attention import ascend
 from npu_gptoss.attention.operations import PAGED
 from npu_gptoss.kernels import select_kernel, signature
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.ascend import captured, probe, start_check
+from npu_gptoss.serving.ascend import captured, limits, probe, start_check
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -47,6 +47,8 @@ def _objection(config: VllmConfig, device: torch.device) -> str | None:
         model.get_num_kv_heads(config.parallel_config),
     )
     start_check.attention(heads, kv_heads, model.dtype, device)
+    if objection := limits.event_objection():
+        return objection
     if ascend.heads_kept_apart():
         return "this CANN merges heads wrongly, and the way round is not in a graph's single call"
     return probe.full_graph_objection(

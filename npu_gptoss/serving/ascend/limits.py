@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from typing import TYPE_CHECKING
 
-from npu_gptoss import envs
+from npu_gptoss import cann, envs
 from npu_gptoss.serving import lines
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ def installed() -> str | None:
     return lines.installed("vllm-ascend", "vllm_ascend")
 
 
-def version_objection(release: str | None) -> str | None:
+def version_objection(release: str | None, line: lines.Line | None = None) -> str | None:
     """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
-    window = lines.ascend_line().vllm_ascend
+    window = (line or lines.ascend_line()).vllm_ascend
     if window.has(release):
         return None
     found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
-    served = f"{window.releases[0]} to {window.releases[-1]}"
+    served = " to ".join(dict.fromkeys((window.releases[0], window.releases[-1])))
     return f"{found}: gpt-oss is served on vllm-ascend {served}; install {window.recommended}"
 
 
@@ -54,7 +55,8 @@ def operator_objection() -> str | None:
     import torch_npu
 
     name = "npu_fused_infer_attention_score_v2"
-    remedy = f"install torch-npu {lines.ascend_line().torch_npu.recommended} (made for CANN 8.3)"
+    line = lines.ascend_line()
+    remedy = f"install torch-npu {line.torch_npu.recommended} (made for CANN {line.cann.recommended})"
     release = getattr(torch_npu, "__version__", "of unknown version")
     overloads = getattr(torch.ops.npu, name, None)
     if overloads is None:
@@ -62,6 +64,34 @@ def operator_objection() -> str | None:
     if "learnable_sink" not in {argument.name for argument in overloads.default._schema.arguments}:
         return f"{name} of torch-npu {release} has no learnable_sink, and gpt-oss attends with sinks; {remedy}"
     return None
+
+
+def cann_objection() -> str | None:
+    """Why the installed CANN would compute wrongly without a word, as far as its files tell."""
+    place, _ = cann.find_toolkit()
+    text = cann.toolkit_version(place) if place else ""
+    wrong = cann.defect(text, cann.built(place)) if place else None
+    return f"CANN {text} ({place}) is {wrong}; install CANN {lines.ascend_line().cann.recommended}" if wrong else None
+
+
+def event_objection() -> str | None:
+    """Why captured attention calls cannot wait for their lengths; loads torch_npu, and opens no device.
+
+    torch-npu from 2.10 on makes an external event of a value in device memory. Where CANN has not the two calls for
+    that, what waits for an event before it is recorded is dropped, and a replayed call may read its lengths too early.
+    """
+    import torch_npu
+
+    if not lines.ascend_line().torch_npu.recommended.startswith("2.10"):
+        return None
+    library = ctypes.CDLL("libascendcl.so")
+    missing = [name for name in ("aclrtValueWait", "aclrtValueWrite") if not hasattr(library, name)]
+    if not missing:
+        return None
+    return (
+        f"CANN's libascendcl.so has no {' and no '.join(missing)}, and with torch-npu {torch_npu.__version__} a "
+        f"replayed graph does not wait for its lengths; install CANN {lines.ascend_line().cann.recommended}"
+    )
 
 
 def _has_graphs(config: VllmConfig) -> bool:
@@ -109,7 +139,7 @@ def objections(config: VllmConfig) -> list[str]:
     """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
     from npu_gptoss.serving.lines.vllm import sequence_parallelism
 
-    found = [version_objection(installed()), operator_objection()]
+    found = [version_objection(installed()), cann_objection(), operator_objection()]
     if sequence_parallelism(config):
         found.append("enable_sequence_parallelism: not supported; leave it out")
     for name, why in OPTIONS.items():

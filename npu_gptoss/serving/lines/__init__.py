@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal
 
+from npu_gptoss import cann
+
 
 @dataclass(frozen=True)
 class Window:
@@ -57,7 +59,11 @@ def installed(*names: str) -> str | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One vLLM and what it rides on. `python_on_ascend` and the windows but `vllm` are of a line that serves there."""
+    """One vLLM and what it rides on. What follows `python` is of a line that serves on an NPU.
+
+    image: the tag of CANN's container image. driver: one that users have with that CANN, and the oldest of which they
+    report. variables: (name, value, why) of what this vllm-ascend must find in its environment.
+    """
 
     name: str  # of its files too: vllm_0_11.py, ascend_0_11.py
     vllm: Window
@@ -69,6 +75,9 @@ class Line:
     torch_npu: Window | None = None
     cann: Window | None = None
     python_on_ascend: tuple[str, ...] = ()
+    image: str = ""
+    driver: tuple[str, tuple[int, int]] = ("", (0, 0))
+    variables: tuple[tuple[str, str, str], ...] = ()
 
     def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
@@ -89,6 +98,8 @@ LINES = (
         cann=Window("CANN", ("8.3.RC1", "8.3.RC2"), "8.3.RC2"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
+        image="8.3.rc2-910b-ubuntu22.04-py3.11",
+        driver=("25.3.rc1", (25, 0)),
     ),
     Line(
         name="0.23",
@@ -101,6 +112,16 @@ LINES = (
         cann=Window("CANN", ("9.1.0",), "9.1.0"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
+        image="9.1.0-910b-ubuntu22.04-py3.11",
+        driver=("26.0.rc1", (25, 5)),
+        variables=(
+            (
+                "VLLM_VERSION",
+                "0.23.0",
+                "vllm-ascend takes a vLLM that calls itself 0.23.0+empty, as one from the source release does, for a "
+                "later one, and ends with an AttributeError at its start",
+            ),
+        ),
     ),
     Line(
         name="0.33",
@@ -110,6 +131,7 @@ LINES = (
         python=("3.10", "3.11", "3.12", "3.13"),
     ),
 )
+ASCEND_LINES = tuple(line for line in LINES if "npu" in line.devices)
 
 
 def line_of(release: str | None) -> Line | None:
@@ -125,7 +147,12 @@ def here() -> Line:
 
 def ascend_line() -> Line:
     """The line of this process if it serves on an NPU, else the first that does: what an Ascend machine is held to."""
-    return here() if "npu" in here().devices else next(line for line in LINES if "npu" in line.devices)
+    return here() if "npu" in here().devices else ASCEND_LINES[0]
+
+
+def line_of_cann(series: tuple[int, int] | None) -> Line | None:
+    """The line that serves on this CANN, such as (9, 1); None when none does."""
+    return next((line for line in ASCEND_LINES if cann.series(line.cann.recommended) == series), None)
 
 
 def resolve(modules: Mapping[str, tuple[str, ...]], name: str) -> Any:
@@ -150,6 +177,20 @@ def silent_defect(minor: tuple[int, ...]) -> str | None:
     return next((what for first, last, what in SILENT_DEFECTS if first <= minor[:2] <= last), None)
 
 
+# The releases of vllm-ascend that are made for a CANN on which this package serves none: (first, last).
+MADE_FOR = {(8, 5): ("0.13.0", "0.19.1rc1"), (9, 0): ("0.20.2rc1", "0.22.1rc1"), (9, 2): ("0.27.1rc1", "0.30.0rc2")}
+
+
+def between(series: tuple[int, int]) -> str | None:
+    """What a user of such a CANN has without this package, in words; None: not read."""
+    if series not in MADE_FOR:
+        return None
+    first, last = MADE_FOR[series]
+    low, high = (tuple(map(int, release.split(".")[:2])) for release in (first, last))
+    wrong = [what for begin, end, what in SILENT_DEFECTS if begin <= high and low <= end]
+    return (
+        f"vllm-ascend {first} to {last} is made for it, and has gpt-oss wrong without a word: it {', or '.join(wrong)}"
+    )
+
+
 TORCH_OLDEST = (2, 7)  # on CPU and CUDA
-# The driver's release that is published together with CANN 8.3.RC1, and the oldest that users report with it.
-DRIVER, DRIVER_OLDEST = "25.3.rc1", (25, 0)

@@ -42,8 +42,8 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
 GRAPHS = None  # vllm-ascend's own choice is PIECEWISE
 # Bytes of scratch memory for a captured call, whose need CANN 8.3 as published refuses to tell for packed tokens (R37).
 # The call takes any pointer and size. What it needs follows from its tiling, on at most 24 cores: 100 MiB on 8.3
-# (prompt_flash_attention_tiling.cpp; 24 * 4 * (3 * 512 * 512 + 4 * 512 * 64) bytes and 16 MiB), 107.5 MiB from 8.5 on, with
-# the keys of a request split over cores (fia_tiling_nonquant.cpp, CalcMaxWorkspaceSize of v8.5.0 to branch 9.1.0;
+# (prompt_flash_attention_tiling.cpp; 24 * 4 * (3 * 512 * 512 + 4 * 512 * 64) bytes and 16 MiB), 107.5 MiB from 8.5 on,
+# with the keys of a request split over cores (fia_tiling_nonquant.cpp, CalcMaxWorkspaceSize of v8.5.0 to branch 9.1.0;
 # 24 * 3 997 696 bytes and 16 MiB). The probe says whether it is enough.
 WORKSPACE = 128 << 20
 # It starts the next graph before the last one has ended (mended in its #4233, #5966): wrong text or, with full graphs,
