@@ -32,6 +32,13 @@ ASCEND_PACKAGES = {
     "vllm-ascend": "0.11.0",
     "openai-harmony": "0.0.4",
 }
+ASCEND_9_1_PACKAGES = {
+    "torch": "2.10.0+cpu",
+    "torch-npu": "2.10.0.post4",
+    "vllm": "0.23.0+empty",
+    "vllm-ascend": "0.23.0",
+    "fastapi": "0.123.10",
+}
 CPU_PACKAGES = {"torch": "2.8.0", "vllm": "0.11.0+empty", "openai-harmony": "0.0.4"}
 
 Plugins = Mapping[str, Iterable[tuple[str, str, str]]]

@@ -9,7 +9,8 @@ import pytest
 
 from npu_gptoss.cann import parse
 from npu_gptoss.doctor import cann
-from tests.doctor.machines import ascend, machine, only, write
+from npu_gptoss.serving.ascend import limits
+from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, ascend, machine, only, write
 
 CHECKS = (cann.toolkit, cann.nnal, cann.driver, cann.device_files)
 
@@ -72,13 +73,51 @@ def test_versions_are_taken_apart(text, series, release, prerelease):
         ("8.2.RC1.alpha003", "failed", "older than 8.3.RC1"),
         ("7.0.0", "failed", "Install CANN 8.3.RC2"),
         ("8.3.RC3", "warning", "not one of 8.3.RC1, 8.3.RC2"),
-        ("8.5.0", "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("8.5.0", "failed", "leaves out the attention sinks"),
+        ("8.5.1", "failed", "CANN 9.1.0 with vllm-ascend 0.23.0 and torch-npu 2.10.0.post4"),
+        ("9.0.1", "failed", "CANN 8.3.RC2 with vllm-ascend 0.11.0 and torch-npu 2.7.1"),
+        ("9.0.0", "failed", "129 keys"),
+        ("9.2.0", "failed", "0.27.1rc1 to 0.30.0rc2"),
+        ("9.3.0", "warning", "not one of 8.3.RC1, 8.3.RC2"),
         ("T63", "warning", "no version that can be compared"),
     ],
 )
 def test_cann(tmp_path, version, state, phrase):
     home = install_toolkit(tmp_path / "cann", version)
     only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home))), state, phrase)
+
+
+@pytest.mark.parametrize(
+    ("version", "packages", "state", "phrase"),
+    [
+        ("9.1.0", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
+        ("9.1.0", {}, "ok", "CANN 9.1.0"),  # nothing else is installed yet
+        ("9.1.0", ASCEND_PACKAGES, "warning", "not one of 8.3.RC1, 8.3.RC2"),
+        ("8.3.RC2", ASCEND_9_1_PACKAGES, "warning", "not one of 9.1.0"),
+        ("9.1.0-beta.1", ASCEND_9_1_PACKAGES, "failed", "Install CANN 9.1.0"),
+        ("9.1.0-beta.3", {}, "failed", "lose columns"),
+        ("9.1.0.pre", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
+    ],
+)
+def test_cann_is_held_to_what_rides_on_it(tmp_path, version, packages, state, phrase):
+    home = install_toolkit(tmp_path / "cann", version)
+    write(tmp_path / "dev/davinci0")
+    only(cann.toolkit(ascend(tmp_path, packages, ASCEND_HOME_PATH=str(home))), state, phrase)
+
+
+@pytest.mark.parametrize(
+    ("day", "wrong"), [("20260324", False), ("20260326", True), ("20260330", True), ("20260331", False), ("", False)]
+)
+def test_nightlies_that_call_themselves_like_the_release_are_told_by_their_day(tmp_path, monkeypatch, day, wrong):
+    home = install_toolkit(tmp_path / "cann", "9.1.0")
+    if day:
+        text = f'#define OPS_TRANSFORMER_VERSION "9.1.0"\n#define OPS_TRANSFORMER_TIMESTAMP {day}000324948\n'
+        write(home / "aarch64-linux/include/version/ops_transformer_version.h", text)
+    here = ascend(tmp_path, ASCEND_9_1_PACKAGES, ASCEND_HOME_PATH=str(home))
+    only(cann.toolkit(here), *(("failed", "2687bb676", "Install CANN 9.1.0") if wrong else ("ok",)))
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    refused = limits.cann_objection()
+    assert ("install CANN" in refused) if wrong else (refused is None), "a server refuses what the doctor does"
 
 
 def test_the_emulated_rc1_is_what_was_asked_for(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -105,6 +107,22 @@ def test_another_card_than_the_910b_is_a_warning(device, state, phrase):
 def test_an_operator_without_sinks_is_a_failure(monkeypatch, objection, state, phrases):
     monkeypatch.setattr(limits, "operator_objection", mock.Mock(side_effect=[objection]))
     only(probe.attention_operator(), state, *phrases)
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "state", "phrase"),
+    [
+        (1, ("aclrtValueWait", "aclrtValueWrite"), "ok", "can wait"),
+        (1, ("aclrtValueWait",), "warning", "has no aclrtValueWrite"),
+        (1, (), "warning", "no aclrtValueWait and no aclrtValueWrite"),
+        (0, (), "ok", "can wait"),  # torch-npu 2.7.1 has events of another kind
+    ],
+)
+def test_graphs_whose_calls_would_not_wait_for_their_lengths_are_told(monkeypatch, line, names, state, phrase):
+    monkeypatch.setattr(limits.lines, "ascend_line", lambda: limits.lines.ASCEND_LINES[line])
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.10.0.post4"))
+    monkeypatch.setattr(limits.ctypes, "CDLL", lambda name: SimpleNamespace(**dict.fromkeys(names)))
+    only(probe.graph_updates(), state, phrase)
 
 
 @pytest.mark.parametrize(

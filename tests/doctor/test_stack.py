@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from npu_gptoss.doctor import stack
-from npu_gptoss.serving.lines import ascend_line
+from npu_gptoss.doctor.findings import Finding
+from npu_gptoss.serving.lines import ASCEND_LINES
 from scripts.setup import environments
-from tests.doctor.machines import ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
+from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
 from tests.doctor.test_cann import install_toolkit
 
 
@@ -121,7 +122,43 @@ def test_whoever_has_a_release_that_is_wrong_without_a_word_is_told_what_is_wron
     assert "without a word" not in only(stack.vllm_ascend(ascend(tmp_path)), "ok").sentence, "this package mends it"
 
 
-def test_the_emulated_environment_is_within_the_window():
-    line = ascend_line()
-    releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)
-    assert releases == (environments.TORCH_ON_ASCEND, environments.TORCH_NPU, environments.VLLM_ASCEND)
+@pytest.mark.parametrize("check", [stack.python, stack.torch, stack.torch_npu, stack.vllm, stack.vllm_ascend])
+def test_a_machine_of_the_second_stack_is_not_held_to_the_first(tmp_path, check):
+    here = ascend(tmp_path, ASCEND_9_1_PACKAGES, VLLM_VERSION="0.23.0")
+    assert only(check(here), "ok").remedy == ""
+    first = {**ASCEND_9_1_PACKAGES, "vllm": "0.11.0+empty"}
+    assert any(f.state != "ok" for f in found_by(check, ascend(tmp_path, first))) == (
+        check not in (stack.python, stack.vllm)
+    )
+
+
+def found_by(check, here):
+    found = check(here)
+    return [found] if isinstance(found, Finding) else list(found)
+
+
+@pytest.mark.parametrize(
+    ("packages", "variables", "state"),
+    [
+        (ASCEND_9_1_PACKAGES, {}, "failed"),
+        (ASCEND_9_1_PACKAGES, {"VLLM_VERSION": "0.24.0"}, "failed"),
+        (ASCEND_9_1_PACKAGES, {"VLLM_VERSION": "0.23.0"}, "ok"),
+        ({**ASCEND_9_1_PACKAGES, "vllm": "0.23.0"}, {}, "ok"),
+        (ASCEND_PACKAGES, {}, "ok"),
+    ],
+)
+def test_a_vllm_that_vllm_ascend_would_take_for_a_later_one_is_a_failure(tmp_path, packages, variables, state):
+    *_, last = stack.vllm_ascend(ascend(tmp_path, packages, **variables))
+    only(last, state, "export VLLM_VERSION=0.23.0" if state == "failed" else "")
+
+
+@pytest.mark.parametrize(("release", "state"), [("0.1.17", "failed"), ("0.115.0", "ok"), ("0.123.10", "ok")])
+def test_a_fastapi_without_a_server_is_a_failure(tmp_path, release, state):
+    *_, last = stack.vllm(ascend(tmp_path, {**ASCEND_9_1_PACKAGES, "fastapi": release}))
+    only(last, state, "fastapi>=0.115,<0.124" if state == "failed" else "")
+
+
+def test_the_emulated_environments_are_within_the_window():
+    for line, found in zip(ASCEND_LINES, environments.ASCEND_STACKS.values(), strict=True):
+        releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)
+        assert releases == (found.torch, found.torch_npu, found.vllm_ascend)
