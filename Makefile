@@ -135,7 +135,7 @@ check-docker: setup ## what can be checked of docker/ without a container engine
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
-	.venv-docker/bin/python scripts/setup/lock.py --check 910b cpu-image cuda-image cuda
+	.venv-docker/bin/python scripts/setup/lock.py --check 910b-8.3 910b-9.1 cpu-image cuda-image cuda
 	$(BIN)/python -m pytest tests/docker
 
 .PHONY: format

@@ -1,9 +1,22 @@
-# gpt-oss on Ascend 910B: vLLM 0.11.0 and vllm-ascend 0.11.0 on CANN 8.3. See docker/README.md; build from the repository:
+# gpt-oss on Ascend 910B: vLLM and vllm-ascend 0.11.0 on CANN 8.3, or 0.23.0 on CANN 9.1. See docker/README.md; build
+# from the repository:
 #   docker build -f docker/910b.Dockerfile -t npu-gptoss:910b .
-# 8.3.rc1-910b-ubuntu22.04-py3.11 works too; alpha builds of 8.3 fail on attention sinks.
+#   docker build -f docker/910b.Dockerfile -t npu-gptoss:910b --build-arg STACK=9.1 .
+# 8.3.rc1-910b-ubuntu22.04-py3.11 works too; alpha builds of 8.3 fail on attention sinks, betas of 9.1 compute wrongly.
+ARG STACK=8.3
 ARG CANN_IMAGE=quay.io/ascend/cann
-ARG CANN_TAG=8.3.rc2-910b-ubuntu22.04-py3.11
-FROM ${CANN_IMAGE}:${CANN_TAG}
+ARG CANN_8_3=8.3.rc2-910b-ubuntu22.04-py3.11
+ARG CANN_9_1=9.1.0-910b-ubuntu22.04-py3.11
+
+FROM ${CANN_IMAGE}:${CANN_8_3} AS cann-8.3
+
+FROM ${CANN_IMAGE}:${CANN_9_1} AS cann-9.1
+# without it vllm-ascend takes a vLLM that calls itself 0.23.0+empty for a later one
+ENV VLLM_VERSION=0.23.0
+
+# hadolint ignore=DL3006
+FROM cann-${STACK}
+ARG STACK
 
 # pip reads PIP_INDEX_URL, when it is given, while the image is built, and not afterwards
 ARG PIP_INDEX_URL
@@ -14,11 +27,11 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/npu-gptoss
 
 # no resolver: the list is complete, and each file has to have its hash
-COPY requirements/910b.txt requirements/
+COPY requirements/910b-8.3.txt requirements/910b-9.1.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
-        --extra-index-url "${PYTORCH_INDEX}" -r requirements/910b.txt
+        --extra-index-url "${PYTORCH_INDEX}" -r "requirements/910b-${STACK}.txt"
 
-# torch would load torch-npu, which needs the driver, and that comes with the host
+# that of vllm-ascend's number. torch would load torch-npu, which needs the driver, and that comes with the host
 COPY scripts/setup/install_vllm.py scripts/setup/
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
 

@@ -49,6 +49,11 @@ class Image:
     healthcheck: list[str] = field(default_factory=list)
 
 
+def copy_of(image: Image) -> Image:
+    """A stage to go on from: arguments end with theirs."""
+    return Image(**{**asdict(image), "arguments": {}})
+
+
 def expanded(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda found: values.get(found[1] or found[2], ""), text)
 
@@ -87,7 +92,7 @@ def copy(root: Path, value: str, image: Image) -> None:
 
 
 def build(dockerfile: Path, root: Path, given: Mapping[str, str]) -> Image:
-    image = Image()
+    image, stages = Image(), {}
     registries = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     for step in DockerfileParser(path=str(dockerfile)).structure:
         kind, value = step["instruction"].upper(), step["value"]
@@ -95,7 +100,9 @@ def build(dockerfile: Path, root: Path, given: Mapping[str, str]) -> Image:
             continue
         print(f"── {kind} {' '.join(value.split())[:140]}", flush=True)
         if kind == "FROM":
-            image = Image()
+            given = {**image.arguments, **given} if not stages else given  # those before the first are for all
+            source, _, name = expanded(value, given).partition(" AS ")
+            image = stages[name] = copy_of(stages[source]) if source in stages else Image()
         elif kind == "ARG":
             ((name, default),) = pairs(value)
             if name in given or default:

@@ -1,6 +1,6 @@
 """Install vLLM from its own source release as pure Python (`VLLM_TARGET_DEVICE=empty`), from wherever pip looks.
 
-It is vLLM 0.11.0, or with `--release` that of another line: 0.23.0 for vllm-ascend 0.23, 0.33.0 for its line's tests.
+It is vLLM 0.11.0, or the one of the installed vllm-ascend's number (0.23.0), or with `--release` that of another line.
 
 `pip install vllm==0.11.0` cannot do this: the build calls itself `0.11.0+empty`, pip compares that with the `0.11.0` of
 the index and refuses. Installed from a file, nothing is compared. So this script asks pip where the file is (pip's own
@@ -57,6 +57,14 @@ SERVED = RELEASES["0.11.0"]
 
 class InstallError(Exception):
     """What was expected, what was got, what to do: the whole text a user sees."""
+
+
+def beside_vllm_ascend() -> str | None:
+    """The vLLM that the installed vllm-ascend is made for, which has its number; None where none of RELEASES is."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = metadata.version("vllm-ascend")
+        return version if version in RELEASES else None
+    return None
 
 
 def check_installed(release: Release = SERVED) -> bool:
@@ -142,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Any other option goes to `pip install`, for instance --no-deps."
     )
-    parser.add_argument("--release", choices=RELEASES, default=SERVED.version)
+    usual = beside_vllm_ascend() or SERVED.version
+    parser.add_argument("--release", choices=RELEASES, default=usual)
     options, pip_arguments = parser.parse_known_args(arguments)
     release = RELEASES[options.release]
     try:
@@ -150,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"vllm {release.installed_as} is installed already")
             return 0
         with tempfile.TemporaryDirectory(prefix="vllm-sdist-") as folder:
-            sdist = fetch(Path(folder), os.environ.get("VLLM_SDIST", "") if release is SERVED else "", release)
+            override = os.environ.get("VLLM_SDIST", "") if release.version == usual else ""
+            sdist = fetch(Path(folder), override, release)
             print(
                 f"{sdist.name}: {sdist.stat().st_size / 1e6:.1f} MB, SHA-256 as published; building it as pure Python"
             )

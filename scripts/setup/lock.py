@@ -1,6 +1,6 @@
-"""Write 910b.txt, cpu-image.txt, cuda-image.txt, cuda.txt, docs.txt in requirements/, pinned and hashed, or some.
+"""Write 910b-8.3.txt, 910b-9.1.txt, cpu-image.txt, cuda-image.txt, cuda.txt, docs.txt in requirements/, with hashes.
 
-The images' versions come from the locks that the tests run on (emulated.txt, cpu.txt, dev.txt); those of the site are
+The images' versions come from the locks that the tests run on (emulated*.txt, cpu.txt, dev.txt); the site's are
 what pip resolves once; those of cuda.txt are written there by hand. For each version the package index is asked,
 through pip, for the wheel of each Python and machine; the hashes are those that the index publishes. A version without
 a wheel for one of them is an error. `--check` writes nothing and says whether the files are right.
@@ -21,16 +21,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.files import write_atomically
-from scripts.setup.environments import REQUIREMENTS, TORCH, TORCH_NPU, TORCH_ON_ASCEND, VLLM_ASCEND
+from scripts.setup.environments import ASCEND_STACKS, REQUIREMENTS, TORCH, TORCH_ON_ASCEND, AscendStack
 from scripts.setup.machine import read_pins
 
 MACHINES = ("x86_64", "aarch64")
 NEWEST_GLIBC = 35  # Ubuntu 22.04's; Debian 12 has a newer one
 # PyTorch's builds for CPUs on x86_64 are on its own index only (on aarch64 the package index's build is one):
-# SHA-256 of torch-<version>-cp311-cp311-manylinux_2_28_x86_64.whl.
+# SHA-256 of <name>-<version>-cp311-cp311-manylinux_2_28_x86_64.whl.
 CPU_BUILDS = {
-    f"{TORCH_ON_ASCEND}+cpu": "a1684793e352f03fa14f78857e55d65de4ada8405ded1da2bf4f452179c4b779",
-    f"{TORCH}+cpu": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+    ("torch", f"{TORCH_ON_ASCEND}+cpu"): "a1684793e352f03fa14f78857e55d65de4ada8405ded1da2bf4f452179c4b779",
+    ("torch", f"{TORCH}+cpu"): "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+    ("torch", "2.10.0+cpu"): "b7cb1ec66cefb90fd7b676eac72cfda3b8d4e4d0cacd7a531963bc2e0a9710ab",
+    ("torchvision", "0.25.0+cpu"): "aa016ab73e06a886f72edc8929ed2ed4c85aaaa6e10500ecdef921b03129b19e",
+}
+BUILT_FOR_CPUS = ("torch", "torchvision")
+LEFT_OUT = {
+    "8.3": "torchvision, cmake and triton, which gpt-oss does not import.",
+    "9.1": "triton-ascend, whose 3.2.2 is on no index, cmake and triton.",
 }
 ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
 # what the tests on an NVIDIA GPU import, besides torch and what make check needs
@@ -53,7 +60,7 @@ class LockError(Exception):
 
 @dataclass(frozen=True)
 class Lock:
-    """`pins`: name -> version. `cpu_build`: on x86_64, torch is PyTorch's build for CPUs.
+    """`pins`: name -> version. `cpu_build`: on x86_64, torch and torchvision are PyTorch's builds for CPUs.
 
     bounds: None where the pins lack nothing, so that nothing is resolved; else what limits the versions of the rest.
     """
@@ -75,16 +82,22 @@ class Lock:
         return [(python, machine) for python in self.pythons for machine in self.machines]
 
 
+def on_ascend(stack: AscendStack, name: str, left_out: str) -> Lock:
+    """Of an image: what the stack's tests ran on, without the tests, and with what they have from elsewhere."""
+    pins = read_pins(REQUIREMENTS / f"{stack.lock}.txt")
+    pins = {name: version for name, version in pins.items() if name not in ONLY_FOR_TESTS}
+    title = (
+        f"docker/910b.Dockerfile: the emulated 910B's packages with torch and the Ascend wheels; vLLM comes from\n"
+        f"# its source release. Left out on purpose: {left_out}"
+    )
+    own = {"torch": stack.torch, "torch-npu": stack.torch_npu, "vllm-ascend": stack.vllm_ascend}
+    return Lock(name, title, pins | own)
+
+
 def locks() -> dict[str, Lock]:
-    emulated, cpu, tools = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("emulated", "cpu", "dev"))
-    ascend = {name: version for name, version in emulated.items() if name not in ONLY_FOR_TESTS}
+    cpu, tools = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("cpu", "dev"))
     found = (
-        Lock(
-            "910b",
-            "docker/910b.Dockerfile: the emulated 910B's packages with torch and the Ascend wheels; vLLM comes from\n"
-            "# its source release. Left out on purpose: torchvision, cmake and triton, which gpt-oss does not import.",
-            ascend | {"torch": TORCH_ON_ASCEND, "torch-npu": TORCH_NPU, "vllm-ascend": VLLM_ASCEND},
-        ),
+        *(on_ascend(ASCEND_STACKS[name], f"910b-{name}", left_out) for name, left_out in LEFT_OUT.items()),
         Lock(
             "cpu-image",
             "docker/cpu.Dockerfile: cpu.txt with torch; vLLM comes from its source release.",
@@ -164,9 +177,9 @@ def resolve(lock: Lock) -> dict[Place, Wheels]:
     found: dict[Place, Wheels] = {}
     for place in lock.places:
         own, external = dict(pins), {}
-        if lock.cpu_build and place[1] == "x86_64" and "torch" in pins:
-            build = f"{own.pop('torch')}+cpu"
-            external = {"torch": (build, CPU_BUILDS[build])}
+        if lock.cpu_build and place[1] == "x86_64":
+            builds = {name: f"{own.pop(name)}+cpu" for name in BUILT_FOR_CPUS if name in pins}
+            external = {name: (build, CPU_BUILDS[name, build]) for name, build in builds.items()}
         found[place] = wheels(lock, place, own, "--no-deps") | external
     return found
 

@@ -16,8 +16,9 @@ import yaml
 
 from docker import healthcheck, preflight
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.serving.lines import ascend_line
+from npu_gptoss.serving.lines import ASCEND_LINES
 from scripts.serve_here import serving_environment
+from scripts.setup import environments
 from tests.scripts.shell import run as run_script
 from tests.scripts.test_serve_sh import checkpoint
 
@@ -82,11 +83,27 @@ def test_a_server_has_a_health_check_and_an_entry_point_that_were_copied(image: 
     assert "TIKTOKEN_ENCODINGS_BASE=/opt/npu-gptoss/vocabulary" in all_of(image, "ENV")[-1]
 
 
-def test_the_base_image_has_a_cann_that_is_supported() -> None:
-    tag = next(value for value in all_of("910b", "ARG") if value.startswith("CANN_TAG="))
-    release, *rest = tag.partition("=")[2].split("-")
-    assert release.upper() == ascend_line().cann.recommended
-    assert rest == ["910b", "ubuntu22.04", "py3.11"]
+def test_each_stack_has_a_base_image_a_lock_and_the_variables_that_it_needs() -> None:
+    arguments = dict(value.partition("=")[::2] for value in all_of("910b", "ARG"))
+    stages = [value.partition(" AS ") for value in all_of("910b", "FROM")]
+    names = [name.removeprefix("cann-") for _, _, name in stages if name]
+    assert f"\nARG STACK={names[0]}\n" in dockerfile("910b"), "the first by default"
+    assert names == list(environments.ASCEND_STACKS)
+    for line, name, (source, _, _) in zip(ASCEND_LINES, names, stages, strict=False):
+        assert source == f"${{CANN_IMAGE}}:${{CANN_{name.replace('.', '_')}}}"
+        tag = arguments[f"CANN_{name.replace('.', '_')}"]
+        assert tag == line.image
+        release, *rest = tag.split("-")
+        assert release.upper() == line.cann.recommended
+        assert rest == ["910b", "ubuntu22.04", f"py{line.python_on_ascend[0]}"]
+        assert f"requirements/910b-{name}.txt" in copied("910b")
+        stage = dockerfile("910b").partition(f"AS cann-{name}\n")[2].partition("FROM")[0]
+        assert re.findall(r"^ENV (.+)", stage, re.M) == [f"{variable}={value}" for variable, value, _ in line.variables]
+    assert [value for value, _, name in stages if not name] == ["cann-${STACK}"]
+
+
+def dockerfile(image: str) -> str:
+    return (ROOT / f"docker/{image}.Dockerfile").read_text()
 
 
 def test_compose_builds_the_images_and_mounts_files_that_exist() -> None:

@@ -35,6 +35,31 @@ CMD ["serve"]
 """
 
 
+STAGES = """\
+ARG WHICH=one
+ARG TAG=t
+FROM ${TAG} AS from-one
+ENV A=1
+FROM other AS from-two
+ENV A=2
+FROM from-${WHICH}
+ARG WHICH
+RUN it
+"""
+
+
+@pytest.mark.parametrize(("given", "seen"), [({}, ("1", "one")), ({"WHICH": "two"}, ("2", "two"))])
+def test_an_argument_picks_the_stage_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict, seen: tuple
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(replay, "inside", lambda root, command, image, extra: ran.append(image) or 0)
+    (tmp_path / "Dockerfile").write_text(STAGES)
+    image = replay.build(tmp_path / "Dockerfile", tmp_path, given)
+    assert image.environment["A"] == seen[0]
+    assert ran == [image]
+
+
 def test_the_instructions_are_carried_out_as_docker_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
 

@@ -37,6 +37,27 @@ def test_a_users_other_vllm_is_never_replaced_and_ours_is_not_fetched_twice(
     assert (f"pip uninstall {package}" in capsys.readouterr().err) == bool(status)
 
 
+@pytest.mark.parametrize(("ascend", "release"), [("0.23.0", "0.23.0"), ("0.11.0", "0.11.0"), ("0.18.0", "0.11.0")])
+def test_beside_a_vllm_ascend_its_own_vllm_is_installed(
+    ascend: str, release: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def read(name: str) -> str:
+        if name != "vllm-ascend":
+            raise metadata.PackageNotFoundError(name)
+        return ascend
+
+    fetched = []
+    monkeypatch.setattr(metadata, "version", read)
+    monkeypatch.setenv("VLLM_SDIST", "mine")
+    monkeypatch.setattr(install_vllm, "install", lambda *_: None)
+    monkeypatch.setattr(
+        install_vllm, "fetch", lambda _, path, what: fetched.append((path, what.version)) or tmp_path / "conftest"
+    )
+    (tmp_path / "conftest").write_text("")
+    assert install_vllm.main(["--no-deps"]) == 0
+    assert fetched == [("mine", release)]
+
+
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     (tmp_path / "target").mkdir()

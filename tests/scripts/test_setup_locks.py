@@ -13,7 +13,7 @@ import pytest
 
 from npu_gptoss.kernels.platform import HOPPER, Platform
 from npu_gptoss.serving.lines import LINES
-from scripts.setup.environments import CLIENTS, ENVIRONMENTS, REQUIREMENTS
+from scripts.setup.environments import ASCEND_STACKS, CLIENTS, ENVIRONMENTS, REQUIREMENTS
 from scripts.setup.lock import ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
 from scripts.setup.machine import ROOT, read_pins
 
@@ -62,8 +62,10 @@ def test_torch_is_the_build_without_cuda_unless_cuda_is_wanted(name: str) -> Non
     assert any(name.startswith("nvidia-") for name, *_ in read(name)) != lock.cpu_build
 
 
-def test_the_emulated_910b_and_the_image_differ_in_nothing_but_tests_and_the_wheels() -> None:
-    emulated, image = set(read_pins(REQUIREMENTS / "emulated.txt")), {name for name, *_ in read("910b")}
+@pytest.mark.parametrize("stack", ASCEND_STACKS)
+def test_the_emulated_910b_and_the_image_differ_in_nothing_but_tests_and_the_wheels(stack: str) -> None:
+    emulated = set(read_pins(REQUIREMENTS / f"{ASCEND_STACKS[stack].lock}.txt"))
+    image = {name for name, *_ in read(f"910b-{stack}")}
     assert emulated - image == ONLY_FOR_TESTS
     assert image - emulated == {"torch", "torch-npu", "vllm-ascend"}
 
@@ -142,7 +144,7 @@ def test_the_lock_for_a_gpu_is_of_the_vllm_that_serves_there_and_of_the_triton_o
 def test_one_wheel_for_all_places_has_one_hash_and_others_have_each_their_own() -> None:
     x86_64 = {"p": ("1", A), "q": ("2", A), "t": ("3+cpu", A)}
     aarch64 = {"p": ("1", A), "q": ("2", B), "t": ("3", B)}
-    lines = render(HASHED["910b"], {("3.11", "x86_64"): x86_64, ("3.11", "aarch64"): aarch64}).splitlines()
+    lines = render(HASHED["910b-8.3"], {("3.11", "x86_64"): x86_64, ("3.11", "aarch64"): aarch64}).splitlines()
     assert [line for line in lines if not line.startswith("#")] == [
         "p==1 \\",
         f"    --hash=sha256:{A}",
