@@ -12,7 +12,8 @@ usage: scripts/serve.sh --model CHECKPOINT [options] [-- flags of vllm serve]
 Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or eight.
 
   --model CHECKPOINT     folder in the official layout, MXFP4 or BF16, or a name on the hub
-  --on npu|cpu|emulated  where: an Ascend 910B (default), the CPU, the emulated 910B of `make setup-emulated`
+  --on npu|cpu|emulated  where: an Ascend 910B (default), the CPU, the emulated 910B of `make setup-emulated`, or with
+                         emulated-9.1 that of `make setup-emulated-9.1`
   --cards N              tensor parallel size: by default 1, and 4 for 120b
   --devices LIST         which NPUs, such as 0,1,2,3 (ASCEND_RT_VISIBLE_DEVICES); by default the first ones
   --mode MODE            eager, piecewise or full (decode steps as one graph); default piecewise, on a CPU eager
@@ -68,7 +69,12 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 
-case $where in npu | cpu | emulated) ;; *) fail "--on wants npu, cpu or emulated, got '$where'." ;; esac
+stack=''
+case $where in
+npu | cpu | emulated) ;;
+emulated-9.1) where=emulated stack=-9.1 ;;
+*) fail "--on wants npu, cpu, emulated or emulated-9.1, got '$where'." ;;
+esac
 [ -n "$mode" ] || case $where in cpu) mode=eager ;; *) mode=piecewise ;; esac
 case $mode in eager | piecewise | full) ;; *) fail "--mode wants eager, piecewise or full, got '$mode'." ;; esac
 [ "$where" != cpu ] || [ "$mode" = eager ] || fail "there are no graphs on a CPU; leave out --mode $mode."
@@ -145,9 +151,9 @@ set -- serve "$model" --served-model-name "$name" --host "$host" --port "$port" 
 root=$(CDPATH='' cd -- "$here/.." && pwd)
 case $where in
 emulated)
-    emulate=${ASCEND_EMULATOR_VENV:-$root/.venv-emulated}/bin/npu-gptoss
+    emulate=${ASCEND_EMULATOR_VENV:-$root/.venv-emulated$stack}/bin/npu-gptoss
     [ -n "$dry" ] || [ -x "$emulate" ] ||
-        fail "there is no emulated environment; make it once with: make setup-emulated"
+        fail "there is no emulated environment; make it once with: make setup-emulated$stack"
     set -- "$emulate" emulate --devices "$cards" -- vllm "$@"
     ;;
 *)
@@ -169,7 +175,13 @@ cpu)
     [ -n "${NPU_GPTOSS_PLATFORM:-}" ] || set -- NPU_GPTOSS_PLATFORM=cpu "$@"
     ;;
 emulated) [ -n "${OMP_NUM_THREADS:-}" ] || set -- "OMP_NUM_THREADS=$threads" "$@" ;;
-npu) [ -z "$devices" ] || set -- "ASCEND_RT_VISIBLE_DEVICES=$devices" "$@" ;;
+npu)
+    [ -z "$devices" ] || set -- "ASCEND_RT_VISIBLE_DEVICES=$devices" "$@"
+    # vllm-ascend 0.23 takes a vLLM that calls itself 0.23.0+empty for a later one, and ends at its start
+    [ -n "${VLLM_VERSION:-}" ] || case $(python3 -c 'from importlib.metadata import version as v; print(v("vllm"))' 2>&1) in
+    0.23.0+*) set -- VLLM_VERSION=0.23.0 "$@" ;;
+    esac
+    ;;
 esac
 # collectives on the vector cores: fewer streams, and a hang when one rank replays a graph beside another that does not
 if [ -z "${HCCL_OP_EXPANSION_MODE+set}" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -176,6 +177,27 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
     _, words = serve(*options, ASCEND_EMULATOR_VENV="/some/where")
     assert words[:7] == ["/some/where/bin/npu-gptoss", "emulate", "--devices", "2", "--", "vllm", "serve"]
     assert serve(*options)[1][0] == str(ROOT / ".venv-emulated/bin/npu-gptoss")
+    second = [option if option != "emulated" else "emulated-9.1" for option in options]
+    assert serve(*second)[1][0] == str(ROOT / ".venv-emulated-9.1/bin/npu-gptoss")
+
+
+@pytest.mark.parametrize(
+    ("installed", "set_by_user", "expected"),
+    [
+        ("0.23.0+empty", None, "0.23.0"),
+        ("0.11.0+empty", None, None),
+        ("0.23.0", None, None),
+        ("0.23.0+empty", "x", None),
+    ],
+)
+def test_vllm_ascend_is_told_which_vllm_it_has(
+    installed: str, set_by_user: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\necho {installed}\n")
+    python.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({"VLLM_VERSION": set_by_user} if set_by_user else {})}
+    assert serve(*HUB, **variables)[0].get("VLLM_VERSION") == expected
 
 
 @pytest.mark.parametrize(
