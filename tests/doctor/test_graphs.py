@@ -9,7 +9,7 @@ import pytest
 from emulator.tests.machine import emulate
 from npu_gptoss.doctor.graphs import graphs
 from npu_gptoss.serving.ascend import sizes
-from tests.doctor.machines import ascend, machine, only, write
+from tests.doctor.machines import ASCEND_9_1_PACKAGES, ascend, machine, only, write
 from tests.model.published import published_config
 
 # layers, ranks, aiv, sizes that vllm-ascend 0.11.0 allows
@@ -41,6 +41,11 @@ def test_sizes_beyond_the_budget_are_a_warning_for_the_checkpoint_at_hand(tmp_pa
     aiv = ascend(tmp_path, HCCL_OP_EXPANSION_MODE="AIV")
     only(graphs(aiv, tmp_path / "20b", 2, 256), "ok", "36 sizes fit")
     only(graphs(aiv, tmp_path / "20b", 2, 512), "warning", "67 sizes")
+
+
+def test_where_nothing_thins_the_sizes_out_the_error_is_named(tmp_path):
+    _, large = graphs(ascend(tmp_path, ASCEND_9_1_PACKAGES), None, 1, 256)
+    assert (large.state, "error 207008" in large.sentence, "thins" in large.sentence) == ("warning", True, False)
 
 
 def test_it_applies_to_ascend_and_needs_a_config(tmp_path):

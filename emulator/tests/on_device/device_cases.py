@@ -28,6 +28,16 @@ def case_cann_version_is_the_selected_one() -> None:
     assert get_cann_version() == CANN[os.environ["ASCEND_EMULATOR_CANN"]]
 
 
+def case_memory_behind_a_tensor_is_that_of_its_own_allocation() -> None:
+    """R92 asks. The allocator's block goes on behind it, which is an accident."""
+    from ascend_emulator import memory
+
+    bare, roomy = (torch.zeros(size, dtype=torch.bfloat16, device="npu") for size in (8, 40))
+    assert memory.bytes_behind(memory.alias(bare)) == 0
+    assert memory.bytes_behind(memory.alias(roomy[:8])) == 64
+    assert memory.bytes_behind(memory.alias(roomy[8:16])) == 48
+
+
 def case_new_memory_is_poison_every_time() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for _ in range(3):  # the second time the allocator hands out a block that held ones

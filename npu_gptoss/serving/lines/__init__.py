@@ -63,6 +63,7 @@ class Line:
 
     image: the tag of CANN's container image. driver: one that users have with that CANN, and the oldest of which they
     report. variables: (name, value, why) of what this vllm-ascend must find in its environment.
+    reckons_streams: whether it leaves out sizes of graphs that would take more streams than a card has.
     """
 
     name: str  # of its files too: vllm_0_11.py, ascend_0_11.py
@@ -78,6 +79,7 @@ class Line:
     image: str = ""
     driver: tuple[str, tuple[int, int]] = ("", (0, 0))
     variables: tuple[tuple[str, str, str], ...] = ()
+    reckons_streams: bool = False
 
     def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
         return importlib.import_module(f"{__name__}.{package}_{self.name.replace('.', '_')}")
@@ -100,6 +102,7 @@ LINES = (
         python_on_ascend=("3.11",),
         image="8.3.rc2-910b-ubuntu22.04-py3.11",
         driver=("25.3.rc1", (25, 0)),
+        reckons_streams=True,
     ),
     Line(
         name="0.23",
