@@ -34,6 +34,7 @@ FILES = (
     "window",
     "rope",
     "cpu",
+    "experts_exchange",
     "ascend",
     "barrier",
     "ports",
