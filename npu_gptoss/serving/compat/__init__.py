@@ -38,6 +38,7 @@ FILES = (
     "ascend",
     "barrier",
     "ports",
+    "shared_storage",
     "grammars",
     "priority",
     "seeds",
