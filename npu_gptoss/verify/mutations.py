@@ -29,6 +29,7 @@ Tensor = torch.Tensor
 PAGED, WRITE, ROUTE, EXPERTS = "attention.paged", "attention.write_kv", "moe.route", "moe.experts"
 QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "dense.add_norm"
 LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
+PACKED = "moe.expand"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
 STREAM = (QKV, ROUTER, ADD_NORM)  # what adds to the residual stream and norms it
 BIASED = (QKV, OUTPUT, ROUTER)
@@ -387,11 +388,11 @@ def _by_neighbours(inputs: Inputs, definition: Definition) -> Outputs:
 
 
 FUNCTIONS = (
-    of_each("high nibble first", EXPAND, blocks=_nibbles_swapped),
-    of_each("scale exponent off by one", EXPAND, scales=lambda t: t + 1),
-    of_each("sign dropped", EXPAND, blocks=lambda t: t & 0x77),
+    of_each("high nibble first", EXPAND, PACKED, blocks=_nibbles_swapped),
+    of_each("scale exponent off by one", EXPAND, PACKED, scales=lambda t: t + 1),
+    of_each("sign dropped", EXPAND, PACKED, blocks=lambda t: t & 0x77),
     of_each("scale of the next group", EXPAND, scales=lambda t: t.roll(1, 0)),
-    of_each("mantissa bit dropped", EXPAND, blocks=lambda t: t & 0xEE),
+    of_each("mantissa bit dropped", EXPAND, PACKED, blocks=lambda t: t & 0xEE),
     of_result("high nibble first", COMPRESS, change=lambda i, right: {"blocks": _nibbles_swapped(right["blocks"])}),
     of_result("scale exponent off by one", COMPRESS, change=lambda i, right: {"scales": right["scales"] + 1}),
     of_each("sign dropped", COMPRESS, weight=torch.abs),

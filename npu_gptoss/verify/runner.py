@@ -124,7 +124,7 @@ def verify(
         return report
     for spec in _specs(target, seed, cases):
         kept: list[tuple[Call, Outputs, Outputs | None, Outputs]] = []
-        for call in _fitting(target, check.calls(spec), spec):
+        for call in fitting(target, check.calls(spec), spec):
             want = check.definition(call.inputs)
             sizes = check.sizes(call.inputs) if check.sizes and spec.precision == "bfloat16" else None
             result, got = _judged(target, check, call, spec, want, sizes, device, ledger)
@@ -149,7 +149,7 @@ def _specs(target: Target, seed: int, cases: int) -> Iterator[CallSpec]:
         yield CallSpec({role: dtype}, {}, seed, cases)
 
 
-def _fitting(target: Target, calls: Iterator[Call], spec: CallSpec) -> Iterator[Call]:
+def fitting(target: Target, calls: Iterator[Call], spec: CallSpec) -> Iterator[Call]:
     """Those that the kernel says it takes: selection would give it no others."""
     for call in calls:
         if target.kernel is None or not reasons_against(

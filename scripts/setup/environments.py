@@ -1,4 +1,4 @@
-"""Set up virtual environments: `environments.py cpu cuda emulated emulated-9.1 evalscope docs clients-2025 …`, or some.
+"""Set up virtual environments: `environments.py cpu cuda emulated emulated-9.1 ascend-compiler docs …`, or some.
 
 Each is a row of ENVIRONMENTS; `machine.py` runs its steps. Packages of different rows fight with each other, so every
 row has a folder of its own. Standard library only, and any Python 3.8 or newer can run it: the Python of an environment
@@ -47,6 +47,16 @@ TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
 EMULATOR = ROOT / "emulator/ascend_emulator"
 STUBS = "ascend-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
 WHEELS = "ascend-emulator/wheels"
+
+# raises a CompilerError, in words, where a program is not there; an ImportError where triton does not load
+TRY_COMPILER = """
+import subprocess
+from ascend_emulator.compiler.tools import tools
+found = tools()
+import triton
+for program in (found.adapter, found.opt, found.compile):
+    subprocess.run([program, "--version"], check=True, stdout=subprocess.DEVNULL)
+"""
 
 # where a version of the lock cannot be had
 CLIENTS = {
@@ -320,6 +330,38 @@ def emulated_steps(stack: AscendStack, tools: bool) -> list[Step]:
     ]
 
 
+def check_compiler_machine() -> None:
+    """Raises SetupError where the compiler has no wheels, or a lowered kernel could not be linked."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SetupError(
+            f"the kernels are built for x86_64 on Linux here, and this is {platform.platform()}. Leave it out: make test "
+            "ASCEND_COMPILER=0."
+        )
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        raise SetupError(
+            f"the C compiler {named or 'gcc'} is not there, and a lowered kernel is linked with it. On Debian and "
+            "Ubuntu: apt install gcc; or name one in CC."
+        )
+
+
+def ascend_compiler_steps(tools: bool) -> list[Step]:
+    """Huawei's compiler as its wheels have it, without CANN: neither mlir-tools nor LLVM of a distribution is needed,
+    since `bishengir-opt` has MLIR's passes and Triton-Ascend's library has LLVM."""
+    return [
+        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
+        lock_step("Triton-Ascend, ascendnpu-ir and what they import, 260 MB", REQUIREMENTS / "ascend-compiler.txt"),
+        editable_step(),
+        Step(
+            "compiler",
+            "its programs start here, and Triton-Ascend is imported",
+            lambda run: run.must(str(run.env.python), "-c", TRY_COMPILER),
+            [TRY_COMPILER],
+            after=("packages",),
+        ),
+    ]
+
+
 def evalscope_steps(tools: bool) -> list[Step]:
     loose = ("evalscope[perf]>=1.14.1,<1.15", "matplotlib")
     return [
@@ -374,6 +416,14 @@ ENVIRONMENTS = {
         )
         for stack in ASCEND_STACKS.values()
     },
+    "ascend-compiler": Recipe(
+        ".venv-ascend-compiler",
+        "1.6 GB",
+        ascend_compiler_steps,
+        ("3.11", "3.12", "3.10"),
+        check=check_compiler_machine,
+        python_is_a_hint=True,
+    ),
     "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
     "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
     "vllm033": Recipe(".venv-vllm033", "1.6 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),

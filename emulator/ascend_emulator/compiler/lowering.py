@@ -1,0 +1,60 @@
+"""A Triton kernel to linalg, by triton-ascend's front end and with its options for a 910B."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from subprocess import CalledProcessError
+from typing import Any
+
+from ascend_emulator.compiler.tools import CompilerError, tools
+
+TARGET = "Ascend910B3"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel for certain types and constants. types: of its arguments that are no constants, in their order, as
+    Triton writes them ("*i16", "i32"). linalg: its text in MLIR."""
+
+    name: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    linalg: str
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.constants)})"
+
+
+def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Program:
+    """kernel: a `triton.jit` function. Raises CompilerError when the front end does not take it."""
+    tools()
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.compiler.errors import CompilationError
+
+    target = GPUTarget("npu", TARGET, 0)
+    backend = make_backend(target)
+    options = backend.parse_options({})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(kernel, dict(types), dict(constants))
+    metadata = {"target": target, **vars(options)}
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options)
+    try:
+        module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+        linalg = stages["ttadapter"](stages["ttir"](module, metadata), metadata)
+    except CalledProcessError as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        first = next((line for line in said.splitlines() if "error: " in line), said.strip()[:200])
+        reason = first.partition("error: ")[2] or first
+        raise CompilerError(f"triton-adapter-opt refuses {kernel.__name__}: {reason}") from error
+    except CompilationError as error:
+        raise CompilerError(f"Triton-Ascend's front end refuses {kernel.__name__}: {error}") from error
+    name = re.search(r"func\.func\s+@(\w+)", linalg)[1]
+    return Program(name, tuple(types.items()), tuple(constants.items()), linalg)

@@ -1,0 +1,84 @@
+"""A kernel given to `bishengir-compile` for a 910B: HFusion, HIVM, and the plan of the on-chip memory.
+
+Without CANN it stops where it would call `hivmc`, which makes the card's machine code. Everything before has run then:
+the kernel consists of operations of the card, and its buffers have places. What no `hivmc` means is in docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ascend_emulator.compiler.lowering import TARGET, Program
+from ascend_emulator.compiler.tools import CompilerError, run, tools
+
+# those that triton-ascend gives it (backends/ascend/compiler.py, linalg_to_bin_enable_npu_compile_A2_A3)
+OPTIONS = (
+    f"--target={TARGET}",
+    "--enable-auto-multi-buffer=True",
+    "--enable-auto-bind-sub-block=True",
+    "--enable-hfusion-compile=true",
+    "--enable-hivm-compile=true",
+    "--enable-triton-kernel-compile=true",
+)
+AVAILABLE = {"ub": 196608}  # bytes of a vector core, as the compiler says when it refuses
+STOPPED = "External hivmc run fails"  # no CANN: the last step is missing, and nothing else is
+_OVERFLOW = re.compile(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available")
+_PLANNED = re.compile(r"pointer_cast\(([^)]*)\)[^:]*: memref<((?:\d+x)*)(\w+)[^#]*#hivm\.address_space<(\w+)>")
+_CONSTANT = re.compile(r"(%[\w-]+) = arith\.constant (\d+) : i64")
+_GIVEN_UP = re.compile(r"automatically set ([\w-]+) to false; compilation then succeeded|, set ([\w-]+) to false")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the compiler made of a program. refusal: "" for none.
+
+    memory: bytes of each on-chip memory ("ub") that the plan reaches to, or that are asked for and are not there.
+    without: what it gave up to make the buffers fit: moving code out of loops, two buffers in turn.
+    operations: how often each operation of the card occurs. scalar: loads and stores of single elements, which the
+    scalar unit does one by one.
+    """
+
+    refusal: str
+    memory: dict[str, int]
+    without: tuple[str, ...]
+    operations: dict[str, int]
+    scalar: int
+
+
+def plan(program: Program) -> Plan:
+    """Raises CompilerError where the compiler itself does not run."""
+    text = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", program.linalg)  # triton-ascend takes it out, too
+    done = run(tools().compile, text, (*OPTIONS, "--mlir-print-ir-after=hivm-plan-memory"))
+    if "Unknown command line argument" in done.said:
+        raise CompilerError(f"bishengir-compile is not ascendnpu-ir 1.2.0's: {done.said.strip().splitlines()[0]}")
+    if done.status and STOPPED not in done.said:
+        overflow = _OVERFLOW.search(done.said)
+        memory = {overflow[1]: math.ceil(int(overflow[2]) / 8)} if overflow else {}
+        return Plan(done.reason(), memory, (), {}, 0)
+    last = _last_attempt(done.said)
+    given_up = tuple(word for pair in _GIVEN_UP.findall(done.said) for word in pair if word)
+    operations: dict[str, int] = {}
+    for name in re.findall(r"hivm\.hir\.(\w+)", last):
+        operations[name] = operations.get(name, 0) + 1
+    return Plan("", _planned(last), given_up, operations, len(re.findall(r"memref\.(?:load|store) ", last)))
+
+
+def _last_attempt(said: str) -> str:
+    """The functions as they left the planner in the last attempt: it tries again without what costs memory."""
+    attempts = said.split("[NOTE] Ub overflow detected")
+    dumps = re.split(r"// -----// IR Dump After PlanMemory[^\n]*\n", attempts[-1])[1:]
+    return next((dump for dump in reversed(dumps) if "pointer_cast" in dump), "")
+
+
+def _planned(text: str) -> dict[str, int]:
+    """How far the buffers reach in each memory."""
+    constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
+    reach: dict[str, int] = {}
+    for places, dims, kind, space in _PLANNED.findall(text):
+        bits = math.prod(int(dim) for dim in dims.split("x") if dim) * int(re.search(r"\d+", kind)[0])
+        for place in places.split(","):
+            end = constants[place.strip()] + math.ceil(bits / 8)
+            reach[space] = max(reach.get(space, 0), end)
+    return reach

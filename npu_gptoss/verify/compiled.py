@@ -1,0 +1,240 @@
+"""`npu-gptoss verify --compile`: Ascend's Triton kernels with Huawei's own compiler, on a machine without an Ascend.
+
+For every kernel that is registered for Ascend and written in Triton: Triton's interpreter against the definition; the
+kernel lowered by triton-ascend to linalg and built for this CPU, against the definition; each of those programs given
+to `bishengir-compile` for a 910B; and the kernel's source mutated, where the second step has to notice.
+`ascend_emulator.compiler` has the tools; docs/verify.md says what an acceptance means and what it cannot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import Platform, platform_override
+from npu_gptoss.kernels.platform import TRITON_FOR_ASCEND
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.verify.calls import Call, CallSpec, specs_of
+from npu_gptoss.verify.cases import on
+from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.runner import PASSED, Report, Target, fitting, matches, verify
+from npu_gptoss.verify.source_mutations import EQUIVALENT, source_mutations
+
+CPU = torch.device("cpu")
+ASCEND = Platform("ascend", frozenset({"torch_npu", "triton", TRITON_FOR_ASCEND}))
+SECONDS = 60  # of one mutation: then it is caught, because it does not end
+DOUBLINGS = 8  # of a constant, until the compiler refuses it
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One program, as a call of a kernel needed it. plan: of `ascend_emulator.compiler.planner`."""
+
+    program: str
+    plan: Any
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The first value of a constant, doubled from what is used, that the compiler refuses; "" when none was."""
+
+    constant: str
+    used: int
+    value: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MutatedSource:
+    """seen: by which call, or how else. equivalent: why it computes the same."""
+
+    name: str
+    seen: str
+    equivalent: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.seen) != bool(self.equivalent)
+
+
+@dataclass
+class CompiledReport:
+    """Of one kernel. interpreted, lowered: its calls, by the interpreter and on this CPU."""
+
+    kernel: str
+    interpreted: Report
+    lowered: Report
+    compiled: list[Compiled] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    mutations: list[MutatedSource] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        accepted = self.compiled and not any(one.plan.refusal for one in self.compiled)
+        return bool(self.interpreted.ok and self.lowered.ok and accepted and all(m.ok for m in self.mutations))
+
+
+def ascend_kernels(wanted: str | None) -> list[Target]:
+    """Those in Triton. Raises InputError where none is named."""
+    found = [
+        Target(kernel.name, CHECKS.get(f"{kernel.family}.{kernel.mode}"), kernel, kernel.origin)
+        for kernel in registry.kernels.values()
+        if TRITON_FOR_ASCEND in kernel.capability.features
+    ]
+    chosen = [target for target in found if wanted is None or matches(wanted, target)]
+    if not chosen:
+        names = ", ".join(sorted(target.name for target in found))
+        raise InputError(f"{wanted!r} names no kernel that is compiled for Ascend; those are: {names}")
+    return sorted(chosen, key=lambda target: target.name)
+
+
+def verify_compiled(target: Target, *, seed: int, cases: int) -> CompiledReport:
+    """All steps of one kernel. Raises InputError where the compiler is not installed."""
+    launches = compiler("launches")
+    made: dict[Any, Any] = {}
+    settings = {"seed": seed, "cases": cases, "ledger": ()}
+    with platform_override(ASCEND):
+        with launches.launching(launches.lowered(made)):
+            lowered = verify(target, CPU, **settings)
+        with launches.launching(launches.interpreted):
+            interpreted = verify(target, CPU, **settings)
+        report = CompiledReport(target.name, interpreted, lowered)
+        if not lowered.ok:
+            return report  # neither a plan nor a mutation says anything of a kernel that is wrong
+        plan = compiler("planner").plan
+        report.compiled += [Compiled(str(one.program), plan(one.program)) for one in made.values()]
+        report.refused += _first_refused(made)
+        kept = [
+            (call, target.check.definition(call.inputs), spec)
+            for spec in specs_of(target.kernel, target.check, seed, cases)
+            for call in fitting(target, target.check.calls(spec), spec)
+        ]
+        for kernel in dict.fromkeys(key[0] for key in made):
+            for mutation in source_mutations(kernel.src):
+                seen = _in_a_child(lambda m=mutation, k=kernel: _first_wrong(target, kept, {k.__name__: m.source}))
+                reason = EQUIVALENT.get((kernel.__name__, mutation.name), "")
+                report.mutations.append(MutatedSource(mutation.name, seen, reason))
+    return report
+
+
+def compiler(module: str) -> Any:
+    """A module of `ascend_emulator.compiler`. Raises InputError where that cannot be had."""
+    try:
+        tools = importlib.import_module("ascend_emulator.compiler.tools")
+        found = importlib.import_module(f"ascend_emulator.compiler.{module}")
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"verify --compile needs {error.name}, which is not installed here; make setup-ascend-compiler makes an "
+            "environment that has all: .venv-ascend-compiler/bin/npu-gptoss verify --compile"
+        ) from error
+    try:
+        tools.tools()
+    except tools.CompilerError as error:
+        raise InputError(str(error)) from error
+    return found
+
+
+def _first_refused(made: Mapping[Any, Any]) -> Iterator[Refused]:
+    """Of the program that takes the most memory, each constant doubled until the compiler refuses."""
+    planner, lowering = compiler("planner"), compiler("lowering")
+    kernel, program = max(
+        ((key[0], one.program) for key, one in made.items()),
+        key=lambda pair: max(planner.plan(pair[1]).memory.values(), default=0),
+    )
+    constants = dict(program.constants)
+    for name, used in constants.items():
+        if type(used) is not int:
+            continue
+        value, reason = used, ""
+        for _ in range(DOUBLINGS):
+            value *= 2
+            try:
+                larger = lowering.lower(kernel, dict(program.types), {**constants, name: value})
+                reason = planner.plan(larger).refusal
+            except compiler("tools").CompilerError as error:
+                reason = str(error)
+            if reason:
+                break
+        yield Refused(name, used, value, reason)
+
+
+def _first_wrong(target: Target, kept: list[tuple[Call, Any, CallSpec]], changed: Mapping[str, str]) -> str:
+    """The first call that a mutated kernel gets wrong; "" for none."""
+    launches = compiler("launches")
+    with launches.launching(launches.lowered({}, changed)):
+        for call, want, spec in kept:
+            try:
+                got = target.check.run(on(call.inputs, CPU), target.name)
+            except Exception as error:  # whatever a broken kernel does
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            if not target.check.judge(got, want, spec.precision, None).ok:
+                return call.name
+    return ""
+
+
+def _in_a_child(work: Callable[[], str]) -> str:
+    """Its answer, from a process of its own: a mutated kernel may end neither well nor at all."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(SECONDS)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what libc says of a heap in ruins
+            os.write(writer, work().encode()[:4096])
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode(errors="replace")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGALRM:
+        return f"it does not end within {SECONDS} s"
+    return said if status == 0 else f"it ends its process with {status}"
+
+
+def lines(report: CompiledReport) -> list[str]:
+    """One line a step; for what is wrong, how it was seen."""
+    text = [f"{'ok' if report.ok else 'FAIL':<4} {report.kernel}"]
+    for step, found in (("interpreter", report.interpreted), ("lowered, on this CPU", report.lowered)):
+        bad = [call for call in found.calls if call.state != PASSED]
+        text.append(f"       {step}: {len(found.calls) - len(bad)} of {len(found.calls)} calls as the definition")
+        text += [f"         {reason}" for reason in found.reasons]
+        text += [f"         {call.state}: {call.call}: {' | '.join(call.lines)}" for call in bad[:3]]
+    for one in report.compiled:
+        text.append(f"       {one.program}: {_planned(one.plan)}")
+    for one in report.refused:
+        said = f"{one.value} is refused: {one.reason}" if one.reason else f"nothing up to {one.value} is refused"
+        text.append(f"       {one.constant}={one.used} is used, {said}")
+    if report.mutations:
+        equal = [m for m in report.mutations if m.equivalent and not m.seen]
+        caught = sum(bool(m.seen) for m in report.mutations)
+        text.append(
+            f"       {caught} of {len(report.mutations)} mutations of its source caught, "
+            f"{len(equal)} compute the same for a stated reason"
+        )
+    for mutation in report.mutations:
+        if not mutation.ok and mutation.seen:
+            text.append(f"     CAUGHT, and stated as equivalent: {mutation.name} ({mutation.seen})")
+        elif not mutation.ok:
+            text.append(f"     NOT CAUGHT: {mutation.name}")
+    return text
+
+
+def _planned(plan: Any) -> str:
+    if plan.refusal:
+        return f"REFUSED: {plan.refusal}"
+    room = compiler("planner").AVAILABLE
+    memory = ", ".join(f"{size} of {room.get(space, '?')} bytes of {space}" for space, size in plan.memory.items())
+    without = f", without {', '.join(plan.without)}" if plan.without else ""
+    return f"accepted for a 910B, {memory or 'no on-chip memory'}{without}"
