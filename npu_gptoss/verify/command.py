@@ -76,7 +76,7 @@ def run_compiled(args: argparse.Namespace) -> int:
             reports.append(report)
             print("\n".join(compiled.lines(report)), flush=True)
     if args.json is not None:
-        found = json.dumps([asdict(report) for report in reports], indent=1, default=str)
+        found = json.dumps({"seed": args.seed, "kernels": [compiled.record(r) for r in reports]}, indent=1)
         write_atomically(args.json.absolute(), f"{found}\n".encode())
     wrong = [report.kernel for report in reports if not report.ok]
     print(f"{len(reports)} kernels in {time.monotonic() - started:.0f} s")

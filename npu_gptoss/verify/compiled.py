@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -189,6 +189,7 @@ def _in_a_child(work: Callable[[], str]) -> str:
         status = 1
         try:
             signal.alarm(SECONDS)
+            torch.set_num_threads(1)  # a pool of the parent's threads has no threads here, and would be waited for
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what libc says of a heap in ruins
             os.write(writer, work().encode()[:4096])
             status = 0
@@ -229,6 +230,20 @@ def lines(report: CompiledReport) -> list[str]:
         elif not mutation.ok:
             text.append(f"     NOT CAUGHT: {mutation.name}")
     return text
+
+
+def record(report: CompiledReport) -> dict[str, Any]:
+    """For `--json`."""
+    parts = {"programs": report.compiled, "refused": report.refused, "mutations": report.mutations}
+    return {
+        "kernel": report.kernel,
+        "ok": report.ok,
+        **{
+            name: [{"call": call.call, "state": call.state, "lines": call.lines} for call in step.calls]
+            for name, step in (("interpreted", report.interpreted), ("lowered", report.lowered))
+        },
+        **{name: [asdict(part) for part in found] for name, found in parts.items()},
+    }
 
 
 def _planned(plan: Any) -> str:

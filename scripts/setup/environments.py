@@ -334,8 +334,8 @@ def check_compiler_machine() -> None:
     """Raises SetupError where the compiler has no wheels, or a lowered kernel could not be linked."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise SetupError(
-            f"the kernels are built for x86_64 on Linux here, and this is {platform.platform()}. Leave it out: make test "
-            "ASCEND_COMPILER=0."
+            f"the compiler is set up for Linux on x86_64, and this is {platform.platform()}. "
+            "The tests without it: make test ASCEND_COMPILER=0."
         )
     named = os.environ.get("CC")
     if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):

@@ -32,6 +32,8 @@ class Tools:
 @functools.cache
 def tools() -> Tools:
     """Finds the programs, and puts them where triton-ascend looks for them. Raises CompilerError."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise CompilerError("TRITON_INTERPRET is set, and with it Triton compiles nothing: unset it")
     folders = {}
     for module, package in (("triton", "triton-ascend==3.2.0"), ("ascendnpuir", "ascendnpu-ir==1.2.0")):
         spec = importlib.util.find_spec(module)

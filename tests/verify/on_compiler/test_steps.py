@@ -1,0 +1,188 @@
+"""Each step of `verify --compile` on kernels that are right and on kernels that are broken on purpose.
+
+`tests/verify/test_compiled.py` runs this file in the environment that has the compiler, without `tests/conftest.py`,
+which switches Triton's interpreter on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import TRITON_ASCEND, Priority, Range, accepts, load_kernels, register_kernel
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.moe import packed
+from npu_gptoss.verify import compiled
+from npu_gptoss.verify.compiled import ascend_kernels, lines, verify_compiled
+from npu_gptoss.verify.runner import FAILED
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ascendnpuir") is None, reason="needs Huawei's compiler: make setup-ascend-compiler"
+)
+SOURCE = Path(packed.__file__).with_name("triton_ascend.py").read_text()
+numbers = itertools.count()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """The report of our kernel with a change of its source: of three calls, and without the mutations."""
+    load_kernels()
+    check = compiled.CHECKS["moe.expand"]
+    few = dataclasses.replace(check, calls=lambda spec: itertools.islice(check.calls(spec), 3))
+    monkeypatch.setitem(compiled.CHECKS, "moe.expand", few)
+    monkeypatch.setattr(compiled, "source_mutations", lambda source: ())
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "moe.expand.changed"
+
+    def report(old: str, new: str, most: float = packed.MOST_IN_A_QUARTER) -> compiled.CompiledReport:
+        assert old in SOURCE
+        module = f"changed_{next(numbers)}"
+        (tmp_path / f"{module}.py").write_text(SOURCE.replace(old, new))
+        importlib.invalidate_caches()
+        registry.kernels.pop(name, None)
+        register_kernel(
+            packed.EXPAND,
+            name=name,
+            solution="changed",
+            capability=TRITON_ASCEND,
+            signatures=(accepts(out="bfloat16"),),
+            traits={"quarter": Range(most=most)},
+            priority=Priority.PERFORMANT,
+            function=f"{module}:expand",
+            summary="for a test",
+        )
+        (target,) = ascend_kernels(name)
+        return verify_compiled(target, seed=0, cases=0)
+
+    yield report
+    registry.kernels.pop(name, None)
+
+
+def failed(report: compiled.Report) -> set[str]:
+    return {call.call for call in report.calls if call.state == FAILED}
+
+
+def test_a_scale_off_by_one_fails_where_numbers_are_seen(kernel):
+    report = kernel("(scale - 1) * 2", "scale * 2")
+    assert "every byte under every scale" in failed(report.interpreted)
+    assert failed(report.lowered) == failed(report.interpreted)
+    assert not report.ok
+    assert not report.compiled, "a plan says nothing of a kernel that is wrong"
+    assert any(line.lstrip().startswith("failed: ") for line in lines(report))
+
+
+def test_a_tile_too_large_fails_where_the_memory_is_planned(kernel, monkeypatch):
+    monkeypatch.setattr(packed, "rows_of", lambda columns: 8)
+    report = kernel("", "", most=1 << 30)
+    assert report.interpreted.ok
+    assert report.lowered.ok
+    refusals = {one.program: one.plan.refusal for one in report.compiled}
+    assert "ub overflow" in refusals["expand_kernel(ROWS=8, COLUMNS=5760)"]
+    assert refusals["expand_kernel(ROWS=8, COLUMNS=256)"] == ""
+    assert not report.ok
+
+
+def test_a_language_that_triton_ascend_lacks_is_said_in_words(kernel):
+    report = kernel("tl.minimum(scale, one)", "tl.no_such_function(scale, one)")
+    assert not report.ok
+    assert "front end refuses expand_kernel" in " ".join(report.lowered.calls[0].lines)
+
+
+def test_a_shift_that_rounds_gives_the_same_bits(kernel):
+    """The compiler lowers `>>` with `round : true`; what that does on the card is not known."""
+    report = kernel("(packed & -16) >> 4", "((packed & -16) + 8) >> 4")
+    assert report.interpreted.ok
+    assert report.lowered.ok
+    report = kernel("(packed & -16) >> 4", "(packed + 8) >> 4")
+    assert failed(report.lowered)
+
+
+def test_a_mutation_that_nothing_notices_fails_the_kernel(kernel, monkeypatch):
+    from npu_gptoss.verify.source_mutations import SourceMutation
+
+    dead = SourceMutation("nothing at all", SOURCE[SOURCE.index("def expand_kernel") : SOURCE.index("@functools")])
+    monkeypatch.setattr(compiled, "source_mutations", lambda source: (dead,))
+    report = kernel("", "")
+    assert [(m.name, m.ok) for m in report.mutations] == [("nothing at all", False)]
+    assert not report.ok
+    assert "     NOT CAUGHT: nothing at all" in lines(report)
+    monkeypatch.setitem(compiled.EQUIVALENT, ("expand_kernel", "nothing at all"), "it is the kernel")
+    assert kernel("", "").ok
+
+
+def test_a_kernel_that_never_ends_and_one_that_dies_are_seen(monkeypatch):
+    monkeypatch.setattr(compiled, "SECONDS", 1)
+
+    def endless() -> str:
+        while True:
+            pass
+
+    assert compiled._in_a_child(endless) == "it does not end within 1 s"
+    assert compiled._in_a_child(lambda: sys.exit(3)) == "it ends its process with 1"
+    assert compiled._in_a_child(lambda: "a call") == "a call"
+
+
+def test_no_step_runs_under_triton_s_own_switch(monkeypatch):
+    """With it every launch is interpreted: the second step would show nothing."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    compiled.compiler("tools").tools.cache_clear()
+    with pytest.raises(InputError, match="TRITON_INTERPRET is set"):
+        compiled.compiler("launches")
+
+
+def test_what_is_written_outside_of_a_tensor_is_seen():
+    from ascend_emulator.compiler import host, launches, tools
+
+    tools.tools()
+    from tests.verify.on_compiler import kernels
+
+    values = torch.arange(8, dtype=torch.int32)
+    made: dict[object, object] = {}
+    with launches.launching(launches.lowered(made)):
+        kernels.transposed[(1,)](values, out := torch.zeros(8, dtype=torch.int32), 0, ROWS=2, COLUMNS=4)
+        assert out.view(4, 2).tolist() == values.view(2, 4).t().tolist()
+        for offset, where in ((1, "behind"), (-1, "before")):
+            with pytest.raises(host.OutOfBounds, match=f"out: the kernel wrote {where} it"):
+                kernels.transposed[(1,)](values, torch.zeros(8, dtype=torch.int32), offset, ROWS=2, COLUMNS=4)
+
+
+def test_interpreted_launches_leave_the_language_as_it_was():
+    """Triton's interpreter replaces it for good, and then nothing can be compiled any more."""
+    from ascend_emulator.compiler import launches, tools
+
+    tools.tools()
+    from tests.verify.on_compiler import kernels
+
+    values = torch.arange(8, dtype=torch.int32)
+    for how in (launches.interpreted, launches.lowered({})):
+        out = torch.zeros(8, dtype=torch.int32)
+        with launches.launching(how):
+            kernels.transposed[(1,)](values, out, 0, ROWS=2, COLUMNS=4)
+        assert out.tolist() == values.view(2, 4).t().reshape(-1).tolist()
+
+
+def test_the_plan_counts_the_memory_that_a_kernel_needs():
+    """1000 floats in and out, in place: 4000 bytes. In a loop the compiler takes two buffers in turn."""
+    from ascend_emulator.compiler import lowering, planner, tools
+
+    tools.tools()
+    from tests.verify.on_compiler import kernels
+
+    types = {"source": "*fp32", "out": "*fp32", "count": "i32"}
+    once = planner.plan(lowering.lower(kernels.doubled, types, {"SIZE": 1000}))
+    assert (once.refusal, once.memory, once.scalar) == ("", {"ub": 4000}, 0)
+    turns = planner.plan(lowering.lower(kernels.doubled_in_turns, types, {"SIZE": 1000}))
+    assert turns.memory["ub"] > once.memory["ub"]
+    assert turns.without == ()
+    large = planner.plan(lowering.lower(kernels.doubled, types, {"SIZE": 50000}))
+    assert "ub overflow" in large.refusal
+    assert large.memory["ub"] > planner.AVAILABLE["ub"]

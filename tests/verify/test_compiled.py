@@ -1,0 +1,88 @@
+"""Ascend's Triton kernels by Huawei's compiler: run in the environment that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_gptoss.cli import main
+from npu_gptoss.verify.source_mutations import source_mutations
+from scripts.setup.environments import ENVIRONMENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = ROOT / ENVIRONMENTS["ascend-compiler"].folder / "bin"
+
+with_compiler = [
+    pytest.mark.ascend_compiler,
+    pytest.mark.slow,
+    pytest.mark.skipif(not BIN.exists(), reason="the compiler is not set up: make setup-ascend-compiler"),
+]
+
+
+def marked(function: Any) -> Any:
+    for mark in with_compiler:
+        function = mark(function)
+    return function
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Without the switch that makes every launch of this process's tests an interpreted one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [str(BIN / program), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@marked
+def test_every_kernel_of_ascend_in_triton_passes_all_steps(tmp_path: Path) -> None:
+    done = run("npu-gptoss", "verify", "--compile", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads((tmp_path / "found.json").read_text())["kernels"]
+    assert found["kernel"] == "moe.expand.triton_ascend"
+    assert len(found["lowered"]) == len(found["interpreted"]) > 8
+    programs = {one["program"]: one["plan"] for one in found["programs"]}
+    for sizes in ("ROWS=2, COLUMNS=5760", "ROWS=4, COLUMNS=2880"):  # gate and up, down of gpt-oss
+        plan = programs[f"expand_kernel({sizes})"]
+        assert plan["memory"]["ub"] <= 196608
+        assert "enable-auto-multi-buffer" not in plan["without"], "loads and stores would wait for each other"
+        assert plan["scalar"] == 1, "only the expert's id is read as a single number"
+    assert any("ub overflow" in one["reason"] for one in found["refused"])
+    assert len(found["mutations"]) > 50
+
+
+@marked
+def test_the_steps_see_what_is_broken_on_purpose() -> None:
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest"]
+    done = run("python", "-m", "pytest", *options, "tests/verify/on_compiler")
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 9
+    assert "skipped" not in done.stdout
+
+
+def test_without_the_compiler_the_command_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--compile"]) == 2
+    said = capsys.readouterr().err
+    assert "make setup-ascend-compiler" in said
+    assert main(["verify", "--compile", "attention"]) == 2
+    assert "names no kernel that is compiled for Ascend; those are: moe.expand.triton_ascend" in capsys.readouterr().err
+
+
+def test_a_source_has_a_mutation_of_each_operator_number_and_function() -> None:
+    source = "def f(x, N: tl.constexpr):\n    y = tl.maximum(x + 3, 0)\n    if y >= N:\n        tl.store(x, y << 1)\n"
+    names = [mutation.name for mutation in source_mutations(source)]
+    changed = [name.partition("  ->  ")[2] for name in names]
+    assert changed == sorted(set(changed), key=changed.index), "each once"
+    assert set(changed) == {
+        "y = tl.minimum(x + 3, 0)",
+        "y = tl.maximum(x - 3, 0)",
+        "y = tl.maximum(x + 4, 0)",
+        "y = tl.maximum(x + 3, 1)",
+        "if y > N:",
+        "tl.store(x, y >> 1)",
+        "tl.store(x, y << 2)",
+    }
