@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ascend_emulator import pyacl, settings
+from ascend_emulator import pyacl, settings, triton_launches
 
 
 def boot(_module: ModuleType | None = None) -> None:
@@ -51,10 +51,24 @@ def boot_triton_kernels(module: ModuleType) -> None:
     triton_kernels.provide(module)
 
 
+def boot_triton_driver(module: ModuleType) -> None:
+    from ascend_emulator import triton_launches
+
+    triton_launches.boot_driver(module)
+
+
+def boot_triton_launches(module: ModuleType) -> None:
+    from ascend_emulator import triton_launches
+
+    triton_launches.boot_launches(module)
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "torch_npu": boot,
     "vllm_ascend.vllm_ascend_C": boot_custom_operators,
     "vllm.v1.worker.block_table": boot_triton_kernels,  # triton_kernels.KERNELS
+    "triton.backends": boot_triton_driver,
+    "triton.runtime.jit": boot_triton_launches,
 }
 
 
@@ -94,5 +108,6 @@ class Finder(importlib.abc.MetaPathFinder):
 def hook() -> None:
     """Called by the .pth file of the emulated environment on the emulated machine."""
     pyacl.provide()
+    triton_launches.provide()
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ascend_emulator import triton_launches
 from ascend_emulator.defects import DEFECTS
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import GIB, EmulationError, Machine, environment, find_venv, stack_of
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"compute a known defect of CANN: {', '.join(DEFECTS)}; repeatable",
     )
+    parser.add_argument(
+        "--triton",
+        type=Path,
+        metavar="ENVIRONMENT",
+        help="an environment with Triton-Ascend and its compiler, whose kernels then run on the device (default: none)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="what to run")
 
 
@@ -71,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cann in CANN_VERSIONS and args.cann not in stack.cann:
         raise EmulationError(f"stack {stack.name} runs on CANN {', '.join(stack.cann)} here, not on {args.cann}.")
     cann = args.cann or stack.cann[0]
-    machine = Machine(cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect))
+    triton = triton_launches.site_packages(args.triton.resolve()) if args.triton else None
+    machine = Machine(cann, args.devices, memory, not args.lenient, args.fp32, args.trace, tuple(args.defect), triton)
     prepare(venv)
     variables = environment(machine, venv)
     program = shutil.which(command[0], path=variables["PATH"])

@@ -40,6 +40,7 @@ class Machine:
     diagnostic_fp32: bool = False
     trace: Path | None = None
     defects: tuple[str, ...] = ()  # names of emulator/defects.py
+    triton: Path | None = None  # site-packages with Triton-Ascend and its compiler
 
     @property
     def stack(self) -> Stack:
@@ -126,5 +127,6 @@ def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.envir
         f"{PREFIX}_STRICT": "1" if machine.strict else "0",
         f"{PREFIX}_FP32": "1" if machine.diagnostic_fp32 else "0",
         f"{PREFIX}_DEFECTS": ",".join(machine.defects),
+        f"{PREFIX}_TRITON": str(machine.triton or ""),
         f"{PREFIX}_TRACE": str(machine.trace.resolve()) if machine.trace else "",
     }

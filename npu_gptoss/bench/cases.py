@@ -47,6 +47,7 @@ from npu_gptoss.dense.operations import (
 from npu_gptoss.kernels import Described, Operation, Signature, signature
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import cos_sin_cache
+from npu_gptoss.moe import mxfp4, packed
 from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call
 
 Calls = list[Callable[[], object]]
@@ -198,6 +199,25 @@ def route_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
         yield Case(ROUTE, f"rows={rows} of {experts}", *called, work, functools.partial(build, rows))
 
 
+def expand_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
+    """Gate and up of the experts that so many tokens touch at most, from packed MXFP4 to a ring in bfloat16."""
+    config = inputs.config
+    experts, columns, depth = config.num_local_experts, 2 * config.intermediate_size, config.hidden_size
+
+    def build(slots: int, kernel: str) -> Calls:
+        generator = torch.Generator(device=inputs.device).manual_seed(0)
+        drawn = random_mxfp4((experts, columns, depth), STD, generator, inputs.device)
+        weights = packed.pack(*drawn, halves=True)
+        ids = torch.arange(slots, dtype=torch.int32, device=inputs.device)
+        ring = torch.empty(slots, depth, columns, dtype=torch.bfloat16, device=inputs.device)
+        return [functools.partial(packed.expand, weights, ids, ring, kernel=kernel)]
+
+    for slots in dict.fromkeys(min(experts, rows * config.num_experts_per_tok) for rows in points.rows):
+        work = Work(expert_bytes=slots * depth * columns * (mxfp4.BITS / 8 + BF16_BYTES))
+        called = signature(out=torch.bfloat16), {"quarter": packed.rows_of(columns) * columns}
+        yield Case(packed.EXPAND, f"{slots} of {experts} experts", *called, work, functools.partial(build, slots))
+
+
 def experts_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """The experts' MLPs of one layer for every format of the weights and number of tokens."""
     config, dtype = inputs.config, inputs.dtype
@@ -255,8 +275,8 @@ def random_experts(inputs: Inputs, form: str) -> moe.AnyExperts:
         random_mxfp4((experts, rows, columns), STD, generator, inputs.device)
         for rows, columns in ((2 * inner, hidden), (hidden, inner))
     )
-    packed = moe.Mxfp4Experts(gate_up[0], gate_up[1], biases["gate_up_proj_bias"], *down, biases["down_proj_bias"])
-    return packed if form == "mxfp4" else moe.quantize_fp8(packed)
+    official = moe.Mxfp4Experts(gate_up[0], gate_up[1], biases["gate_up_proj_bias"], *down, biases["down_proj_bias"])
+    return official if form == "mxfp4" else moe.quantize_fp8(official)
 
 
 @dataclass(frozen=True)
@@ -279,7 +299,7 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
     )
     hidden, experts, vocabulary = config.hidden_size, config.num_local_experts, config.vocab_size
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    packed = query + 2 * kv
+    projected = query + 2 * kv
     states, draw = partial(normal, rows), partial(normal, std=STD)
     # the residual stream is float32; a reader of it and what it norms
     stream = Work(activation_bytes=rows * hidden * (FP32_BYTES + BF16_BYTES))
@@ -300,7 +320,7 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
         return _cos_sin(config, device), torch.randint(0, 1024, (rows,), device=device)
 
     def qkv() -> functools.partial[object]:
-        drawn = residual(), states(hidden), *norm(), draw(packed, hidden), draw(packed), *angles()
+        drawn = residual(), states(hidden), *norm(), draw(projected, hidden), draw(projected), *angles()
         return partial(dense.qkv, *drawn, *cached.caches(rows), cached.one_token_each(rows))
 
     def router() -> functools.partial[object]:
@@ -313,8 +333,8 @@ def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
 
     return {
         QKV: Dense(
-            qkv_call(rows, dtype, weight(packed, hidden), dtype, config.head_dim),
-            linear_work(rows, hidden, packed) + Work(kv_bytes=rows * kv_bytes_per_token(config)),
+            qkv_call(rows, dtype, weight(projected, hidden), dtype, config.head_dim),
+            linear_work(rows, hidden, projected) + Work(kv_bytes=rows * kv_bytes_per_token(config)),
             qkv,
         ),
         OUTPUT: Dense(
@@ -367,5 +387,6 @@ CASES: dict[str, Callable[[Inputs, Points], Iterator[Case]]] = {
     WRITE_KV.name: write_cases,
     EXPERTS.name: experts_cases,
     ROUTE.name: route_cases,
+    packed.EXPAND.name: expand_cases,
     **{each.name: functools.partial(dense_cases, each) for each in (QKV, OUTPUT, ROUTER, ADD_NORM, LOGITS, GREEDY)},
 }

@@ -20,6 +20,7 @@ import torch
 from npu_gptoss.errors import InputError
 
 GROUP = 32  # values that share a scale
+BITS = 4 + 8 / GROUP  # of one value, with its share of the scale
 _BYTES = GROUP // 2  # of one group
 _BIAS = 127  # of the scale's exponent
 _NAN_SCALE = 255

@@ -35,8 +35,9 @@ from npu_gptoss.moe import mxfp4
 
 ALIGNED = 512  # bytes
 MOST_ROWS = mxfp4.GROUP // 4
-# Values in a quarter of a tile. Huawei's compiler places the buffers of one so large, twice of what is loaded and
-# stored, in 195 840 of a vector core's 196 608 bytes (`npu-gptoss verify --compile`); gpt-oss has exactly so many.
+# Values in a quarter of a tile. Huawei's compiler places the buffers of one so large, two in turn of what is loaded and
+# stored, in 155 520 to 192 960 of a vector core's 196 608 bytes (`npu-gptoss verify --compile`).
+# gpt-oss has exactly so many.
 MOST_IN_A_QUARTER = 11520
 
 EXPAND = define_operation(
@@ -132,13 +133,21 @@ def expand_reference(packed: PackedMatrix, experts: torch.Tensor, out: torch.Ten
             out[slot] = unpack(one)[0]
 
 
+@register_kernel(EXPAND, solution="small_ops", signatures=(accepts(out="bfloat16"),), priority=Priority.PORTABLE)
+def expand_small_ops(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor) -> None:
+    """Plain torch ops, for every slot: many times the bytes, and `mxfp4.expand` waits to look at the scales."""
+    ids = experts.clamp(min=0).long()
+    chosen = unpack(PackedMatrix(packed.words[ids], packed.scales[ids]))
+    out.copy_(torch.where((experts >= 0)[:, None, None], chosen, out))
+
+
 register_kernel(
     EXPAND,
     solution="triton_ascend",
     capability=TRITON_ASCEND,
     signatures=(accepts(out="bfloat16"),),
     traits={"quarter": Range(most=MOST_IN_A_QUARTER)},
-    priority=Priority.PERFORMANT,
+    priority=Priority.SPECIALISED,
     function="npu_gptoss.moe.triton_ascend:expand",
     summary="One launch over a fixed grid; integers only, so nothing rounds.",
 )

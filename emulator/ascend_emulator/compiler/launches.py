@@ -30,9 +30,7 @@ def lowered(made: dict[Any, HostKernel], changed: Mapping[str, str] | None = Non
     """Builds each program once, into `made`. changed: another source for kernels of these names."""
 
     def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-        given = {name: value for name, value in arguments.items() if name not in constants}
-        types = {name: _type(value) for name, value in given.items()}
+        constants, given, types = parted(kernel, arguments)
         key = (kernel, *types.items(), *constants.items())
         if key not in made:
             source, before = (changed or {}).get(kernel.__name__), kernel.src
@@ -44,6 +42,13 @@ def lowered(made: dict[Any, HostKernel], changed: Mapping[str, str] | None = Non
         made[key](grid, list(given.values()))
 
     return launch
+
+
+def parted(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Its constants, the other arguments, and Triton's words for their types."""
+    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    given = {name: value for name, value in arguments.items() if name not in constants}
+    return constants, given, {name: _type(value) for name, value in given.items()}
 
 
 def interpreted(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
@@ -78,6 +83,13 @@ def launching(launch: Launch) -> Iterator[None]:
     tools()
     from triton.runtime.jit import JITFunction
 
+    with mock.patch.object(JITFunction, "run", run_by(launch)):
+        yield
+
+
+def run_by(launch: Launch) -> Callable[..., None]:
+    """In the place of `JITFunction.run`."""
+
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
         keywords = {name: value for name, value in keywords.items() if name not in OPTIONS}
         bound = self.signature.bind(*arguments, **keywords)
@@ -85,8 +97,7 @@ def launching(launch: Launch) -> Iterator[None]:
         sizes = grid(bound.arguments) if callable(grid) else grid
         launch(self, tuple(sizes) if isinstance(sizes, Sequence) else (sizes,), dict(bound.arguments))
 
-    with mock.patch.object(JITFunction, "run", run):
-        yield
+    return run
 
 
 def _type(value: Any) -> str:

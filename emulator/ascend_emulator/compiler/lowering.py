@@ -11,6 +11,7 @@ from typing import Any
 from ascend_emulator.compiler.tools import CompilerError, tools
 
 TARGET = "Ascend910B3"
+READ = 0  # triton-ascend's kind of a tensor; 1: written, 2: both
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class Program:
     types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     linalg: str
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Which of its arguments it writes to, by their places in `types`."""
+        pointers = [place for place, (_, kind) in enumerate(self.types) if kind.startswith("*")]
+        kinds = [int(kind) for kind in re.findall(r"tt\.tensor_kind = (\d+)", self.linalg.partition(") attributes")[0])]
+        return tuple(place for place, kind in zip(pointers, kinds, strict=True) if kind != READ)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.constants)})"

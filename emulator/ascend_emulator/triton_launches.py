@@ -1,0 +1,116 @@
+"""Triton-Ascend's kernels on the emulated device: Huawei's compiler takes them, then this CPU runs what it lowered.
+
+A launch is one kernel of the device, in streams, graphs and traces like any operator. What the compiler refuses for a
+910B is refused here, with its words. The packages come from an environment of their own (`--triton`), because they
+take the module name `triton`: without them vLLM and vllm-ascend go other ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ascend_emulator import settings
+from ascend_emulator.errors import EmulatorError
+
+PACKAGES = ("triton", "ascendnpuir", "pybind11")
+CUBE_CORES, VECTOR_CORES = 20, 40  # of a 910B3
+
+
+class Finder:
+    """Finds those packages, and nothing else, in the other environment."""
+
+    def __init__(self, packages: str) -> None:
+        self.packages = packages
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in PACKAGES:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [self.packages])
+
+
+def site_packages(environment: Path) -> Path:
+    """Raises EmulatorError where that environment has no Triton-Ascend."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = environment / "lib" / version / "site-packages"
+    missing = [name for name in PACKAGES if not (packages / name).is_dir()]
+    if missing:
+        raise EmulatorError(
+            f"{environment} has no {', '.join(missing)} for {version}; in a clone of npu-gptoss: "
+            "make setup-ascend-compiler, then --triton .venv-ascend-compiler"
+        )
+    return packages
+
+
+def provide() -> None:
+    """In each process of the machine, where it was asked for."""
+    packages = settings.text("TRITON")
+    if packages:
+        sys.meta_path.append(Finder(packages))
+        programs = str(Path(packages) / "ascendnpuir/bin")  # triton looks for them when it is imported
+        if programs not in os.environ["PATH"].split(os.pathsep):
+            os.environ["PATH"] += f"{os.pathsep}{programs}"
+
+
+def boot_driver(module: ModuleType) -> None:
+    """What the driver asks CANN of the card. Triton loads it as a file, past the import system."""
+    driver = module.backends["ascend"].driver
+    utils = driver.__init__.__globals__["NPUUtils"]
+    utils.__init__ = lambda self: None
+    utils.get_arch = lambda self: "Ascend910B3"
+    utils.get_aicore_num = lambda self: CUBE_CORES
+    utils.get_aivector_core_num = lambda self: VECTOR_CORES
+    utils.get_device_properties = lambda self, device: {
+        "max_shared_mem": 1,
+        "num_aicore": CUBE_CORES,
+        "num_vectorcore": VECTOR_CORES,
+    }
+    driver.is_active = classmethod(lambda cls: True)
+
+
+def boot_launches(module: ModuleType) -> None:
+    from ascend_emulator.compiler import launches
+
+    module.JITFunction.run = launches.run_by(_launch)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    from ascend_emulator import graphs
+    from ascend_emulator.calls import leaves
+    from ascend_emulator.compiler import launches
+
+    constants, given, types = launches.parted(kernel, arguments)
+    operation = _operation(kernel, tuple(types.items()), tuple(constants.items()))
+    values = tuple(given.values())
+    device = next((tensor.device for tensor in leaves(list(values)) if tensor.is_npu), None)
+    if device is None:
+        raise EmulatorError(f"{kernel.__name__}: none of its tensors is on the device")
+    graphs.launch(operation, (grid, *values), {}, device)
+
+
+@functools.cache
+def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]) -> Any:
+    """Compiled once for its types and constants. Raises CompilerError, as the first launch on a card would fail."""
+    from ascend_emulator import context
+    from ascend_emulator.calls import Operation
+    from ascend_emulator.compiler import host, lowering, planner, tools
+
+    program = lowering.lower(kernel, dict(types), dict(constants))
+    plan = planner.plan(program)
+    if plan.refusal:
+        raise tools.CompilerError(f"{program}: the compiler refuses it for a {lowering.TARGET}: {plan.refusal}")
+    built = host.HostKernel(program)
+
+    def run(grid: tuple[int, ...], *values: Any) -> None:
+        if context.current().execute:
+            built.on_addresses(grid, values)
+
+    return Operation(f"triton::{program.name}", run, ours=True, writes=frozenset(1 + i for i in program.written))
