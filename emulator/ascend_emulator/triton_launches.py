@@ -106,7 +106,7 @@ def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple
     program = lowering.lower(kernel, dict(types), dict(constants))
     plan = planner.plan(program)
     if plan.refusal:
-        raise tools.CompilerError(f"{program}: the compiler refuses it for a {lowering.TARGET}: {plan.refusal}")
+        raise tools.CompilerError(f"{program}: the compiler refuses it for an {lowering.TARGET}: {plan.refusal}")
     built = host.HostKernel(program)
 
     def run(grid: tuple[int, ...], *values: Any) -> None:

@@ -13,17 +13,18 @@ What the operators want (CANN 8.3, from their tiling code; no hardware has confi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from npu_gptoss import cann
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, Priority, accepts, register_kernel
+from npu_gptoss.kernels import ANY, ASCEND, EMULATED_FP32, TRITON_ASCEND, Priority, accepts, register_kernel
 from npu_gptoss.moe.activation import ALPHA, SWIGLUOAI
 from npu_gptoss.moe.expert_format import GROUP_COUNTS, arrange, grouped_matmul
 from npu_gptoss.moe.operations import EXPERTS, ROUTE
-from npu_gptoss.moe.weights import ExpertWeights
+from npu_gptoss.moe.packed import PackedMatrix, expand, pack
+from npu_gptoss.moe.weights import AnyExperts, ExpertWeights, Mxfp4Experts
 
 # What the activation of three launches is larger by. With a = bf16(1.702) * gate it is 1.703125 for a small gate; one
 # that is clamped to 7 rounds up, 0.13 % more. In between lies the factor that leaves the least slope at every size of
@@ -40,6 +41,8 @@ class AscendExperts:
     Biases float32, that of down_proj times `gain`. lower, upper, scale, offset: [2 * intermediate], the activation's
     clamp and affine step. gain: what rows of `grouped_mlp` are larger by than the experts' outputs.
     expert_range: [first, last) of the global experts; num_experts: all of them.
+    packed: of the two projections, where these are in MXFP4. gate_up_proj and down_proj are then one layer's room that
+    all layers share: what a step touches is expanded into it before it is multiplied.
     """
 
     gate_up_proj: torch.Tensor
@@ -54,6 +57,7 @@ class AscendExperts:
     gain: float
     expert_range: tuple[int, int]
     num_experts: int
+    packed: tuple[PackedMatrix, PackedMatrix] | None = None
 
     @property
     def all_local(self) -> bool:
@@ -69,7 +73,7 @@ def halves(interleaved: torch.Tensor) -> torch.Tensor:
     return torch.cat([interleaved[..., 0::2], interleaved[..., 1::2]], dim=-1)
 
 
-def expert_range(weights: ExpertWeights) -> tuple[int, int, int]:
+def expert_range(weights: AnyExperts) -> tuple[int, int, int]:
     """(first, last, number of all experts); the operators route to one contiguous range only."""
     if weights.expert_map is None:
         return 0, weights.num_experts, weights.num_experts
@@ -86,9 +90,24 @@ def expert_range(weights: ExpertWeights) -> tuple[int, int, int]:
 
 def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
     """The work that is done once, at load: columns to halves, biases to float32, the activation's constants."""
-    first, last, total = expert_range(weights)
     gate_up = halves(weights.gate_up_proj)
-    intermediate = weights.down_proj.shape[1]
+    made = _prepared(weights, gate_up, weights.down_proj, swiglu_limit)
+    return replace(
+        made,
+        gate_up_proj=arrange(gate_up, made.gate_up_proj_bias),
+        down_proj=arrange(weights.down_proj, made.down_proj_bias),
+    )
+
+
+def _prepared(
+    weights: AnyExperts,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    swiglu_limit: float,
+    packed: tuple[PackedMatrix, PackedMatrix] | None = None,
+) -> AscendExperts:
+    first, last, total = expert_range(weights)
+    intermediate = down.shape[1]
     gain = 1.0 if has_clipped_swiglu() else GAIN[gate_up.dtype]
     gate_up_bias, down_bias = halves(weights.gate_up_proj_bias).float(), weights.down_proj_bias.float() * gain
 
@@ -96,9 +115,9 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
         return torch.cat([gate_up.new_full((intermediate,), gate), gate_up.new_full((intermediate,), up)])
 
     return AscendExperts(
-        gate_up_proj=arrange(gate_up, gate_up_bias),
+        gate_up_proj=gate_up,
         gate_up_proj_bias=gate_up_bias,
-        down_proj=arrange(weights.down_proj, down_bias),
+        down_proj=down,
         down_proj_bias=down_bias,
         lower=columns(float("-inf"), -swiglu_limit),
         upper=columns(swiglu_limit, swiglu_limit),
@@ -108,7 +127,34 @@ def prepare(weights: ExpertWeights, swiglu_limit: float) -> AscendExperts:
         gain=gain,
         expert_range=(first, last),
         num_experts=total,
+        packed=packed,
     )
+
+
+# (shape, device) -> one layer's experts in bfloat16. As long as a process: graphs keep its address.
+_rooms: dict[tuple[tuple[int, int, int], torch.device], torch.Tensor] = {}
+
+
+def room(packed: PackedMatrix) -> torch.Tensor:
+    """For the experts of one layer, expanded; layers follow each other on one stream, so all share it."""
+    key = packed.shape, packed.words.device
+    if key not in _rooms:
+        _rooms[key] = torch.zeros(packed.shape, dtype=torch.bfloat16, device=packed.words.device)
+    return _rooms[key]
+
+
+def prepare_packed(weights: Mxfp4Experts, swiglu_limit: float) -> AscendExperts:
+    """As `prepare`, of weights that stay in MXFP4: 4.25 bits each, and one layer's room in bfloat16."""
+    gate_up = pack(weights.gate_up_proj_blocks, weights.gate_up_proj_scales, halves=True)
+    down = pack(weights.down_proj_blocks, weights.down_proj_scales, halves=False)
+    return _prepared(weights, room(gate_up), room(down), swiglu_limit, (gate_up, down))
+
+
+def touched(group_list: torch.Tensor, group_list_type: int) -> torch.Tensor:
+    """[experts] int32 on the device: an expert that has rows is itself, others are -1. Nothing waits for it."""
+    counts = group_list if group_list_type == GROUP_COUNTS else torch.diff(group_list, prepend=group_list.new_zeros(1))
+    ids = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device)
+    return torch.where(counts > 0, ids, -1)
 
 
 def has_clipped_swiglu() -> bool:
@@ -142,6 +188,10 @@ def grouped_mlp(
 
     group_list: [local experts] int64 on the device, counts (type 1) or cumulative (type 0), as the dispatcher has it.
     """
+    if experts.packed is not None:
+        ids = touched(group_list, group_list_type)
+        for matrix, place in zip(experts.packed, (experts.gate_up_proj, experts.down_proj), strict=True):
+            expand(matrix, ids, place)
     gate_up = grouped_matmul(rows, experts.gate_up_proj, experts.gate_up_proj_bias, group_list, group_list_type)
     activated = clipped_swiglu(gate_up, experts)
     return grouped_matmul(activated, experts.down_proj, experts.down_proj_bias, group_list, group_list_type)
@@ -216,3 +266,17 @@ def expert_mlp(
         topk_weights = topk_weights * (row_index >= 0).view_as(topk_weights)
         row_index = row_index.clamp(min=0)
     return torch_npu.npu_moe_token_unpermute(down, row_index, probs=topk_weights)
+
+
+register_kernel(
+    EXPERTS,
+    name=f"{EXPERTS.name}.ascend_packed",
+    solution="ascend",
+    capability=TRITON_ASCEND,
+    signatures=(accepts(hidden="bfloat16", weight="mxfp4"),),
+    traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
+    priority=Priority.PERFORMANT,
+    prepare=prepare_packed,
+    function=f"{__name__}:expert_mlp",
+    summary="As ascend, from weights that stay in MXFP4: the touched experts are expanded before each product.",
+)

@@ -389,7 +389,8 @@ def _by_neighbours(inputs: Inputs, definition: Definition) -> Outputs:
 
 FUNCTIONS = (
     of_each("high nibble first", EXPAND, PACKED, blocks=_nibbles_swapped),
-    of_each("scale exponent off by one", EXPAND, PACKED, scales=lambda t: t + 1),
+    of_each("scale exponent off by one", EXPAND, scales=lambda t: t + 1),
+    of_each("scale exponent off by one", PACKED, scales=lambda t: t - (t > 0).to(t.dtype)),  # one more may overflow
     of_each("sign dropped", EXPAND, PACKED, blocks=lambda t: t & 0x77),
     of_each("scale of the next group", EXPAND, scales=lambda t: t.roll(1, 0)),
     of_each("mantissa bit dropped", EXPAND, PACKED, blocks=lambda t: t & 0xEE),

@@ -1,0 +1,30 @@
+"""Triton-Ascend's kernels on the emulated device (on_device/triton_cases.py); the compiler has an environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.launch import Machine
+from ascend_emulator.triton_launches import site_packages
+
+from emulator.tests import machine
+
+FILE = "triton_cases.py"
+COMPILER = Path(__file__).parents[2] / ".venv-ascend-compiler"
+# the environments of both have Python 3.11
+PACKAGES = COMPILER / "lib/python3.11/site-packages"
+
+
+@pytest.mark.emulated
+@pytest.mark.ascend_compiler
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="the compiler is not set up: make setup-ascend-compiler")
+@pytest.mark.parametrize("case", machine.cases_of(FILE))
+def test_launch(case: str) -> None:
+    machine.check(FILE, case, Machine(triton=PACKAGES))
+
+
+def test_an_environment_without_the_compiler_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+    with pytest.raises(EmulatorError, match=r"has no triton, ascendnpuir, pybind11 .*make setup-ascend-compiler"):
+        site_packages(tmp_path)
