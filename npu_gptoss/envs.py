@@ -91,6 +91,13 @@ VARIABLES: dict[str, Variable] = {
             "on Ascend: the experts' weights in ND (nd), in FRACTAL_NZ (nz), or what is faster when loaded (auto)",
         ),
         Variable(
+            "NPU_GPTOSS_EXPERT_WEIGHTS",
+            _one_of("expanded", "packed"),
+            "expanded",
+            "the experts of an MXFP4 checkpoint in `vllm serve`: expanded to the model's dtype when loaded, or packed: "
+            "a quarter of the memory; on Ascend that needs Triton-Ascend",
+        ),
+        Variable(
             "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"
         ),
         Variable(

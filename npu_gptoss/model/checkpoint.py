@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -88,18 +88,20 @@ def iterate_tensors(
 
 
 def expand_stream(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, kept: Container[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Merges the `…_blocks` and `…_scales` of each expert matrix into one tensor of the BF16 layout, in `dtype`.
 
     The halves may come in any order and far apart (over shards); each waits for the other. Everything else passes
-    through untouched. Raises CheckpointError for a half that comes twice or alone, and for halves that do not fit.
+    through untouched, and so do the halves that `kept` names.
+
+    Raises CheckpointError for a half that comes twice or alone, and for halves that do not fit.
     """
     _check_target(dtype)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in weights:
         match = PACKED.fullmatch(name)
-        if match is None:
+        if match is None or name in kept:
             yield name, tensor
             del tensor  # or it would stay in memory while the next one is read
             continue

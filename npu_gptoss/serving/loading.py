@@ -48,7 +48,8 @@ def load_weights(
     dtype: torch.dtype,
     where: str,
 ) -> set[str]:
-    """Fills `model` from official names, BF16 or MXFP4 (expanded to `dtype` on the way). Returns the filled parameters.
+    """Fills `model` from official names, BF16 or MXFP4 (expanded to `dtype` on the way, unless the model has parameters
+    for the two halves). Returns the filled parameters.
 
     where: names the checkpoint in errors. Raises CheckpointError naming the tensor that is missing, unknown, repeated,
     or of another shape or dtype than `config` says.
@@ -59,9 +60,14 @@ def load_weights(
             f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
             "a second time: restart the server."
         )
+    if not config.quantization and any(PACKED.fullmatch(name) for name in placements):
+        raise InputError(
+            f"{where}: NPU_GPTOSS_EXPERT_WEIGHTS=packed keeps experts in MXFP4, and these are not; unset the variable, "
+            "or take the official checkpoint."
+        )
     filled: set[str] = set()
     tensors = checked_values(accounted(readable(weights, config, where), config, where), dtype, where)
-    for name, tensor in expand_stream(_cut(tensors, placements), dtype):
+    for name, tensor in expand_stream(_cut(tensors, placements), dtype, placements):
         placements[name].place(tensor)
         filled.add(name)
     unfilled = sorted(placements[name].parameter for name in placements.keys() - filled)
@@ -91,7 +97,7 @@ def _cut(
     """
     for name, tensor in tensors:
         packed = PACKED.fullmatch(name)
-        placement = placements.get(packed["name"] if packed else name)
+        placement = placements.get(name) or (placements.get(packed["name"]) if packed else None)
         if placement is not None:
             yield name, placement.cut(name, tensor)
         del tensor  # or it would stay in memory while the next one is read

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
-from npu_gptoss.moe import ExpertWeights, bind_route, expert_mlp, prepare_experts, route
+from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, bind_route, expert_mlp, mxfp4, prepare_experts, route
 from npu_gptoss.serving.lines.vllm import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     UNUSED_EXPERTS_OPTIONS,
@@ -26,7 +27,10 @@ from npu_gptoss.serving.lines.vllm import (
 )
 from npu_gptoss.serving.quantization import OurConfig
 
-WEIGHTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
+def kept_packed() -> bool:
+    """Whether the experts of this server stay in MXFP4."""
+    return envs.get("NPU_GPTOSS_EXPERT_WEIGHTS") == "packed"
 
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
@@ -51,30 +55,47 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """The official BF16 layout (see `ExpertWeights`), filled with NaN so that what is not loaded shows."""
+        """The official layout, in BF16 or MXFP4 (see `ExpertWeights`, `Mxfp4Experts`), with biases of NaN so that what
+        is not loaded shows."""
         width = intermediate_size_per_partition
         num_experts = int(num_experts)  # vllm-ascend counts them in a tensor
-        shapes = ((hidden_size, 2 * width), (2 * width,), (width, hidden_size), (hidden_size,))
-        for name, shape in zip(WEIGHTS, shapes, strict=True):
-            empty = torch.empty((num_experts, *shape), dtype=params_dtype)
+        shapes = {"gate_up_proj_bias": (2 * width,), "down_proj_bias": (hidden_size,)}
+        if kept_packed():
+            if width % mxfp4.GROUP:
+                raise InputError(
+                    f"experts in MXFP4 are cut between groups of {mxfp4.GROUP}, got {width} of their rows a rank; deal "
+                    "them out whole with --enable-expert-parallel, or unset NPU_GPTOSS_EXPERT_WEIGHTS"
+                )
+            for name, rows, columns in (("gate_up", 2 * width, hidden_size), ("down", hidden_size, width)):
+                groups = columns // mxfp4.GROUP
+                shapes[f"{name}_proj_blocks"] = (rows, groups, mxfp4.GROUP // 2)
+                shapes[f"{name}_proj_scales"] = (rows, groups)
+        else:
+            shapes |= {"gate_up_proj": (hidden_size, 2 * width), "down_proj": (width, hidden_size)}
+        for name, shape in shapes.items():
+            dtype = torch.uint8 if name.endswith(("_blocks", "_scales")) else params_dtype
+            empty = torch.empty((num_experts, *shape), dtype=dtype)
             if name.endswith("bias"):
                 empty.fill_(float("nan"))
             layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        layer.names_of_experts = tuple(shapes)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Hands the loaded weights to the selected kernel, which owns them from here on."""
-        weights = {name: getattr(layer, name).data for name in WEIGHTS}
+        weights = {name: getattr(layer, name).data for name in layer.names_of_experts}
         for name, tensor in weights.items():
             if name.endswith("bias") and not torch.isfinite(tensor).all():
                 raise InputError(f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite")
         expert_map = getattr(layer, "expert_map", None)
         layer.prepared_experts = prepare_experts(
-            ExpertWeights(**weights, expert_map=None if expert_map is None else expert_map.long()),
+            (Mxfp4Experts if kept_packed() else ExpertWeights)(
+                **weights, expert_map=None if expert_map is None else expert_map.long()
+            ),
             activation=activation_name(self.activation),
             swiglu_limit=self.swiglu_limit,
             top_k=layer.top_k,
         )
-        for name in WEIGHTS:
+        for name in layer.names_of_experts:
             delattr(layer, name)  # a second copy of the experts would be most of the device's memory
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig:
