@@ -39,7 +39,7 @@ def test_what_is_on_by_default_is_the_package_and_what_the_card_decides(monkeypa
     for name in envs.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     on = {name for name in envs.VARIABLES if envs.get(name) and type(envs.get(name)) not in (int, float)}
-    assert on == {"NPU_GPTOSS", "NPU_GPTOSS_EXPERT_FORMAT"}
+    assert on == {"NPU_GPTOSS", "NPU_GPTOSS_EXPERT_FORMAT", "NPU_GPTOSS_EXPERT_WEIGHTS"}
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "9999999999"])

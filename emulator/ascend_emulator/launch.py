@@ -102,7 +102,9 @@ def toolkit(venv: Path, cann: str) -> Path:
 def environment(machine: Machine, venv: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` plus what makes a process of `venv` run on `machine`."""
     library, cann = venv / FOLDER / "lib", toolkit(venv, machine.cann)
-    kept = {name: value for name, value in with_new_names(base).items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    # TRITON_INTERPRET would have Triton's interpreter in the device's place, and copies to the host with it
+    dropped = ("PYTHONPATH", "PYTHONHOME", *(("TRITON_INTERPRET",) if machine.triton else ()))
+    kept = {name: value for name, value in with_new_names(base).items() if name not in dropped}
     old_libraries = kept.get("LD_LIBRARY_PATH", "")
     return {
         # wishes, which the user may have set otherwise

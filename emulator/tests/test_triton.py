@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.launch import Machine
+from ascend_emulator.launch import Machine, environment
 from ascend_emulator.triton_launches import site_packages
 
 from emulator.tests import machine
@@ -23,6 +23,13 @@ PACKAGES = COMPILER / "lib/python3.11/site-packages"
 @pytest.mark.parametrize("case", machine.cases_of(FILE))
 def test_launch(case: str) -> None:
     machine.check(FILE, case, Machine(triton=PACKAGES))
+
+
+def test_triton_s_interpreter_does_not_take_the_place_of_the_device(tmp_path: Path) -> None:
+    """Our own tests switch it on, and what they start would inherit it."""
+    base = {"TRITON_INTERPRET": "1"}
+    assert "TRITON_INTERPRET" not in environment(Machine(triton=tmp_path), tmp_path, base)
+    assert environment(Machine(), tmp_path, base)["TRITON_INTERPRET"] == "1"
 
 
 def test_an_environment_without_the_compiler_is_refused_with_the_way_to_one(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def unpack(packed: PackedMatrix) -> torch.Tensor:
     words = packed.words.to(torch.int32)
     codes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], 2).view(experts, depth, columns).mT
     pairs = codes.reshape(experts, columns, -1, mxfp4.GROUP // 2, 2).to(torch.uint8)
-    return mxfp4.expand(pairs[..., 0] | pairs[..., 1] << 4, packed.scales.mT.contiguous()).mT.contiguous()
+    blocks = (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+    return mxfp4.expand(blocks, packed.scales.mT.contiguous()).mT.contiguous()
 
 
 def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor, *, kernel: str | None = None) -> None:
