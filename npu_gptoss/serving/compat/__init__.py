@@ -56,6 +56,7 @@ FILES = (
     "vocabulary",
     "reading",
     "segments",
+    "channels",
     "context_length",
     "encoding",
     "prompt",

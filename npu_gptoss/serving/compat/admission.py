@@ -183,6 +183,23 @@ def install_gate(module: ModuleType) -> None:
     around(module, "build_app")(_build_app)
 
 
+@repair("admission", f"{API_SERVER}:build_app", lines=("0.23",))
+def install_gate_0_23(module: ModuleType) -> None:
+    """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, have
+    no bound; a token id beyond 32 bits ends the engine, and of requests that it cannot read it says 500 or nothing."""
+    expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
+    handled = "app.exception_handler(RequestValidationError)(validation_exception_handler)"
+    expect_source(module.build_app, *GUARDS, handled, "app.exception_handler(VLLMValidationError)(exception_handler)")
+
+    @around(module, "build_app")
+    def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        app = _build_app(original, *args, **kwargs)
+        # what vLLM answers with 400 and 501: one that is handled as any Exception is a traceback in the log too
+        for kind in (ValueError, TypeError, OverflowError, NotImplementedError):
+            app.exception_handler(kind)(module.exception_handler)
+        return app
+
+
 @repair("admission", f"{APP} {APP_ENTRY}:build_app", lines=("0.33",))
 def install_gate_of_app(module: ModuleType) -> None:
     """vLLM's API key leaves /invocations, /tokenize, /generative_scoring, /metrics and other routes open; prompts times
@@ -203,7 +220,7 @@ GUARDS = (
 
 
 def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: Any = None, *others: Any) -> Any:
-    """`supported_tasks` and `others` are of 0.33."""
+    """`supported_tasks` and `others` are of 0.23 and later."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from vllm import envs as vllm_envs

@@ -16,7 +16,7 @@ from typing import Any
 
 from npu_gptoss.harmony.encoding import ContextError, check_characters, check_length
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import ENGINE, ERRORS, ERRORS_COPIES
+from npu_gptoss.serving.compat.targets import ENGINE, ERRORS, ERRORS_0_23, ERRORS_0_23_COPIES, ERRORS_COPIES
 
 CODE = "context_length_exceeded"
 BEGINNING = "This model's maximum context length is "
@@ -119,14 +119,28 @@ def install(serving_engine: ModuleType) -> None:
             logger.addFilter(OneLine())
 
 
+@repair("context-length", f"{' '.join((ERRORS_0_23, *ERRORS_0_23_COPIES))}:create_error_response", lines=("0.23",))
+def install_words_0_23(module: ModuleType) -> None:
+    """A prompt longer than the model's context is refused without the code, and a chat also without the words, by
+    which clients know that they have to shorten the conversation."""
+    from vllm.entrypoints.openai.engine import protocol
+
+    _with_words(module, ERRORS_0_23_COPIES, protocol)
+
+
 @repair("context-length", f"{' '.join((ERRORS, *ERRORS_COPIES))}:create_error_response", lines=("0.33",))
 def install_words(module: ModuleType) -> None:
     """A prompt longer than the model's context is refused without the code, and a chat also without the words, by
     which clients know that they have to shorten the conversation."""
-    expect_parameters(module.create_error_response, "message", "err_type", "status_code", "param")
-    response_of = response_maker(module)
+    _with_words(module, ERRORS_COPIES, module)
 
-    @around(module, "create_error_response", copies=ERRORS_COPIES)
+
+def _with_words(module: ModuleType, copies: tuple[str, ...], protocol: ModuleType) -> None:
+    """`protocol` has the classes of vLLM's errors."""
+    expect_parameters(module.create_error_response, "message", "err_type", "status_code", "param")
+    response_of = response_maker(protocol)
+
+    @around(module, "create_error_response", copies=copies)
     def create_error_response(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
         said = str(message)
         if found := OF_0_33.fullmatch(said):

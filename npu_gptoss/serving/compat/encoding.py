@@ -1,9 +1,9 @@
-"""vLLM 0.33's prompts of chats and responses, encoded in linear time; long ones in a thread, and no hopeless ones.
+"""Prompts of chats and responses of vLLM 0.23 and 0.33 in linear time; long ones in a thread, and no hopeless ones.
 
-openai-harmony's tokenizer takes the square of the length of a run of one character, and vLLM 0.33 has it run in the
+openai-harmony's tokenizer takes the square of the length of a run of one character, and these vLLMs have it run in the
 server's event loop: 64 000 dashes take 3.5 s, all that a body may hold takes hours, in which nobody is answered.
 The token ids are those of stock vLLM, but for the header of a tool's result: oss-harmony 0.0.10 puts its recipient
-behind the channel, which is not what the model was trained on; vLLM writes only the headers of calls back.
+behind the channel, which is not what the model was trained on; vLLM 0.33 writes only the headers of calls back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from openai_harmony import Message
 
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import HARMONY_UTILS, RENDERER, RESPONSES_CONTEXT
+from npu_gptoss.serving.compat.targets import (
+    HARMONY_UTILS,
+    RENDERER,
+    RENDERER_0_23,
+    RESPONSES_CONTEXT,
+    RESPONSES_SERVING,
+)
 from npu_gptoss.serving.compat.vocabulary import checkpoint_directory
 
 IN_THE_LOOP = 20_000  # characters, about 10 ms; a longer request is rendered in a thread
@@ -49,24 +55,57 @@ def install(renderer: ModuleType) -> None:
         "return _use_legacy_tool_call_headers(token_ids)",
     )
 
-    def render_for_completion(messages: list[Message]) -> list[int]:
-        config = _served.get()
-        directory = None if config is None else checkpoint_directory(config)
-        encoder = Encoder(harmony_utils.get_encoding(), None if directory is None else text_tokenizer(directory))
-        limit = None if config is None else config.max_model_len
-        return encoder.encode(harmony_utils.auto_drop_analysis_messages(messages), limit)
-
-    replace(harmony_utils, "render_for_completion", render_for_completion, copies=(RENDERER, RESPONSES_CONTEXT))
-
-    async def rendered(original: Callable[..., Any], self: Any, request: Any, **options: Any) -> Any:
-        """With harmony, `original` never waits: it may run in a loop of its own."""
-        _served.set(self.model_config)
-        if not self.use_harmony or _size(request) <= IN_THE_LOOP:
-            return await original(self, request, **options)
-        return await asyncio.to_thread(asyncio.run, original(self, request, **options))
-
+    replace(harmony_utils, "render_for_completion", _encoded, copies=(RENDERER, RESPONSES_CONTEXT))
     for name in ("render_chat", "render_responses"):
-        around(online, name)(rendered)
+        around(online, name)(_rendered)
+
+
+@repair(
+    "harmony-encoding",
+    f"{RENDERER_0_23}:OpenAIServingRender.render_chat",
+    f"{RESPONSES_SERVING}:OpenAIServingResponses._make_request_with_harmony",
+    f"{RENDERER_0_23} {HARMONY_UTILS} {RESPONSES_CONTEXT} {RESPONSES_SERVING}:render_for_completion",
+    lines=("0.23",),
+    upstream="openai/harmony issue 79 (open)",
+)
+def install_0_23(renderer: ModuleType) -> None:
+    """A chat with a long run of one character holds the server for hours: its prompt is encoded in the event loop, by
+    openai-harmony's tokenizer, which takes the square of the length of such a run."""
+    from vllm.entrypoints.openai.parser import harmony_utils
+    from vllm.entrypoints.openai.responses import serving
+
+    render, responses = renderer.OpenAIServingRender, serving.OpenAIServingResponses
+    expect_parameters(render.render_chat, "self", "request", "skip_mm_cache")
+    expect_source(render.render_chat, "if not self.use_harmony:", "self._make_request_with_harmony(")
+    expect_source(responses._make_request_with_harmony, "prompt_token_ids = render_for_completion(messages)")
+    expect_source(harmony_utils.render_for_completion, "get_encoding().render_conversation_for_completion(")
+    copies = (RENDERER_0_23, RESPONSES_CONTEXT, RESPONSES_SERVING)
+    replace(harmony_utils, "render_for_completion", _encoded, copies=copies)
+    around(render, "render_chat")(_rendered)
+
+    @around(responses, "_make_request_with_harmony")
+    def _make_request_with_harmony(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        _served.set(self.model_config)  # in the event loop: linear in what the context can hold
+        return original(self, *args, **kwargs)
+
+
+def _encoded(messages: list[Message]) -> list[int]:
+    """In the place of vLLM's `render_for_completion`."""
+    from vllm.entrypoints.openai.parser import harmony_utils
+
+    config = _served.get()
+    directory = None if config is None else checkpoint_directory(config)
+    encoder = Encoder(harmony_utils.get_encoding(), None if directory is None else text_tokenizer(directory))
+    limit = None if config is None else config.max_model_len
+    return encoder.encode(harmony_utils.auto_drop_analysis_messages(messages), limit)
+
+
+async def _rendered(original: Callable[..., Any], self: Any, request: Any, **options: Any) -> Any:
+    """With harmony, `original` never waits: it may run in a loop of its own."""
+    _served.set(self.model_config)
+    if not self.use_harmony or _size(request) <= IN_THE_LOOP:
+        return await original(self, request, **options)
+    return await asyncio.to_thread(asyncio.run, original(self, request, **options))
 
 
 def _size(request: Any) -> int:

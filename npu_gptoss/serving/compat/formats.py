@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.compat.patch import around, expect_source, repair
 from npu_gptoss.serving.compat.structures import structure_of
-from npu_gptoss.serving.compat.targets import CHAT_PROTOCOL, COMPLETION_PROTOCOL, PROTOCOL
+from npu_gptoss.serving.compat.targets import CHAT_PROTOCOL, COMPLETION_PROTOCOL, PROTOCOL, RESPONSES_PROTOCOL
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -69,6 +69,19 @@ def install_formats(module: ModuleType) -> None:
     for kind in (chat, completion):
         around(kind, "to_sampling_params")(with_format)
 
+    _have_json_object(responses)
+
+
+@repair("response-formats", f"{RESPONSES_PROTOCOL}:ResponsesRequest.to_sampling_params", lines=("0.23",))
+def install_formats_0_23(module: ModuleType) -> None:
+    """/v1/responses drops the format json_object in silence."""
+    expect_source(module.ResponsesRequest.to_sampling_params, 'response_format.type == "json_schema"')
+    _have_json_object(module.ResponsesRequest)
+
+
+def _have_json_object(responses: type) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
     @around(responses, "to_sampling_params")
     def responses_to_sampling_params(
         original: Callable[..., SamplingParams], self: Any, *args: Any, **kwargs: Any
@@ -83,6 +96,38 @@ def install_formats(module: ModuleType) -> None:
 
 @repair(
     "guided-fields",
+    f"{COMPLETION_PROTOCOL}:CompletionRequest.to_sampling_params",
+    f"{CHAT_PROTOCOL}:ChatCompletionRequest.to_sampling_params",
+    lines=("0.23",),
+)
+def install_fields_of_old_0_23(module: ModuleType) -> None:
+    """`guided_json`, `guided_regex` and the like, which clients of vLLM have sent for years, are left out without a
+    word to the client: what it gets is held to nothing."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked_format(self)  # a format without its schema is refused, not an assertion
+        if self.structured_outputs is None:
+            self.structured_outputs = _given_of_old(self)
+        return original(self, *args, **kwargs)
+
+    for kind in (ChatCompletionRequest, module.CompletionRequest):
+        expect_source(kind.to_sampling_params, "structured_outputs=self.structured_outputs,")
+        around(kind, "to_sampling_params")(to_sampling_params)
+
+
+def _given_of_old(request: Any) -> Any:
+    """The StructuredOutputsParams that a request asks for by the fields of old; None where by none."""
+    from pydantic import TypeAdapter
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = {OF_OLD[name]: value for name, value in (request.model_extra or {}).items() if name in OF_OLD}
+    given = {name: value for name, value in given.items() if value is not None}
+    return TypeAdapter(StructuredOutputsParams).validate_python(given) if given else None
+
+
+@repair(
+    "guided-fields",
     f"{COMPLETION_PROTOCOL}:CompletionRequest.extract_structured_outputs",
     f"{CHAT_PROTOCOL}:ChatCompletionRequest.extract_structured_outputs",
     lines=("0.33",),
@@ -90,17 +135,11 @@ def install_formats(module: ModuleType) -> None:
 def install_fields_of_old(module: ModuleType) -> None:
     """`guided_json`, `guided_regex` and the like, which clients of vLLM have sent for years, are left out without a
     word to the client: what it gets is held to nothing."""
-    from pydantic import TypeAdapter
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.sampling_params import StructuredOutputsParams
-
-    asked = TypeAdapter(StructuredOutputsParams)
 
     def extract_structured_outputs(original: Callable[..., Any], self: Any) -> Any:
         found = original(self)
-        given = {OF_OLD[name]: value for name, value in (self.model_extra or {}).items() if name in OF_OLD}
-        given = {name: value for name, value in given.items() if value is not None}
-        return asked.validate_python(given) if found is None and given else found
+        return _given_of_old(self) if found is None else found
 
     for kind in (ChatCompletionRequest, module.CompletionRequest):
         expect_source(kind.extract_structured_outputs, "structured_outputs_from_response_format(")

@@ -123,6 +123,25 @@ def install_backends(module: ModuleType) -> None:
     _have_backends(manager)
 
 
+@repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.23",))
+def install_backends_0_23(module: ModuleType) -> None:
+    """The first structured request chooses the backend of all later ones: vllm-ascend refuses those that were validated
+    for another, until the server is started again."""
+    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+
+    manager = module.StructuredOutputManager
+    original_init = vllms_own(manager, "grammar_init")
+    expect_source(
+        original_init,
+        "if self.backend is None:",
+        "backend = request.sampling_params.structured_outputs._backend",
+        "self.executor.submit(self._create_grammar, request)",
+    )
+    expect_source(manager._create_grammar, "self.backend.compile_grammar(request_type, grammar_spec)")
+    expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
+    _have_backends(manager, original_init)
+
+
 @repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.33",))
 def install_backends_0_33(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later ones: after one that xgrammar does not take, every
@@ -139,8 +158,9 @@ def install_backends_0_33(module: ModuleType) -> None:
     _have_backends(manager)
 
 
-def _have_backends(manager: type) -> None:
-    original_init, original_clear = manager.grammar_init, manager.clear_backend
+def _have_backends(manager: type, original_init: Any = None) -> None:
+    """original_init: vLLM's own, where another stands in front of it."""
+    original_init, original_clear = original_init or manager.grammar_init, manager.clear_backend
 
     def grammar_init(self: Any, request: Any) -> None:
         sampling = request.sampling_params

@@ -13,7 +13,7 @@ from npu_gptoss.serving.compat.targets import APP_ENTRY, LAUNCHER, LAUNCHER_0_33
 KEEP_ALIVE = 75  # seconds
 
 
-@repair("keep-alive", f"{LAUNCHER}:serve_http")
+@repair("keep-alive", f"{LAUNCHER}:serve_http", lines=("0.11", "0.23"))
 def install_keep_alive(launcher: ModuleType) -> None:
     """A connection that was idle for 5 s is closed, at times under the request that a client is just sending on it:
     OpenAI's clients keep theirs for 5 s too, proxies for 60."""

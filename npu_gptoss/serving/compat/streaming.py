@@ -12,14 +12,21 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import TolerantParser
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.stops import mark
-from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, RESPONSES
+from npu_gptoss.serving.compat.targets import (
+    CHAT,
+    CHAT_SERVING,
+    CONTEXT,
+    RESPONSES,
+    RESPONSES_CONTEXT,
+    RESPONSES_SERVING,
+)
 
 if TYPE_CHECKING:
     from openai_harmony import Message
@@ -96,7 +103,7 @@ async def _taken_apart(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
 
 def _wrap_engine_client(serving: type) -> None:
     original = serving.__init__
-    expect_parameters(original, "self", "engine_client", "model_config")
+    expect_parameters(original, "self", "engine_client")
 
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -133,6 +140,57 @@ def install_responses(serving_responses: ModuleType) -> None:
         "ctx.parser.last_content_delta",
     )
     _wrap_engine_client(serving_responses.OpenAIServingResponses)
+
+
+@repair("chat-stream-tokens", f"{CHAT_SERVING}:OpenAIServingChat.__init__", lines=("0.23",))
+def install_chat_0_23(serving: ModuleType) -> None:
+    """A streamed chat takes a second call of one function for the first when the engine hands over several tokens at
+    once, as under load."""
+    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+
+    expect_source(
+        vllms_own(serving.OpenAIServingChat, "chat_completion_stream_generator"),
+        "prev_recipient = harmony_parser.current_recipient",
+        "for token_id in output.token_ids: harmony_parser.process(token_id)",
+    )
+    _wrap_engine_client(serving.OpenAIServingChat)
+
+
+@repair("responses-stream-tokens", f"{RESPONSES_SERVING}:OpenAIServingResponses.__init__", lines=("0.23",))
+def install_responses_0_23(serving: ModuleType) -> None:
+    """A streamed response tells text under the wrong item when the engine hands over several tokens at once, as under
+    load."""
+    expect_source(
+        serving.OpenAIServingResponses._process_harmony_streaming_events,
+        "if ctx.is_expecting_start(): if len(ctx.parser.messages) > 0:",
+    )
+    _wrap_engine_client(serving.OpenAIServingResponses)
+
+
+@repair(
+    "responses-stream-end",
+    f"{RESPONSES_CONTEXT}:StreamingHarmonyContext.append_output .append_tool_output",
+    lines=("0.23",),
+)
+def install_context_0_23(context: ModuleType) -> None:
+    """A streamed response that max_tokens cut off counts as completed; an output without tokens breaks it."""
+    streaming = context.StreamingHarmonyContext
+    expect_source(streaming.append_output, "self.last_tok = tok")
+    expect_source(streaming.append_tool_output, "toks = self.encoding.render(msg)")
+
+    @around(streaming, "append_output")
+    def append_output(original: Callable[..., None], self: Any, output: RequestOutput) -> None:
+        if output.outputs[0].token_ids:
+            original(self, output)
+        elif isinstance(self.parser, TolerantParser):
+            self.parser.pause()
+        self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
+
+    @around(streaming, "append_tool_output")
+    def append_tool_output(original: Callable[..., None], self: Any, output: list[Message]) -> None:
+        if isinstance(self.parser, TolerantParser):
+            self.parser.resume()
+        original(self, output)
 
 
 @repair("responses-stream-end", f"{CONTEXT}:StreamingHarmonyContext.append_output", lines=("0.11",))

@@ -14,13 +14,13 @@ header at all: there 0.11.0 takes a grammar and never applies it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import REASONING, RUNNER
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import COMPLETION_SERVING, REASONING, RUNNER
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,33 @@ def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:
             spelled = list(token_ids[i + 1 : header_end])
             return (channel, final) in pairwise(spelled)
     return True  # no conversation but a plain text, as /v1/completions continues it: all of it is the answer
+
+
+@repair("completion-structures", f"{COMPLETION_SERVING}:OpenAIServingCompletion.__init__", lines=("0.23",))
+def install_completions(serving: ModuleType) -> None:
+    """A structure of /v1/completions binds nothing: the engine waits for the end of a reasoning that no prompt of a
+    completion has."""
+    completion = serving.OpenAIServingCompletion
+    expect_parameters(completion.__init__, "self", "engine_client")
+    expect_source(completion._create_completion, "generator = self.engine_client.generate(")
+
+    @around(completion, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.engine_client = WithoutReasoning(self.engine_client)
+
+
+class WithoutReasoning:
+    """An engine client, what it generates being no turn of harmony."""
+
+    def __init__(self, engine_client: Any) -> None:
+        self._engine_client = engine_client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine_client, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine_client.generate(*args, **{"reasoning_ended": True, **kwargs})
 
 
 @repair(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from npu_gptoss import envs
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, stock
-from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace, stock
+from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, ENGINE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
 from npu_gptoss.serving.lines.vllm import load_tokenizer, structure_key, validate_structure
 
 if TYPE_CHECKING:
@@ -154,24 +153,39 @@ def install_verdicts(module: ModuleType) -> None:
         _validate(lambda: original(self, params), params)
 
 
+@repair("structure-verdicts", f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs", lines=("0.23",))
+def install_verdicts_of_params_0_23(module: ModuleType) -> None:
+    """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process, where
+    some hold everybody; and vllm-ascend refuses all that another backend than the first request's has to take."""
+    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+
+    _have_verdicts(module, vllms_own(module.SamplingParams, "_validate_structured_outputs"))
+
+
 @repair("structure-verdicts", f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs", lines=("0.33",))
 def install_verdicts_of_params(module: ModuleType) -> None:
     """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process,
     where some hold everybody; and one that parses may end the engine when it is compiled there."""
-    validate = module.SamplingParams._validate_structured_outputs
-    expect_parameters(validate, "self", "model_config", "structured_outputs_config", "tokenizer")
+    _have_verdicts(module, module.SamplingParams._validate_structured_outputs)
+
+
+def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:
+    expect_parameters(validate, "self", "structured_outputs_config", "tokenizer")
     expect_source(validate, "self.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(self)")
 
-    @around(module.SamplingParams, "_validate_structured_outputs")
-    def _validate_structured_outputs(original: Callable[..., None], self: SamplingParams, *args: Any) -> None:
-        _validate(lambda: original(self, *args), self)
+    def _validate_structured_outputs(self: SamplingParams, *args: Any) -> None:
+        _validate(lambda: validate(self, *args), self)
+
+    replace(module.SamplingParams, "_validate_structured_outputs", _validate_structured_outputs)
 
 
-@repair("structure-requests", f"{ASYNC}:AsyncLLM.add_request", lines=("0.33",))
+@repair("structure-requests", f"{ASYNC}:AsyncLLM.add_request", lines=("0.23", "0.33"))
 def install_requests(module: ModuleType) -> None:
     """A structure that comes in by a route that nobody reads beforehand, such as /inference/v1/generate, is parsed
     in the server's process and compiled in the engine's without a bound."""
-    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+    from vllm.exceptions import VLLMValidationError
+
+    from npu_gptoss.serving.lines.vllm import unavailable
 
     expect_parameters(module.AsyncLLM.add_request, "self", "request_id", "prompt", "params")
     expect_source(module.AsyncLLM.add_request, "self.input_processor.process_inputs(")
@@ -187,7 +201,7 @@ def install_requests(module: ModuleType) -> None:
                 said = f"This structure cannot be compiled: {verdict.error}."
                 if verdict.lasting:
                     raise VLLMValidationError(said, parameter="structured_outputs")
-                raise GracefulHTTPError(said, HTTPStatus.SERVICE_UNAVAILABLE)
+                raise unavailable(said)
         return await original(self, request_id, prompt, params, *args, **keywords)
 
 
@@ -203,14 +217,25 @@ def install_tags(module: ModuleType) -> None:
 
     expect_parameters(module._xgrammar_supports, "structured_outputs")
     expect_source(module._xgrammar_supports, "validate_xgrammar_grammar(")
-    expect_parameters(protocol.validate_structural_tag_payload, "payload", "parameter")
-    expect_source(protocol.validate_structural_tag_response_format, "validate_structural_tag_payload(payload,")
-    expect_source(protocol.validate_structured_outputs_structural_tag, "validate_structural_tag_payload(")
 
     @around(module, "_xgrammar_supports")
     def _xgrammar_supports(original: Callable[..., bool], structured_outputs: StructuredOutputsParams) -> bool:
         verdict = _known(structured_outputs)
         return original(structured_outputs) if verdict is None else verdict.backend == "xgrammar"
+
+    _leave_tags(protocol)
+
+
+@repair("structure-tags", f"{ENGINE_PROTOCOL}:validate_structural_tag_payload", lines=("0.23",))
+def install_tags_0_23(protocol: ModuleType) -> None:
+    """vLLM parses structural tags in the server's process while it reads a request."""
+    _leave_tags(protocol)
+
+
+def _leave_tags(protocol: ModuleType) -> None:
+    expect_parameters(protocol.validate_structural_tag_payload, "payload", "parameter")
+    expect_source(protocol.validate_structural_tag_response_format, "validate_structural_tag_payload(payload,")
+    expect_source(protocol.validate_structured_outputs_structural_tag, "validate_structural_tag_payload(")
 
     @around(protocol, "validate_structural_tag_payload")
     def validate_structural_tag_payload(original: Callable[..., None], payload: Any, *, parameter: str) -> None:

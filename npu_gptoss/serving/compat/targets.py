@@ -6,20 +6,25 @@ ARGUMENTS = "vllm.engine.arg_utils"
 SERVE = "vllm.entrypoints.cli.serve"
 CONTEXT = "vllm.entrypoints.context"
 HARMONY = "vllm.entrypoints.harmony_utils"
-APP = "vllm.entrypoints.launchers.app"  # of 0.33
+APP = "vllm.entrypoints.launchers.app"  # of 0.33; 0.23 has API_SERVER
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
 LAUNCHER = "vllm.entrypoints.launcher"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 SERVERS = (API_SERVER, "vllm.entrypoints.api_server")  # which have copies of serve_http
 PROTOCOL = "vllm.entrypoints.openai.protocol"
-BASE_PROTOCOL = "vllm.entrypoints.generate.base.protocol"  # of 0.33, as the three below
-CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
+BASE_PROTOCOL = "vllm.entrypoints.generate.base.protocol"  # of 0.33
+ENGINE_PROTOCOL = "vllm.entrypoints.openai.engine.protocol"  # of 0.23
+COMPLETION_SERVING = "vllm.entrypoints.openai.completion.serving"
+CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"  # of 0.23 and 0.33, with the five below
 CHAT_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 COMPLETION_PROTOCOL = "vllm.entrypoints.openai.completion.protocol"
+RESPONSES_PROTOCOL = "vllm.entrypoints.openai.responses.protocol"
+RESPONSES_SERVING = "vllm.entrypoints.openai.responses.serving"
 CHAT = "vllm.entrypoints.openai.serving_chat"
 ENGINE = "vllm.entrypoints.openai.serving_engine"
 RESPONSES = "vllm.entrypoints.openai.serving_responses"
 TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
+TOOLS_0_23 = "vllm.tool_parsers.openai_tool_parser"
 TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
 REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
@@ -35,7 +40,8 @@ CLIENT = "vllm.v1.engine.core_client"
 OUTPUTS = "vllm.v1.engine.output_processor"
 PROCESSOR = "vllm.v1.engine.processor"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
-RENDERER = "vllm.renderers.online_renderer"  # of 0.33, with the two below
+RENDERER_0_23 = "vllm.entrypoints.serve.render.serving"
+RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
 HARMONY_UTILS = "vllm.entrypoints.openai.parser.harmony_utils"
 RESPONSES_CONTEXT = "vllm.entrypoints.openai.responses.context"
 ERRORS = "vllm.entrypoints.serve.exception_handling.error_response"  # of 0.33, with its copies
@@ -46,6 +52,13 @@ ERRORS_COPIES = (
     "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
     "vllm.entrypoints.openai.models.serving",
     RENDERER,
+)
+ERRORS_0_23 = "vllm.entrypoints.serve.utils.error_response"  # with its copies
+ERRORS_0_23_COPIES = (
+    RENDERER_0_23,
+    "vllm.entrypoints.serve.utils.server_utils",
+    "vllm.entrypoints.openai.engine.serving",
+    "vllm.entrypoints.openai.models.serving",
 )
 LAUNCHER_0_33 = "vllm.entrypoints.launchers.launcher"
 LOGGERS = "vllm.v1.metrics.loggers"

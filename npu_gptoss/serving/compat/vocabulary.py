@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import logging
 import os
 import tempfile
@@ -22,7 +23,7 @@ from npu_gptoss.harmony import vocabulary
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CONTEXT, ENGINE, HARMONY
+from npu_gptoss.serving.compat.targets import CONTEXT, ENGINE, HARMONY, HARMONY_UTILS, RENDERER_0_23, RESPONSES_CONTEXT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -108,24 +109,47 @@ def provide_vocabulary(model_dir: Path | None) -> None:
 def install(serving_engine: ModuleType) -> None:
     """openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without network does
     not start."""
-    # not at the top: the doctor asks this module where openai-harmony is not installed
     from vllm.entrypoints import harmony_utils
 
+    expect_parameters(serving_engine.OpenAIServing.__init__, "self", "engine_client", "model_config")
+    _provide(serving_engine.OpenAIServing, harmony_utils, CONTEXT)
+
+
+@repair(
+    "harmony-vocabulary",
+    f"{RENDERER_0_23}:OpenAIServingRender.__init__",
+    f"{HARMONY_UTILS} {RESPONSES_CONTEXT}:get_encoding",
+    lines=("0.23",),
+    upstream="vllm issues 22525 and 57099",
+)
+def install_0_23(renderer: ModuleType) -> None:
+    """openai-harmony downloads its vocabulary when it is asked for its encoding, and a server without network answers
+    every chat with 500."""
+    from vllm.entrypoints.openai.parser import harmony_utils
+
+    expect_parameters(renderer.OpenAIServingRender.__init__, "self", "model_config")
+    _provide(renderer.OpenAIServingRender, harmony_utils, RESPONSES_CONTEXT)
+
+
+def _provide(serving: type, harmony_utils: ModuleType, copy: str) -> None:
+    """`serving`: a class whose objects are made before anybody asks for the encoding."""
+    # not at the top: the doctor asks this module where openai-harmony is not installed
     from npu_gptoss.harmony.encoding import text_tokenizer
 
-    serving = serving_engine.OpenAIServing
     original_init = serving.__init__
-    expect_parameters(original_init, "self", "engine_client", "model_config")
     original_get = harmony_utils.get_encoding
     expect_source(original_get, "if _harmony_encoding is None:", "load_harmony_encoding(")
 
+    takes = inspect.signature(original_init)
+
     @functools.wraps(original_init)
-    def __init__(self, engine_client: Any, model_config: ModelConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        model_config = takes.bind(*args, **kwargs).arguments["model_config"]
         if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
             _served[0] = checkpoint_directory(model_config)
             if _served[0] is not None:
                 text_tokenizer(_served[0])  # seconds, which are the start's and not the first request's
-        original_init(self, engine_client, model_config, *args, **kwargs)
+        original_init(*args, **kwargs)
 
     def get_encoding() -> Any:
         if harmony_utils._harmony_encoding is None:
@@ -140,4 +164,4 @@ def install(serving_engine: ModuleType) -> None:
         return original_get()
 
     replace(serving, "__init__", __init__)
-    replace(harmony_utils, "get_encoding", get_encoding, copies=(CONTEXT,))
+    replace(harmony_utils, "get_encoding", get_encoding, copies=(copy,))

@@ -1,12 +1,12 @@
 """vLLM 0.23.0, under vllm-ascend 0.23.0: where its names are, and the shapes that other releases have changed.
 
-What is asked of a server beyond the model (admission, the repairs of HTTP) is of no repair of this line yet; the names
-are 0.33's, with which 0.23 was not tried.
+Its server is built like 0.33's, with the same classes of requests; a turn of harmony it still reads as 0.11.0 does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
@@ -15,11 +15,8 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     counts_steps,
     load_tokenizer,
     request_classes,
-    rewritten,
-    sampling_of,
     step_of,
     structure_key,
-    validate_structure,
 )
 
 if TYPE_CHECKING:
@@ -32,11 +29,8 @@ __all__ = [
     "counts_steps",
     "load_tokenizer",
     "request_classes",
-    "rewritten",
-    "sampling_of",
     "step_of",
     "structure_key",
-    "validate_structure",
 ]
 
 _LAYERS = "vllm.model_executor.layers"
@@ -115,6 +109,54 @@ def register_formats() -> None:
     from npu_gptoss.serving import quantization
 
     quantization.register()
+
+
+def sampling_of(request: Any, longest: int) -> Any:
+    """The SamplingParams of a request of `request_classes`; `longest`: the model's."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+
+    if isinstance(request, AnthropicMessagesRequest):
+        request = AnthropicServingMessages._convert_anthropic_to_openai_request(request)
+    elif isinstance(request, BatchChatCompletionRequest):
+        request = request.to_chat_completion_request(request.messages[0])
+    return request.to_sampling_params(longest, {})
+
+
+def rewritten(state: Any, request: Any) -> None:
+    """This vLLM takes a request's structure as it is written."""
+
+
+def vllms_own(owner: Any, name: str) -> Any:
+    """vLLM's own function where vllm-ascend, which is imported first, has put one of its own in its place."""
+    from npu_gptoss.serving.compat.patch import stock
+
+    return stock(vars(owner).get(_ASCEND_KEEPS[name], vars(owner)[name]))
+
+
+_ASCEND_KEEPS = {
+    "grammar_init": "_vllm_ascend_original_grammar_init",
+    "_validate_structured_outputs": "_vllm_ascend_original_validate_structured_outputs",
+    "chat_completion_stream_generator": "_ascend_glm_original_chat_completion_stream_generator",
+}
+
+
+def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
+    """vLLM's own validation of SamplingParams with a structure, which chooses the backend. Raises what vLLM raises."""
+    from vllm.sampling_params import SamplingParams
+
+    validate = vllms_own(SamplingParams, "_validate_structured_outputs")
+    validate(params, vllm_config.structured_outputs_config, tokenizer)
+
+
+def unavailable(said: str) -> Exception:
+    """What a route raises to answer with status 503."""
+    from vllm.entrypoints.openai.engine.protocol import GenerationError
+
+    error = GenerationError(said)
+    error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+    return error
 
 
 # What vLLM's experts layer is built with beyond what every release takes.

@@ -6,6 +6,7 @@ graphs that break off at a function, without torch.compile. A step's lengths are
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from npu_gptoss.serving.lines import resolve
@@ -116,6 +117,13 @@ def rewritten(state: Any, request: Any) -> Any:
     chat = _as_chat(request)
     state.online_renderer.adjust_harmony_request(chat)
     return chat
+
+
+def unavailable(said: str) -> Exception:
+    """What a route raises to answer with status 503."""
+    from vllm.exceptions import GracefulHTTPError
+
+    return GracefulHTTPError(said, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def load_tokenizer(model_config: Any) -> Any:
