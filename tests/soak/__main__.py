@@ -2,6 +2,7 @@
 
     python -m tests.soak --requests 10000 --seconds 3600
     python -m tests.soak --stack emulated --mode full --requests 3000
+    python -m tests.soak --stack emulated-9.1 --requests 1000
     python -m tests.soak --stack cuda --requests 5000
     python -m tests.soak --table outputs/soak
 
@@ -30,7 +31,7 @@ from tests.serving.server import Server, wait_for
 from tests.soak import report
 from tests.soak.honest import VARIANTS
 from tests.soak.run import PARTED, Findings, Soak
-from tests.soak.server import MODES, ROOT, STACKS, Stack, Watch, key_value_use, start
+from tests.soak.server import EMULATED, MODES, ROOT, STACKS, Stack, Watch, key_value_use, start
 
 OUT = ROOT / "outputs/soak"
 DEATH = 20  # seconds in which a dying server ends
@@ -149,9 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report.save(report.judged(record, judge_of(serve_here.tiny_checkpoint())), options.table)
         print(report.table(report.load(options.table)))
         return 0
-    if options.mode and options.stack != "emulated":
+    if options.mode and options.stack not in EMULATED:
         parser.error("--mode is of the emulated 910B")
-    mode = (options.mode or "piecewise") if options.stack == "emulated" else ""
+    mode = (options.mode or "piecewise") if options.stack in EMULATED else ""
     stack = Stack(options.stack, mode, options.policy)
     print(
         f"soak: {stack}, {options.requests} requests, at most {options.seconds:.0f} s, seed {options.seed}", flush=True

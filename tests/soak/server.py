@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import psutil
+from ascend_emulator import stacks
 from ascend_emulator.launch import Machine, environment, find_venv
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
@@ -31,7 +32,8 @@ COMPACT = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_
 EVERY = 1.0  # seconds between two looks at the processes
 HEALTH_EVERY = 0.5
 ROLES = ("api", "core", "others")
-STACKS = ("cpu", "emulated", "cuda")
+EMULATED = {"emulated": "8.3", "emulated-9.1": "9.1"}  # the emulator's stacks
+STACKS = ("cpu", *EMULATED, "cuda")
 # several servers on one GPU: a share of its memory, by which vLLM neither measures nor minds the others; the first
 # number is what has to be free as one starts
 SHARE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30))
@@ -51,7 +53,7 @@ class Stack:
     @property
     def at_a_time(self) -> int:
         """How many requests the server batches: on the emulated 910B a graph is captured for each size."""
-        return {"cpu": 32, "emulated": 16, "cuda": 64}[self.stack]
+        return 16 if self.stack in EMULATED else {"cpu": 32, "cuda": 64}[self.stack]
 
     @property
     def rounds(self) -> bool:
@@ -72,9 +74,10 @@ class Stack:
         base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
         base |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         on, python = "cuda" if self.stack == "cuda" else "cpu", Path(sys.executable)
-        if self.stack == "emulated":
-            place = find_venv()
-            base, python = environment(Machine(), place, base), place / "bin/python"
+        if self.stack in EMULATED:
+            stack = stacks.named(EMULATED[self.stack])
+            place = find_venv(stack=stack)
+            base, python = environment(Machine(stack.cann[0]), place, base), place / "bin/python"
         command = serve_here.serve_command(model, NAME, "127.0.0.1", port, self.flags(), on, python)
         variables = serve_here.serving_environment(model, model, base, on)
         del variables[BASE_VARIABLE]  # the plugin has to find the vocabulary

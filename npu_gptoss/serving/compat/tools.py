@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CHAT, HARMONY, PROTOCOL, RESPONSES, TOOLS
+from npu_gptoss.serving.compat.targets import CHAT, HARMONY, HARMONY_UTILS, PROTOCOL, RESPONSES, TOOLS
 from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
 
 if TYPE_CHECKING:
@@ -82,6 +82,12 @@ def install_definition(harmony_utils: ModuleType) -> None:
         )
 
     replace(harmony_utils, "create_tool_definition", create_tool_definition)
+
+
+@repair("tool-description", f"{HARMONY_UTILS}:create_tool_definition", lines=("0.23",), upstream="vllm PR 44686")
+def install_definition_0_23(harmony_utils: ModuleType) -> None:
+    """A tool without a description is refused with 400, although OpenAI's specification asks for none."""
+    install_definition(harmony_utils)
 
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
