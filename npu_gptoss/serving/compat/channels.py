@@ -20,36 +20,47 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.engine.protocol import DeltaMessage
 
 
-def known_channel(role: Role | str | None, channel: str | None, recipient: str | None) -> str | None:
-    """The channel by which vLLM tells a message as what it is (harmony/parser.py: Kind)."""
+def known(role: Role | str | None, channel: str | None, recipient: str | None) -> tuple[str | None, str | None]:
+    """Channel and recipient by which vLLM tells a message as what it is (harmony/parser.py: Kind)."""
+    from vllm.entrypoints.openai.parser import harmony_utils
+
     kind = kind_of(role, channel, recipient)
-    if kind is Kind.CALL:
-        return Kind.CALL.value
-    if kind is None or recipient is not None or (kind is Kind.ANSWER and channel == "commentary"):  # a preamble
-        return channel
-    return kind.value
+    if kind is None:
+        return channel, recipient
+    tool = (recipient or "").partition(".")[0]
+    if harmony_utils.is_function_recipient(recipient or "") or tool in harmony_utils.BUILTIN_TOOL_TO_MCP_SERVER_LABEL:
+        return Kind.CALL.value if kind is Kind.CALL else channel, recipient
+    preamble = kind is Kind.ANSWER and recipient is None and channel == Kind.CALL.value
+    return channel if preamble else kind.value, None
 
 
 class ChannelParser(TolerantParser):
-    """A tolerant parser, all of whose messages are on channels that vLLM knows."""
+    """A tolerant parser, all of whose messages are on channels, and to recipients, that vLLM knows."""
 
     def __init__(self, encoding: HarmonyEncoding) -> None:
         super().__init__(encoding, role=Role.ASSISTANT)
         self.told: dict[str, int] = {}  # field of a stream's deltas -> the message that it was last told of
 
     @property
+    def _told_as(self) -> tuple[str | None, str | None]:
+        written = super().current_channel, super().current_recipient
+        return known(self.current_role, *written) if self.in_content else written
+
+    @property
     def current_channel(self) -> str | None:
-        channel = super().current_channel
-        return known_channel(self.current_role, channel, self.current_recipient) if self.in_content else channel
+        return self._told_as[0]
+
+    @property
+    def current_recipient(self) -> str | None:
+        return self._told_as[1]
 
     @property
     def messages(self) -> list[Message]:
-        return [
-            message.model_copy(
-                update={"channel": known_channel(message.author.role, message.channel, message.recipient)}
-            )
-            for message in super().messages
-        ]
+        def told(message: Message) -> Message:
+            channel, recipient = known(message.author.role, message.channel, message.recipient)
+            return message.model_copy(update={"channel": channel, "recipient": recipient})
+
+        return [told(message) for message in super().messages]
 
 
 @repair(
@@ -102,7 +113,7 @@ def install_tools(module: ModuleType) -> None:
                 type="function",
                 function=module.FunctionCall(
                     name=module.extract_function_from_recipient(message.recipient),
-                    arguments=text_of(message) or "{}",  # a function without parameters: clients read JSON
+                    arguments=text_of(message) + _missing(message),
                 ),
             )
             for message in made
@@ -118,6 +129,11 @@ def _is_call(message: Message) -> bool:
     return message.author.role is Role.ASSISTANT and is_function_recipient(message.recipient or "")
 
 
+def _missing(call: Message) -> str:
+    """What a call without arguments lacks: clients read JSON."""
+    return "" if text_of(call).strip() else "{}"
+
+
 @repair(
     "chat-stream-channels",
     f"{CHAT_SERVING}:extract_harmony_streaming_delta",
@@ -126,6 +142,8 @@ def _is_call(message: Message) -> bool:
 def install_stream(serving: ModuleType) -> None:
     """A streamed chat runs several messages of one kind together, and ends a call that max_tokens cut off with
     "tool_calls", so that a client runs it."""
+    from vllm.entrypoints.openai.engine import protocol
+
     from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     expect_parameters(
@@ -140,13 +158,19 @@ def install_stream(serving: ModuleType) -> None:
     ) -> tuple[DeltaMessage | None, bool]:
         delta, _ = original(harmony_parser=harmony_parser, **rest)
         messages = harmony_parser.messages
-        if delta is not None and isinstance(harmony_parser, ChannelParser):
+        if isinstance(harmony_parser, ChannelParser):
             number = len(messages) - harmony_parser.completed
             for name in ("content", "reasoning"):
-                if text := getattr(delta, name):
+                if text := getattr(delta, name, None):
                     if harmony_parser.told.setdefault(name, number) != number:
                         setattr(delta, name, "\n" + text)  # as the whole answer has them
                     harmony_parser.told[name] = number
+            calls = [message for message in messages if _is_call(message)]
+            if harmony_parser.completed and _is_call(messages[-1]) and (rest := _missing(messages[-1])):
+                function = protocol.DeltaFunctionCall(arguments=rest)
+                call = protocol.DeltaToolCall(index=len(calls) - 1, function=function)
+                delta = delta or protocol.DeltaMessage()
+                delta.tool_calls = [*delta.tool_calls, call]
         return delta, any(map(_is_call, messages))
 
 

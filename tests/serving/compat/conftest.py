@@ -15,11 +15,13 @@ pytest.importorskip("vllm")
 
 from npu_gptoss.serving import compat
 from npu_gptoss.serving.compat.patch import stock
-from tests.serving.compat.of_line import OLD, ON_0_33
+from tests.serving.compat import of_line
 
-collect_ignore = (
-    [] if OLD else [file.name for file in Path(__file__).parent.glob("test_*.py") if file.name not in ON_0_33]
-)
+collect_ignore = [
+    file.name
+    for file in Path(__file__).parent.glob("test_*.py")
+    if of_line.HERE is not None and file.name not in of_line.HERE
+]
 
 # Those whose foreign package is installed: vllm-ascend's are tested on the emulated 910B.
 HERE = [patch for patch in compat.patches_here() if importlib.util.find_spec(patch.module.partition(".")[0])]
@@ -104,8 +106,6 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The harmony encoding, from the packaged vocabulary; vLLM's own copy of it is filled too."""
     pytest.importorskip("bpe_openai")
-    from vllm.entrypoints import harmony_utils
-
     from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
     from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
 
@@ -114,7 +114,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(BASE_VARIABLE, str(directory))
         with _patched():
-            return harmony_utils.get_encoding()
+            return importlib.import_module(of_line.HARMONY).get_encoding()
 
 
 READING = ("harmony-parser", "harmony-channels", "tool-answers")

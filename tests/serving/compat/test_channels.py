@@ -1,0 +1,183 @@
+"""vLLM 0.23's reading of a turn, whole and streamed, by its own serving object over an engine of given tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import types
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.entrypoints.openai.chat_completion.stream_harmony", reason="needs vLLM 0.23")
+
+from openai_harmony import HarmonyError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from tests.harmony.test_parser import noisy, spoiled, well_formed
+
+pytestmark = pytest.mark.serving
+
+READING = ("harmony-parser", "tool-answers", "chat-stream-tokens", "chat-stream-channels", "reasoning-name")
+ENDS = (200002, 200012)  # <|return|>, <|call|>
+STREAMS = 100
+HM, NEXT = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant"
+FOUR = NEXT + "<|channel|>final<|message|>Four.<|return|>"
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>'
+PARIS = ["get_weather", '{"city":"Paris"}']
+TWO_CALLS = CALL.replace("<|call|>", "<|end|>") + NEXT + CALL
+
+
+class Engine:
+    """Generates these tokens, `bite` an output."""
+
+    errored = False
+    vllm_config = input_processor = None
+    renderer = types.SimpleNamespace(tokenizer=object())
+    model_config = types.SimpleNamespace(
+        hf_config=types.SimpleNamespace(model_type="gpt_oss"),
+        hf_text_config=types.SimpleNamespace(model_type="gpt_oss"),
+        model="gpt-oss",
+        generation_config="auto",
+        get_diff_sampling_param=dict,
+    )
+
+    def __init__(self, tokens: Sequence[int], bite: int) -> None:
+        self.tokens, self.bite = list(tokens), bite
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+        for first in range(0, len(self.tokens), self.bite):
+            part = self.tokens[first : first + self.bite]
+            last = first + self.bite >= len(self.tokens)
+            reason = ("stop" if part[-1] in ENDS else "length") if last else None
+            done = CompletionOutput(0, "", part, None, None, finish_reason=reason)
+            yield RequestOutput("id", None, [1], None, [done], last, num_cached_tokens=0)
+            await asyncio.sleep(0)
+
+
+def asked(tokens: Sequence[int], bite: int | None = None, tool_flags: bool = True) -> dict[str, Any]:
+    """What the client has of a turn in the end; `bite`: of the stream, None where the answer is whole."""
+    flags = {"enable_auto_tools": True, "tool_parser": "openai"} if tool_flags else {}
+    serving = OpenAIServingChat(
+        Engine(tokens, bite or len(tokens)), None, "assistant", openai_serving_render=None, request_logger=None,
+        chat_template=None, chat_template_content_format="auto", **flags,
+    )  # fmt: skip
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], stream=bite is not None)
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA if bite else RequestOutputKind.FINAL_ONLY)
+    generated = serving.engine_client.generate({}, params, "id")
+    names = RequestResponseMetadata(request_id="id")
+    how = (request, generated, "id", "gpt-oss", [], serving.renderer.tokenizer, names)
+    if bite is None:
+        (choice,) = asyncio.run(serving.chat_completion_full_generator(*how)).model_dump()["choices"]
+        chunks = [{"choices": [{"delta": choice["message"], "finish_reason": choice["finish_reason"]}]}]
+    else:
+        chunks = asyncio.run(read(serving.chat_completion_stream_generator(*how)))
+    told: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    for chunk in chunks:
+        assert "error" not in chunk, chunk
+        (choice,) = chunk["choices"]
+        delta, told["finish"] = choice["delta"], choice["finish_reason"]
+        for name in ("content", "reasoning"):
+            told[name] += delta.get(name) or ""
+        told["named twice"] = delta.get("reasoning_content") == delta.get("reasoning")
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            if call.get("index", number) == len(told["calls"]):
+                told["calls"].append([call["function"]["name"], ""])
+            told["calls"][call.get("index", number)][1] += call["function"].get("arguments") or ""
+    return told
+
+
+async def read(stream: AsyncIterator[str]) -> list[dict[str, Any]]:
+    lines = [line async for line in stream]
+    assert lines[-1] == "data: [DONE]\n\n"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100)) -> tuple:
+    """The same of a whole answer and of streams in bites."""
+    whole = asked(tokens)
+    for bite in bites:
+        assert asked(tokens, bite) == whole
+    assert whole["named twice"]
+    return whole["content"], whole["reasoning"], whole["calls"], whole["finish"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (HM + FOUR, ("Four.", "hm", [], "stop")),
+        (HM + FOUR + "<|return|> and so on", ("Four.", "hm", [], "length")),  # ignore_eos: every load test
+        ("<|channel|>final x y z<|message|>Four.<|return|>", ("Four.", "", [], "stop")),
+        ("<|channel|>nonsense<|message|>Four.<|return|>", ("Four.", "", [], "stop")),
+        ("<|message|>Four.<|return|>", ("Four.", "", [], "stop")),
+        (HM + NEXT + HM + FOUR, ("Four.", "hm\nhm", [], "stop")),
+        ("<|channel|>commentary<|message|>I look.<|end|>" + FOUR, ("I look.\nFour.", "", [], "stop")),
+        (CALL, ("", "", [PARIS], "tool_calls")),
+        (TWO_CALLS, ("", "", [PARIS, PARIS], "tool_calls")),
+        (CALL.replace('{"city":"Paris"}', ""), ("", "", [["get_weather", "{}"]], "tool_calls")),
+        ("<|channel|>analysis<|message|>h", ("", "h", [], "length")),
+        (HM + NEXT + "<|channel|>final<|message|>Fou", ("Fou", "hm", [], "length")),
+    ],
+)
+def test_a_turn_is_told_alike_whole_and_streamed(patched: Any, tokens: Callable, text: str, expected: tuple) -> None:
+    with patched(*READING):
+        assert everywhere(tokens(text)) == expected
+
+
+def test_a_call_that_is_cut_off_is_none_to_run(patched: Any, tokens: Callable) -> None:
+    cut = tokens(CALL[: CALL.index("ris")])
+    with patched(*READING):
+        assert asked(cut, 1)["finish"] == asked(cut)["finish"] == "length"
+    with patched():
+        assert asked(cut, 1)["finish"] == "tool_calls", "stock"
+
+
+def test_stock_fails_or_loses_each_of_these(patched: Any, tokens: Callable) -> None:
+    """Else a repair is needed no more."""
+    with patched():
+        with pytest.raises(HarmonyError):  # status 500
+            asked(tokens(HM + FOUR + "<|return|>"))
+        with pytest.raises(AssertionError, match="Unexpected token"):
+            asked(tokens(HM + FOUR + "<|return|>"), 1)
+        assert asked(tokens("<|channel|>nonsense<|message|>Four.<|return|>"))["content"] == ""
+        assert asked(tokens("<|channel|>commentary<|message|>I look.<|end|>" + FOUR))["content"] == "Four."
+        assert asked(tokens(CALL))["calls"] != [PARIS], "arguments written anew"
+        with pytest.raises(IndexError):  # the second call is taken for the first, which is told as number two
+            asked(tokens(TWO_CALLS), 100)
+        assert asked(tokens(HM + NEXT + HM + FOUR), 1)["reasoning"] == "hmhm"
+        assert not asked(tokens(HM + FOUR))["named twice"]
+
+
+def test_tools_are_called_without_the_flags_too(patched: Any, tokens: Callable) -> None:
+    with patched(*READING, "tools-without-flags"):
+        assert asked(tokens(CALL), tool_flags=False)["calls"] == [PARIS]
+    with patched(*READING):
+        assert asked(tokens(CALL), tool_flags=False)["calls"] == [], "stock"
+
+
+def test_no_text_is_lost_however_its_header_is_spelled(patched: Any, tokens: Callable) -> None:
+    draw = random.Random(0)
+    with patched(*READING):
+        for _ in range(STREAMS):
+            messages = well_formed(draw)
+            pieces = spoiled(messages, draw)
+            for bite in (None, draw.randrange(1, 6)):
+                told = asked(tokens("".join(pieces)), bite)
+                text = "\n".join((told["content"], told["reasoning"], *(arguments for _, arguments in told["calls"])))
+                assert not [message.text for message in messages if message.text not in text], f"{bite} {told} {pieces}"
+
+
+def test_any_tokens_at_all_are_told_without_an_exception(patched: Any, harmony: Any) -> None:
+    draw = random.Random(1)
+    with patched(*READING):
+        for _ in range(STREAMS):
+            made = noisy(harmony, draw)
+            if made:
+                assert asked(made, draw.randrange(1, 6)) is not None
+                asked(made)
