@@ -8,7 +8,12 @@ PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
 EMULATE ?=
-EMULATED_VENV ?= .venv-emulated
+# which stack of the emulated 910B serves: 8.3 or 9.1
+STACK ?= 8.3
+EMULATED_LOCK := emulated$(patsubst %,-%,$(filter-out 8.3,$(filter 8.3 9.1,$(value STACK))))
+ifeq ($(origin EMULATED_VENV),undefined)
+EMULATED_VENV := .venv-$(EMULATED_LOCK)
+endif
 
 # What a user names reaches the recipes in the environment, as it was written: neither make nor the shell reads it again,
 # so that a quote in it breaks nothing and `$(…)` or `;` runs nothing.
@@ -16,7 +21,7 @@ define AS_WRITTEN
 override $(1) := $$(value $(1))
 export $(1)
 endef
-$(foreach name,PYTHON MODEL ON HOST PORT ARGS EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
+$(foreach name,PYTHON MODEL ON HOST PORT ARGS STACK EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
 
 # any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
 ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
@@ -62,9 +67,9 @@ fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm
 	@$(BIN)/python -m tests.model.fuzz --through serve --count 60
 
 .PHONY: serve-emulated
-serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also EMULATE="--cann 8.5 --trace FILE")
-	@$(SETUP) emulated
-	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate $$EMULATE -- python scripts/serve_here.py \
+serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also STACK=9.1, EMULATE="--trace FILE")
+	@$(SETUP) $(EMULATED_LOCK)
+	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate --stack "$$STACK" $$EMULATE -- python scripts/serve_here.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
 # beside each other, each telling its story when it is done; the first has the CPU's environment, which all need

@@ -32,7 +32,15 @@ def made(target: str, out: Path, limit: float = START_LIMIT, **variables: str) -
     port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
     with out.open("w") as file:
-        given = {"MODEL": "", "ARGS": "", "EMULATE": "", "HOST": "127.0.0.1", "PORT": str(port), **variables}
+        given = {
+            "MODEL": "",
+            "ARGS": "",
+            "STACK": "8.3",
+            "EMULATE": "",
+            "HOST": "127.0.0.1",
+            "PORT": str(port),
+            **variables,
+        }
         process = subprocess.Popen(
             ["sh", "-c", recipe(target)],
             cwd=ROOT,

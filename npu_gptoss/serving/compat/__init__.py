@@ -65,6 +65,7 @@ FILES = (
     "stops",
     "tools",
     "responses",
+    "refused",
     "shutdown",
     "keep_alive",
     "pulse",

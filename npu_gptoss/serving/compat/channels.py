@@ -14,7 +14,7 @@ from openai_harmony import HarmonyEncoding, Message, Role, StreamableParser
 
 from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, text_of
 from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CHAT_SERVING, HARMONY_UTILS, RESPONSES_CONTEXT, TOOLS_0_23
+from npu_gptoss.serving.compat.targets import CHAT_SERVING, HARMONY_UTILS, RENDERER_0_23, RESPONSES_CONTEXT, TOOLS_0_23
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.engine.protocol import DeltaMessage
@@ -200,3 +200,33 @@ def install_reasoning_name(serving: ModuleType) -> None:
         if delta is not None and delta.reasoning is not None:
             delta.reasoning_content = delta.reasoning
         return delta, called
+
+
+@repair(
+    "tools-without-flags",
+    f"{CHAT_SERVING}:OpenAIServingChat.__init__",
+    f"{RENDERER_0_23}:OpenAIServingRender.__init__",
+    lines=("0.23",),
+    upstream="vllm issue 22578, PR 30867",
+)
+def install_default_parser_0_23(serving: ModuleType) -> None:
+    """Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has none; without
+    --exclude-tools-when-tool-choice-none tool_choice "none" calls tools."""
+    from vllm.entrypoints.serve.render.serving import OpenAIServingRender
+    from vllm.tool_parsers import ToolParserManager
+
+    expect_parameters(serving.OpenAIServingChat.__init__, "self", "enable_auto_tools", "tool_parser")
+    expect_source(serving.OpenAIServingChat.chat_completion_full_generator, "if self.tool_parser is not None:")
+    expect_source(OpenAIServingRender.render_chat, 'request.tool_choice == "none" and self.exclude_tools_when_')
+
+    @around(serving.OpenAIServingChat, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.use_harmony and self.tool_parser is None:
+            self.tool_parser = ToolParserManager.get_tool_parser("openai")
+
+    @around(OpenAIServingRender, "__init__")
+    def render_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.use_harmony:
+            self.exclude_tools_when_tool_choice_none = True  # a model that sees no tool calls none

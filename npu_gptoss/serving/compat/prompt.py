@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from npu_gptoss.harmony.conversation import (
 from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat import vocabulary
-from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, HARMONY_UTILS, PROTOCOL, RESPONSES, TOKENIZATION
+from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, PROTOCOL, RESPONSES, TOKENIZATION
 from npu_gptoss.serving.compat.tools import allowed_tools
 
 if TYPE_CHECKING:
@@ -319,16 +319,3 @@ def install_effort(protocol: ModuleType) -> None:
     repaired.metadata = [*field.metadata, BeforeValidator(effort)]
     replace(chat, "__pydantic_fields__", _Fields(fields | {"reasoning_effort": repaired}))
     chat.model_rebuild(force=True)
-
-
-@repair("effort-words", f"{HARMONY_UTILS}:get_system_message", lines=("0.23",))
-def install_effort_0_23(harmony_utils: ModuleType) -> None:
-    """The reasoning effort `minimal`, which clients of newer models send, is refused."""
-    expect_parameters(harmony_utils.get_system_message, "reasoning_effort")
-    expect_source(harmony_utils.build_harmony_preamble, "reasoning_effort=reasoning_effort,")
-
-    @around(harmony_utils, "get_system_message")
-    def get_system_message(original: Callable[..., Message], *args: Any, **kwargs: Any) -> Message:
-        if (word := kwargs.get("reasoning_effort")) is not None:
-            kwargs["reasoning_effort"] = reasoning_effort(word)
-        return original(*args, **kwargs)

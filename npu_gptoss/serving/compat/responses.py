@@ -28,7 +28,7 @@ from openai.types.responses import (
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.streaming import log_failure
-from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES, RESPONSES_SERVING
+from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
@@ -314,12 +314,6 @@ def install_nulls(serving_responses: ModuleType) -> None:
         return await original(self, request, raw_request)
 
     replace(serving, "create_responses", create_responses)
-
-
-@repair("responses-nulls", f"{RESPONSES_SERVING}:OpenAIServingResponses.create_responses", lines=("0.23",))
-def install_nulls_0_23(serving: ModuleType) -> None:
-    """A request of /v1/responses with parallel_tool_calls, background or truncation null is not answered."""
-    install_nulls(serving)
 
 
 @repair("responses-store", f"{RESPONSES}:OpenAIServingResponses._make_not_found_error", lines=("0.11",))

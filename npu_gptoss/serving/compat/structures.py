@@ -18,6 +18,7 @@ from npu_gptoss.serving.admission.refusal import escaped
 from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace, stock
 from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, ENGINE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
+from npu_gptoss.serving.lines import here
 from npu_gptoss.serving.lines.vllm import load_tokenizer, structure_key, validate_structure
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def install_requests(module: ModuleType) -> None:
     in the server's process and compiled in the engine's without a bound."""
     from vllm.exceptions import VLLMValidationError
 
-    from npu_gptoss.serving.lines.vllm import unavailable
+    unavailable = here().module("vllm").unavailable
 
     expect_parameters(module.AsyncLLM.add_request, "self", "request_id", "prompt", "params")
     expect_source(module.AsyncLLM.add_request, "self.input_processor.process_inputs(")

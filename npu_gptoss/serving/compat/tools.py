@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import (
-    CHAT,
-    CHAT_SERVING,
-    HARMONY,
-    HARMONY_UTILS,
-    PROTOCOL,
-    RENDERER_0_23,
-    RESPONSES,
-    TOOLS,
-)
+from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import CHAT, HARMONY, PROTOCOL, RESPONSES, TOOLS
 from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
 
 if TYPE_CHECKING:
@@ -74,36 +65,6 @@ def install_default_parser(serving_chat: ModuleType) -> None:
     replace(serving, "__init__", __init__)
 
 
-@repair(
-    "tools-without-flags",
-    f"{CHAT_SERVING}:OpenAIServingChat.__init__",
-    f"{RENDERER_0_23}:OpenAIServingRender.__init__",
-    lines=("0.23",),
-    upstream="vllm issue 22578, PR 30867",
-)
-def install_default_parser_0_23(serving: ModuleType) -> None:
-    """Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has none; without
-    --exclude-tools-when-tool-choice-none tool_choice "none" calls tools."""
-    from vllm.entrypoints.serve.render.serving import OpenAIServingRender
-    from vllm.tool_parsers import ToolParserManager
-
-    expect_parameters(serving.OpenAIServingChat.__init__, "self", "enable_auto_tools", "tool_parser")
-    expect_source(serving.OpenAIServingChat.chat_completion_full_generator, "if self.tool_parser is not None:")
-    expect_source(OpenAIServingRender.render_chat, 'request.tool_choice == "none" and self.exclude_tools_when_')
-
-    @around(serving.OpenAIServingChat, "__init__")
-    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.use_harmony and self.tool_parser is None:
-            self.tool_parser = ToolParserManager.get_tool_parser("openai")
-
-    @around(OpenAIServingRender, "__init__")
-    def render_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.use_harmony:
-            self.exclude_tools_when_tool_choice_none = True  # a model that sees no tool calls none
-
-
 @repair("tool-description", f"{HARMONY}:create_tool_definition", lines=("0.11",), upstream="vllm PR 44686")
 def install_definition(harmony_utils: ModuleType) -> None:
     """A tool without a description is refused with 400, although OpenAI's specification asks for none."""
@@ -121,12 +82,6 @@ def install_definition(harmony_utils: ModuleType) -> None:
         )
 
     replace(harmony_utils, "create_tool_definition", create_tool_definition)
-
-
-@repair("tool-description", f"{HARMONY_UTILS}:create_tool_definition", lines=("0.23",), upstream="vllm PR 44686")
-def install_definition_0_23(harmony_utils: ModuleType) -> None:
-    """A tool without a description is refused with 400, although OpenAI's specification asks for none."""
-    install_definition(harmony_utils)
 
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}

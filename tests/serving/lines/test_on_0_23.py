@@ -1,0 +1,33 @@
+"""The tests of repairs that run on vLLM 0.23, in the environment of the emulated 910B's second stack."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from ascend_emulator.launch import Machine, environment
+
+from emulator.tests.machine import venv
+from tests.serving.compat.of_line import ON_0_23
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
+
+
+def test_the_tests_of_line_0_23_pass() -> None:
+    machine = Machine("9.1")
+    place = venv(machine)
+    files = [*(f"tests/serving/compat/{name}" for name in ON_0_23), "tests/serving/lines/test_lines.py"]
+    command = [str(place / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not emulated", *files]
+    variables = environment(machine, place) | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "needs vLLM 0.23" not in done.stdout, "a file was skipped"
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
