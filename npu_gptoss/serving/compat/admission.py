@@ -186,7 +186,7 @@ def install_gate(module: ModuleType) -> None:
 @repair("admission", f"{API_SERVER}:build_app", lines=("0.23",))
 def install_gate_0_23(module: ModuleType) -> None:
     """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, have
-    no bound; a token id beyond 32 bits ends the engine, and of requests that it cannot read it says 500 or nothing."""
+    no bound; a stop token that is none ends the engine, and of requests that it cannot read it says 500 or nothing."""
     expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
     handled = "app.exception_handler(RequestValidationError)(validation_exception_handler)"
     expect_source(module.build_app, *GUARDS, handled, "app.exception_handler(VLLMValidationError)(exception_handler)")
