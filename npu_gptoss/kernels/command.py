@@ -28,6 +28,7 @@ EXAMPLE = {
     "experts": 32,
     "aligned": True,
     "table": "int32",
+    "quarter": 11520,  # of packed experts: two rows of 5760 columns
 }
 
 
