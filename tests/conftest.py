@@ -19,6 +19,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"  # CUDA's kernels on a CPU; before they are imported, which reads it once
 
 AT_THE_START = dict(os.environ)
+OF_OTHER_ENVIRONMENTS = {"emulated", "evalscope", "vllm033", "ascend_compiler"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,5 +48,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With several workers the longest files start first: those of the emulated 910B and of other environments."""
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         marks = [(item.path, {mark.name for mark in item.iter_markers()}) for item in items]
-        long = {path for path, names in marks if "slow" in names and names & {"emulated", "evalscope", "vllm033"}}
+        long = {path for path, names in marks if "slow" in names and names & OF_OTHER_ENVIRONMENTS}
         items.sort(key=lambda item: ("serving" not in item.path.parts, item.path not in long))
