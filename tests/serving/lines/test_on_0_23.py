@@ -17,11 +17,16 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-def test_the_tests_of_line_0_23_pass() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "least"),
+    [("not emulated and not slow", 100), pytest.param("not emulated and slow", 2, marks=pytest.mark.long)],
+    ids=["short ones", "slow ones"],
+)
+def test_the_tests_of_line_0_23_pass(chosen: str, least: int) -> None:
     machine = Machine("9.1")
     place = venv(machine)
     files = [*(f"tests/serving/compat/{name}" for name in ON_0_23), "tests/serving/lines/test_lines.py"]
-    command = [str(place / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not emulated", *files]
+    command = [str(place / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
     variables = environment(machine, place) | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -30,4 +35,4 @@ def test_the_tests_of_line_0_23_pass() -> None:
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "needs vLLM 0.23" not in done.stdout, "a file was skipped"
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > least
