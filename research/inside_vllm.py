@@ -34,7 +34,7 @@ def load(folder: Path = FOLDER) -> list[Record]:
     found = []
     for file in sorted(file for name in FOLDERS for file in (folder / name).rglob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("what") not in KEYS:
+        if content["what"] not in KEYS:
             continue
         header = {name: content[name] for name in ("engine", "what", "machine", "versions", "date", "settings")}
         found += [{**row, "_": {**header, "file": file.relative_to(folder).as_posix()}} for row in content["records"]]

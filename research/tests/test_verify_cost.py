@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +86,9 @@ def test_a_child_that_fails_is_said_and_the_others_are_measured_and_ended(tmp_pa
     children = {}
     monkeypatch.setattr(verify_cost, "start", lambda args, engine, k, logs: children.setdefault(k, Child(k)))
     out = tmp_path / "cost.json"
-    args = argparse.Namespace(model="m", head="h", out=out, engines=["ours"], drafts=[0, 3, 5], batch=[1, 8], steps=4)
+    args = argparse.Namespace(
+        model=Path("m"), head=Path("h"), out=out, engines=["ours"], drafts=[0, 3, 5], batch=[1, 8], steps=4
+    )
     rows = verify_cost.measure(args)
     assert [(row["drafts"], row["batch"]) for row in rows] == [(0, 1), (0, 8), (5, 1), (5, 8)]
     assert json.loads(out.read_text())["records"] == rows

@@ -15,7 +15,7 @@ from npu_gptoss.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 # the soak and the host have forms of their own (tests/soak/report.py, research/host_time.py)
-OTHERS = ("soak", "host")
+OTHERS = ("soak", "host", "agreement_0_33")
 # of research/bench_serving.py, whose records no command of the package reads
 SERVING = ("model", "weights", "layout", "streams", "output_tokens_per_s", "ttft_p99_ms", "itl_p99_ms")
 COMMITTED = sorted(path for path in (ROOT / "docs/benchmarks").rglob("*.json") if path.parent.name not in OTHERS)

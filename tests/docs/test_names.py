@@ -24,6 +24,7 @@ FOREIGN_OPTIONS = {
     *("--pdb", "--constraint", "--no-deps", "--require-hashes", "--privileged", "--build", "--restart", "--use-cache"),
     *("--warmup-num", "--nginx", "--no-binary", "--max-concurrency", "--request-rate", "--save-result"),
     *("--reasoning-effort-map", "--shutdown-timeout"),  # of vLLM 0.33
+    "--num-cpus",  # of Ray
 }
 VLLM_PARSER = """
 import contextlib, io, json, sys

@@ -27,6 +27,11 @@ collect_ignore = [
 HERE = [patch for patch in compat.patches_here() if importlib.util.find_spec(patch.module.partition(".")[0])]
 
 
+# vllm-ascend 0.23's modules import each other in a circle; vLLM begins with this one, and then they do not.
+with contextlib.suppress(ImportError):
+    importlib.import_module("vllm_ascend.worker.worker")
+
+
 def _owner(target: str) -> tuple[Any, str]:
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
