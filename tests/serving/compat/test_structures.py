@@ -245,7 +245,7 @@ STRUCTURES: list[tuple[dict[str, Any], str | None]] = [
     ({"regex": "[0-9]{3}"}, "xgrammar"),
     ({"grammar": 'root ::= "a" | "b"'}, "xgrammar"),
     ({"choice": []}, None),
-    ({"regex": "\x00"}, None),  # SIGSEGV in xgrammar 0.1.25
+    ({"regex": "\x00"}, "guidance" if LINE == "0.23" else None),  # SIGSEGV in xgrammar 0.1.25
     ({"regex": "("}, None),
     ({"grammar": ""}, None),
     ({"grammar": "root ::= nothing"}, None),
