@@ -13,7 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,9 @@ def verify_compiled(target: Target, *, seed: int, cases: int) -> CompiledReport:
         if not lowered.ok:
             return report  # neither a plan nor a mutation says anything of a kernel that is wrong
         plan = compiler("planner").plan
-        report.compiled += [Compiled(str(one.program), plan(one.program)) for one in made.values()]
-        report.refused += _first_refused(made)
+        planned = [(key[0], one.program, plan(one.program)) for key, one in made.items()]
+        report.compiled += [Compiled(str(program), found) for _, program, found in planned]
+        report.refused += _first_refused(planned)
         kept = [
             (call, target.check.definition(call.inputs), spec)
             for spec in specs_of(target.kernel, target.check, seed, cases)
@@ -150,13 +151,11 @@ def compiler(module: str) -> Any:
     return found
 
 
-def _first_refused(made: Mapping[Any, Any]) -> Iterator[Refused]:
-    """Of the program that takes the most memory, each constant doubled until the compiler refuses."""
+def _first_refused(planned: Sequence[tuple[Any, Any, Any]]) -> Iterator[Refused]:
+    """planned: kernels, programs and plans. Of the program that takes the most memory, each constant doubled until
+    the compiler refuses."""
     planner, lowering = compiler("planner"), compiler("lowering")
-    kernel, program = max(
-        ((key[0], one.program) for key, one in made.items()),
-        key=lambda pair: max(planner.plan(pair[1]).memory.values(), default=0),
-    )
+    kernel, program, _ = max(planned, key=lambda each: max(each[2].memory.values(), default=0))
     constants = dict(program.constants)
     for name, used in constants.items():
         if type(used) is not int:

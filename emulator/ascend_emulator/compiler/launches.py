@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from ascend_emulator.compiler.host import HostKernel
-from ascend_emulator.compiler.lowering import Program, lower
+from ascend_emulator.compiler.lowering import lower
 from ascend_emulator.compiler.tools import CompilerError, tools
 
 TYPES = {
@@ -113,7 +113,3 @@ def _type(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     raise CompilerError(f"{value!r} is neither a tensor nor a number")
-
-
-def programs(made: Mapping[Any, HostKernel]) -> list[Program]:
-    return [kernel.program for kernel in made.values()]
