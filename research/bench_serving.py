@@ -9,22 +9,26 @@ one after the other, all GPUs at the same time. OUT gets a record and logs of ea
 `research/bench_table.py` reads the records.
 
 The servers keep vLLM's own defaults but for the prefix cache, which is off: random prompts have nothing in common.
-Flags after `--` go to each server.
+Flags after `--` go to each server. A client is one process, which 256 streams can keep busier than they keep the
+server; --clients shares the streams out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,14 +48,20 @@ WARM_UP_OUTPUT, WARM_UP_REQUESTS = (
     4,
 )  # of the round before each point; as many requests as streams, at least so many
 START_SECONDS, POINT_SECONDS, PATIENCE = 400, 240, 5
-TIMES, STATISTICS = ("ttft", "itl", "tpot"), ("mean", "median", "p99")
+TIMES = ("ttft", "itl", "tpot")
+STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "mean": np.mean,
+    "median": np.median,
+    "p99": lambda seconds: np.percentile(seconds, 99),
+}
 DEFINITIONS = {
     "streams": "requests in flight at any time (--max-concurrency); the next is sent when one is answered. Before each "
     f"point, of every engine, a round of as many requests, of {WARM_UP_OUTPUT} tokens each, is sent and not counted: "
     "what the server compiles for batches of that size it has then",
-    "output_tokens_per_s": "all generated tokens over the seconds from the first request to the last answer",
+    "output_tokens_per_s": "all generated tokens over the seconds from the first request to the last token",
     "ttft_ms": "from sending a request to its first token, mean, median and 99th percentile over requests",
     "itl_ms": "between two pieces of a stream, over all of them; a piece is a token, or several when the client lags",
+    "clients": "processes of `vllm bench serve` that share the streams and send at the same time",
     "tpot_ms": "from a request's first token to its last, by the tokens after the first; over requests",
     "input_tokens": f"of a random prompt, mean; {OUTPUT} tokens are generated for each whatever they are, greedily",
 }
@@ -90,25 +100,54 @@ def arguments_of(url: str, tokenizer: Path, streams: int, requests: int, output:
         "metric-percentiles": "99",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return [*words, "--ignore-eos", "--disable-tqdm"]
+    return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
 
-def row_of(result: Mapping[str, Any], streams: int) -> dict[str, Any]:
-    """A record's fields from what `vllm bench serve` found. Raises RuntimeError for answers that are not whole."""
+def shares_of(point: tuple[int, int, int], clients: int) -> list[tuple[int, int, int] | None]:
+    """Streams, requests and tokens of an answer for each client; None where there are fewer streams than clients."""
+    streams, requests, output = point
+    busy = min(streams, clients)
+    parts = [[whole // busy + (n < whole % busy) for n in range(busy)] for whole in (streams, requests)]
+    return [*((*part, output) for part in zip(*parts, strict=True)), *[None] * (clients - busy)]
+
+
+def asked(clients: Sequence[Child], parts: Sequence[tuple[int, int, int] | None]) -> list[Any]:
+    """What each client that has a part finds; they begin together."""
+    busy = [client for client, part in zip(clients, parts, strict=True) if part]
+    for client in busy:
+        client.tell("next")
+    return [client.hear(POINT_SECONDS) for client in busy]
+
+
+def row_of(results: Sequence[Mapping[str, Any]], streams: int) -> dict[str, Any]:
+    """A record's fields from what `vllm bench serve` found in each client's requests, by its own definitions. Raises
+    RuntimeError for answers that are not whole."""
     requests = requests_of(streams)
-    if result["completed"] != requests or result["total_output_tokens"] != requests * OUTPUT:
+    completed, tokens, read = (
+        sum(result[name] for result in results) for name in ("completed", "total_output_tokens", "total_input_tokens")
+    )
+    if completed != requests or tokens != requests * OUTPUT:
         raise RuntimeError(
-            f"{streams} streams: expected {requests} answers of {OUTPUT} tokens, got {result['completed']} with "
-            f"{result['total_output_tokens']} in all; the server's log says why"
+            f"{streams} streams: expected {requests} answers of {OUTPUT} tokens, got {completed} with "
+            f"{tokens} in all; the server's log says why"
         )
+    begins, firsts, gaps = (
+        [each for result in results for each in result[name]] for name in ("start_times", "ttfts", "itls")
+    )
+    # clients of one machine read one clock
+    ends = [begin + first + sum(gap) for begin, first, gap in zip(begins, firsts, gaps, strict=True)]
+    duration = max(ends) - min(begins)
+    times = {"ttft": firsts, "itl": [each for gap in gaps for each in gap]}
+    times["tpot"] = [sum(gap) / (OUTPUT - 1) for gap in gaps]
     return {
         "streams": streams,
         "requests": requests,
-        "input_tokens": round(result["total_input_tokens"] / requests),
+        "clients": len(results),
+        "input_tokens": round(read / requests),
         "output_tokens": OUTPUT,
-        "duration_s": round(result["duration"], 3),
-        "output_tokens_per_s": round(result["output_throughput"], 2),
-        **{f"{time}_{kind}_ms": round(result[f"{kind}_{time}_ms"], 3) for time in TIMES for kind in STATISTICS},
+        "duration_s": round(duration, 3),
+        "output_tokens_per_s": round(tokens / duration, 2),
+        **{f"{time}_{kind}_ms": round(1e3 * of(times[time]), 3) for time in TIMES for kind, of in STATISTICS.items()},
     }
 
 
@@ -145,29 +184,37 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
     points = rounds_of(args.streams)
     server = start(command, environment, log)
     _servers.append(server.pid)
-    client_log = args.out / f"{name}_client.log"
-    client = Child(f"client of {engine}", [sys.executable, __file__, "--child"], client_log, environment)
+    command_of_client = [sys.executable, __file__, "--child"]
+    clients = [
+        Child(f"client {n} of {engine}", command_of_client, args.out / f"{name}_client{n}.log", environment)
+        for n in range(args.clients)
+    ]
     try:
-        client.tell([arguments_of(url, args.model, *point, seed) for seed, point in enumerate(points)])
+        for n, client in enumerate(clients):
+            own = [shares_of(point, args.clients)[n] for point in points]
+            seeds = itertools.count(n, args.clients)
+            client.tell([arguments_of(url, args.model, *each, next(seeds)) for each in own if each])
         seconds = wait_until_ready(server, url, log, START_SECONDS)
-        client.hear(START_SECONDS)
+        for client in clients:
+            client.hear(START_SECONDS)
         kernels = computing(log, engine)
         print(f"{engine} on GPU {gpus}: ready after {seconds:.0f} s. {' '.join(kernels)}", flush=True)
         settings = {"start_s": round(seconds, 1), "flags": command[5:], "kernels": kernels}
         settings["moe_backend"] = engine.partition(":")[2] or None  # None: vLLM's own choice
-        settings |= {"engines": args.engines, "gpus": args.gpus}
+        settings |= {"engines": args.engines, "gpus": args.gpus, "clients": args.clients}
         keys = {"model": model_name(config), "weights": "bf16" if config.quantization is None else "mxfp4"}
         keys["layout"] = f"tp{len(gpus.split(','))}"
         rows: list[dict[str, Any]] = []
-        for number, (streams, _, output) in enumerate(points):
-            found = client.ask(number, POINT_SECONDS)
+        for streams, requests, output in points:
+            found = asked(clients, shares_of((streams, requests, output), args.clients))
             if output == OUTPUT:
                 rows.append({**keys, **row_of(found, streams)})
                 print(engine, json.dumps(rows[-1]), flush=True)
                 content = document("serving", DEFINITIONS, settings, rows, ours=engine == OURS)
                 save(args.out / f"serving_{name}.json", content)
     finally:
-        client.end()
+        for client in clients:
+            client.end()
         stop(server, PATIENCE)
 
 
@@ -237,8 +284,10 @@ def child() -> None:
     prompts = {point.seed: serve.get_samples(point, tokenizer) for point in points}
     serve.get_samples = lambda point, tokenizer: prompts.pop(point.seed)
     say("ready")
-    while True:
-        say(serve.main(points[hear()]))
+    for point in points:
+        hear()
+        say(serve.main(point))
+    hear()  # until it is ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -248,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", default=[OURS, STOCK], help="ours, stock, stock:BACKEND (both)")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="one after the other on the first by default")
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 64, 16, 1])
+    parser.add_argument("--clients", type=int, default=1, metavar="N", help="processes that send (1)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="further flags for each `vllm serve`")
     args = parser.parse_args(arguments)
     if wrong := [engine for engine in args.engines if engine != OURS and engine.partition(":")[0] != STOCK]:

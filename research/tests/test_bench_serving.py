@@ -18,11 +18,12 @@ OURS_LINE = "(EngineCore pid=1) INFO 11-24 [model.py:96] npu-gptoss computes all
 STOCK_LINE = "(EngineCore pid=1) INFO 11-24 [mxfp4.py:9] Using 'TRITON' Mxfp4 MoE backend."
 
 
-def result(streams: int, **changes: Any) -> dict[str, Any]:
-    requests = script.requests_of(streams)
-    times = {f"{kind}_{time}_ms": 1.5 for time in script.TIMES for kind in script.STATISTICS}
-    found = {"completed": requests, "total_output_tokens": requests * script.OUTPUT, "duration": 2.0}
-    return {**found, **times, "total_input_tokens": requests * 1024, "output_throughput": 100.0, **changes}
+def result(streams: int, requests: int | None = None, gap: float = 0.001, **changes: Any) -> dict[str, Any]:
+    """What a client finds of requests that begin together, have a first token after 0.1 s and one each `gap` s."""
+    requests = requests or script.requests_of(streams)
+    found = {"completed": requests, "total_output_tokens": requests * script.OUTPUT}
+    times = {"start_times": [5.0] * requests, "ttfts": [0.1] * requests, "itls": [[gap] * 255] * requests}
+    return {**found, **times, "total_input_tokens": requests * 1024, **changes}
 
 
 def test_every_point_has_several_rounds_of_requests():
@@ -30,15 +31,30 @@ def test_every_point_has_several_rounds_of_requests():
 
 
 def test_answers_that_are_cut_or_refused_are_no_measurement():
-    assert script.row_of(result(16), 16)["output_tokens_per_s"] == 100.0
+    assert script.row_of([result(16)], 16)["requests"] == 96
     for broken in ({"completed": 95}, {"total_output_tokens": 96 * script.OUTPUT - 1}):
         with pytest.raises(RuntimeError, match="16 streams: expected 96 answers of 256 tokens"):
-            script.row_of(result(16, **broken), 16)
+            script.row_of([result(16, **broken)], 16)
 
 
 def test_a_row_has_each_statistic_of_each_time():
-    row = script.row_of(result(1), 1)
+    row = script.row_of([result(1)], 1)
     assert {f"{time}_{kind}_ms" for time in ("ttft", "itl", "tpot") for kind in ("mean", "median", "p99")} <= set(row)
+
+
+def test_clients_that_send_together_are_one_measurement():
+    """Speeds of clients that end at different times are not to be added, nor their percentiles to be averaged."""
+    row = script.row_of([result(16, 48), result(16, 48, gap=0.003, start_times=[5.5] * 48)], 16)
+    duration = 0.5 + 0.1 + 255 * 0.003
+    assert row["clients"] == 2
+    assert row["duration_s"] == pytest.approx(duration, abs=1e-3)
+    assert row["output_tokens_per_s"] == pytest.approx(96 * 256 / duration, rel=1e-4)
+    assert (row["itl_mean_ms"], row["itl_p99_ms"], row["tpot_median_ms"]) == (2.0, 3.0, 2.0)
+
+
+def test_clients_share_streams_and_requests_without_rest():
+    assert script.shares_of((5, 31, 256), 2) == [(3, 16, 256), (2, 15, 256)]
+    assert script.shares_of((1, 12, 256), 2) == [(1, 12, 256), None]
 
 
 @pytest.mark.parametrize(("engine", "lines"), [("ours", [STOCK_LINE]), ("stock", [OURS_LINE]), ("ours", [])])
@@ -91,16 +107,18 @@ def measured(tmp_path, monkeypatch):
         def __init__(self, name, command, log, environment) -> None:
             places.append((name, environment["CUDA_VISIBLE_DEVICES"], environment["NPU_GPTOSS"]))
 
-        def tell(self, every) -> None:
-            self.points = every
-            asked.extend(every)
+        def tell(self, what) -> None:
+            if what == "next":
+                self.number += 1
+                return
+            self.points, self.number = what, -1
+            asked.extend(what)
 
-        def hear(self, seconds) -> str:
-            return "ready"
-
-        def ask(self, number, seconds):
-            flags = self.points[number]
-            return self.answer(int(flags[flags.index("--max-concurrency") + 1]), number)
+        def hear(self, seconds):
+            if self.number < 0:
+                return "ready"
+            flags = self.points[self.number]
+            return self.answer(int(flags[flags.index("--max-concurrency") + 1]), self.number)
 
         def end(self) -> None:
             places.append(("end", "", ""))
@@ -119,7 +137,9 @@ def measured(tmp_path, monkeypatch):
     )
 
     def run(engines: list[str], gpus: list[str], streams: list[int]) -> SimpleNamespace:
-        args = argparse.Namespace(model=tmp_path, out=tmp_path, engines=engines, gpus=gpus, streams=streams, flags=[])
+        args = argparse.Namespace(
+            model=tmp_path, out=tmp_path, engines=engines, gpus=gpus, streams=streams, clients=1, flags=[]
+        )
         whole = [script.lane(args, number) for number in range(len(gpus))]
         return SimpleNamespace(whole=whole, asked=asked, places=places)
 
@@ -132,9 +152,9 @@ def test_each_gpu_takes_its_share_of_the_engines_and_each_engine_has_its_variabl
     assert found.whole == [True, True]
     clients = [place for place in found.places if place[0] != "end"]
     assert clients == [
-        ("client of ours", "0", "1"),
-        ("client of stock:humming", "0", "0"),
-        ("client of stock", "1", "0"),
+        ("client 0 of ours", "0", "1"),
+        ("client 0 of stock:humming", "0", "0"),
+        ("client 0 of stock", "1", "0"),
     ]
     assert {file.name for file in tmp_path.glob("*.json")} == {
         f"serving_{name}.json" for name in ("ours", "stock", "stock_humming")
@@ -171,12 +191,12 @@ def test_a_server_that_ends_is_told_by_its_log(measured, tmp_path, capsys, monke
 
 
 def test_ratios_are_of_the_same_streams(tmp_path):
-    for name, speed in (("ours", 300.0), ("stock", 200.0)):
-        rows = [script.row_of(result(1, output_throughput=speed), 1)]
-        rows += [script.row_of(result(16), 16)] if name == "stock" else []
+    for name, gap in (("ours", 0.002), ("stock", 0.003)):
+        rows = [script.row_of([result(1, gap=gap, ttfts=[0.001] * 12)], 1)]
+        rows += [script.row_of([result(16)], 16)] if name == "stock" else []
         (tmp_path / f"serving_{name}.json").write_text(json.dumps({"records": rows}))
     lines = script.ratios(tmp_path, ["ours", "stock", "stock:humming"])
-    assert lines == ["ours over stock, 1 streams: output tok/s 1.50 ×, p99 ITL 1.00 ×, p99 TTFT 1.00 ×"]
+    assert lines == ["ours over stock, 1 streams: output tok/s 1.50 ×, p99 ITL 0.67 ×, p99 TTFT 1.00 ×"]
 
 
 def test_the_line_that_tells_our_kernels_is_the_models():
