@@ -92,10 +92,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             "NPU_GPTOSS_EXPERT_WEIGHTS",
-            _one_of("expanded", "packed"),
-            "expanded",
-            "the experts of an MXFP4 checkpoint in `vllm serve`: expanded to the model's dtype when loaded, or packed: "
-            "a quarter of the memory; on Ascend that needs Triton-Ascend",
+            _one_of("auto", "expanded", "packed"),
+            "auto",
+            "the experts of an MXFP4 checkpoint in `vllm serve`: expanded to the model's dtype when loaded; packed: a "
+            "quarter of the memory, for which Ascend needs Triton-Ascend; or (auto) packed only on Ascend, where "
+            "expanded ones do not fit",
         ),
         Variable(
             "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"

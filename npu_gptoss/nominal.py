@@ -18,9 +18,9 @@ BANDWIDTH = {
     "NVIDIA A100-SXM4-40GB": 1555,
 }
 
-# Bytes that a "64 GB" card has for processes: 62 420 MiB, "total memory" in the logs of vllm-ascend's servers (its
-# issues 4037, of a 910B1, 4404, 6250).
-MEMORY = {"910B3": 65_452_113_920}
+# Bytes that a card has for processes. "64 GB": 62 420 MiB, "total memory" in the logs of vllm-ascend's servers (its
+# issues 4037, of a 910B1, 4404, 6250). "32 GB": torch-npu's "29.50 GiB total capacity" in reports of exhausted memory.
+MEMORY = {"910B3": 65_452_113_920, "910B4": 31_675_383_808}
 
 
 def memory_bandwidth(name: str) -> int | None:

@@ -14,6 +14,8 @@ from npu_gptoss import __version__
 from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
 from npu_gptoss.doctor.machine import GIB, Machine
+from npu_gptoss.kernels.platform import TRITON_FOR_ASCEND, detect
+from npu_gptoss.model.device_memory import AUTO, VARIABLE, buffsize
 from npu_gptoss.nominal import MEMORY
 
 
@@ -31,12 +33,6 @@ def _card(text: str) -> int:
         return _positive(text) * GIB
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"expected {' or '.join(MEMORY)} or GiB, got {text!r}") from None
-
-
-def _buffsize(here: Machine) -> int:
-    """HCCL_BUFFSIZE in MB; what HCCL would not take counts as its default."""
-    text = here.environ.get("HCCL_BUFFSIZE", "")
-    return int(text) if text.isdecimal() and int(text) else memory.BUFFSIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +102,10 @@ def diagnose(
     found += guarded("torch-works", probed)
     found += guarded("self-test-record", record.remembered, here, found)
     found += guarded(
-        "memory", memory.memory, model, max_model_len, tensor_parallel_size, device, card_memory, _buffsize(here)
+        "memory",
+        memory.memory,
+        *(model, max_model_len, tensor_parallel_size, device, card_memory, buffsize(here.environ)),
+        *(TRITON_FOR_ASCEND in detect().features, here.environ.get(VARIABLE) or AUTO),
     )
     return sorted(found, key=lambda finding: checks.CHECKS.index(finding.check))
 

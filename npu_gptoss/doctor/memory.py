@@ -1,119 +1,70 @@
-"""Device memory against the weights and the KV cache.
-
-    weights = (all parameters, experts expanded to BF16) * 2 bytes, shared out by tensor parallelism; where the offline
-              engine has kernels for MXFP4 (on CUDA), a checkpoint's MXFP4 experts stay at 4.25 bits
-    KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
-
-    HCCL    = 2 * its buffer for each communicator, to send and to receive
-
-vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights, activations and HCCL leave of it is KV cache. All
-layers keep all keys (docs/decisions.md, one KV cache group). How vllm-ascend reckons on a card of this size is run, by
-its own code, in tests/serving/emulated/test_memory.py.
-"""
+"""The device memory of a server, foretold by the arithmetic that it decides with (`npu_gptoss.model.device_memory`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
-from npu_gptoss.doctor.machine import GIB, Device
+from npu_gptoss.doctor.machine import Device
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection
+from npu_gptoss.model.device_memory import (
+    AUTO,
+    BUFFSIZE,
+    RESERVE,
+    UTILISATION,
+    VARIABLE,
+    Choice,
+    Fit,
+    Part,
+    fit,
+    gib,
+    hccl_bytes,
+    kv_bytes_per_token,
+    thousands,
+    width_objection,
+)
 from npu_gptoss.nominal import MEMORY
 
-UTILISATION = 0.9  # vLLM's default
 UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: what the Ascend article serves with; the rest is for captured graphs
-RESERVE = 2 * GIB  # activations of a prefill step, workspaces, the driver's context: a rule of thumb
-BF16, MXFP4 = 2, 17 / 32  # bytes; four bits, and a byte of scale for 32
 CARD = MEMORY["910B3"]
-BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
 
 PUBLISHED_20B, PUBLISHED_120B = published_config(), published_config(36, experts=128)
 PRESETS = (
     ("gpt-oss-20b on one card", PUBLISHED_20B, 1),
-    ("gpt-oss-120b on four cards", PUBLISHED_120B, 4),
-    ("gpt-oss-120b on eight cards", PUBLISHED_120B, 8),
+    *((f"gpt-oss-120b on {number} cards", PUBLISHED_120B, n) for number, n in (("two", 2), ("four", 4), ("eight", 8))),
 )
 
 
-def weight_bytes(config: GptOssConfig, ranks: int = 1, packed: bool = False) -> int:
-    """Of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole (norms, router, some
-    biases) is not divided."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    own_key = key // min(ranks, config.num_key_value_heads)
-    attention = (query // ranks + 2 * own_key) * (hidden + 1) + hidden * (query // ranks) + hidden
-    attention += config.num_attention_heads // ranks
-    router = experts * (hidden + 1)
-    matrices = hidden * 2 * inner // ranks + inner * hidden // ranks
-    layer = attention + router + experts * (2 * inner // ranks + hidden) + 2 * hidden
-    ends = 2 * config.vocab_size * hidden // ranks + hidden
-    others = BF16 * (config.num_hidden_layers * layer + ends)
-    return others + int(config.num_hidden_layers * experts * matrices * (MXFP4 if packed else BF16))
-
-
-def kv_bytes_per_token(config: GptOssConfig, ranks: int = 1) -> int:
-    """Of one rank."""
-    heads = -(-config.num_key_value_heads // ranks)
-    return config.num_hidden_layers * 2 * heads * config.head_dim * BF16
-
-
-def hccl_bytes(ranks: int, buffsize: int = BUFFSIZE) -> int:
-    """Bytes that HCCL takes of a card under vllm-ascend 0.11.0 with tensor parallelism. buffsize: HCCL_BUFFSIZE, MB.
-
-    The variable sizes one communicator: the MC2 operators', which every mixture of experts gets, on one card too. That
-    of tensor parallelism is made with 200 MB, and what a communicator is made with goes before the variable.
-    """
-    return 2 * (buffsize + (BUFFSIZE if ranks > 1 else 0)) << 20
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One rank's memory, in bytes. `tokens`: what fits beside weights and reserve at the utilisation asked for."""
-
-    weights: int
-    kv: int
-    total: int
-    reserve: int
-    tokens: int
-
-    @property
-    def needed(self) -> int:
-        return self.weights + self.kv
-
-    def fits(self, utilisation: float, reserve: int) -> bool:
-        return self.needed + reserve <= self.total * utilisation
-
-
-def fit(
+def choice_of(
     config: GptOssConfig,
     ranks: int,
     length: int,
     total: int,
     utilisation: float = UTILISATION,
-    packed: bool = False,
-    hccl: int = 0,
-) -> Fit:
-    weights, token = weight_bytes(config, ranks, packed), kv_bytes_per_token(config, ranks)
-    room = int(total * utilisation) - weights - RESERVE - hccl
-    return Fit(weights, length * token, total, RESERVE + hccl, max(0, room // token))
+    *,
+    buffsize: int = BUFFSIZE,
+    objection: str = "",
+    wish: str = AUTO,
+) -> Choice:
+    """What a server decides on so many cards. Packed experts that tensor parallelism cannot cut are dealt out whole."""
+    expanded, hccl = Part.of(config, ranks), hccl_bytes(ranks, buffsize)
+    kept = Part.of(config, ranks, whole_experts=bool(width_objection(config, expanded)))
+    return Choice(
+        wish,
+        fit(config, expanded, length, total, utilisation, hccl=hccl),
+        fit(config, kept, length, total, utilisation, packed=True, room=True, hccl=hccl),
+        objection,
+    )
 
 
-def gib(size: float) -> str:
-    return f"{size / (1 << 20):.0f} MiB" if size < GIB else f"{size / GIB:.1f} GiB"
-
-
-def thousands(tokens: int) -> str:
-    return f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens // 1000} thousand"
-
-
-def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFSIZE) -> str:
+def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFSIZE, packed: bool = False) -> str:
     """For a card that is nearly full: the settings that fit, and the tokens that each leaves. Empty: none fits."""
 
     def tokens(utilisation: float, buffsize: int) -> int:
-        return fit(config, ranks, 0, total, utilisation, hccl=hccl_bytes(ranks, buffsize)).tokens
+        choice = choice_of(config, ranks, 0, total, utilisation, buffsize=buffsize)
+        return (choice.kept if packed else choice.expanded).tokens
 
     left = {each: tokens(each, buffsize) for each in UTILISATIONS}
     fitting = [f"{each} for {thousands(left[each])}" for each in UTILISATIONS if left[each]]
@@ -126,18 +77,26 @@ def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFS
     return f"{words}; HCCL_BUFFSIZE={half} adds {thousands(more)}" if more > 0 else words
 
 
+def packed_line(config: GptOssConfig, ranks: int, choice: Choice) -> str:
+    """What an MXFP4 checkpoint's experts take when they stay packed, in words."""
+    whole = " with --enable-expert-parallel" if width_objection(config, Part.of(config, ranks)) else ""
+    left = f"about {thousands(choice.kept.tokens)} tokens" if choice.kept.tokens else "no room"
+    return f"packed in MXFP4{whole} {gib(choice.kept.weights)} of weights, which leave {left}"
+
+
 def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
     """The published models in words, on cards of this size."""
     lines = []
     for name, config, ranks in PRESETS:
-        found = fit(config, ranks, length, card, hccl=hccl_bytes(ranks))
+        choice = choice_of(config, ranks, length, card)
+        found, token = choice.expanded, kv_bytes_per_token(config, Part.of(config, ranks))
         each = " each" if ranks > 1 else ""
         verdict = settings(config, ranks, card) or "does not fit"
         if found.tokens:
             verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
         lines.append(
             f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
-            f"{kv_bytes_per_token(config, ranks) / 1024:.0f} KiB of KV cache a token{each}; {verdict}"
+            f"{token / 1024:.0f} KiB of KV cache a token{each}; {verdict}; {packed_line(config, ranks, choice)}"
         )
     return tuple(lines)
 
@@ -149,10 +108,12 @@ def memory(
     device: Device | None,
     card_memory: int | None = None,
     buffsize: int = BUFFSIZE,
+    triton: bool = False,
+    wish: str = AUTO,
 ) -> Iterator[Finding]:
     """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing.
     card_memory: --card-memory, bytes of each of `ranks` cards to reckon with in its place, wherever they are.
-    buffsize: HCCL_BUFFSIZE, in MB."""
+    buffsize: HCCL_BUFFSIZE, in MB. triton: whether Triton-Ascend is here. wish: NPU_GPTOSS_EXPERT_WEIGHTS."""
     if card_memory:
         device = Device("npu", "a card (--card-memory)", ranks, card_memory, card_memory)
     on_cpu = device is None or device.kind == "cpu"
@@ -178,51 +139,28 @@ def memory(
         yield failed(f"{objection}.", "Use 1, 2, 4 or 8.")
         return
     if device is None:
-        found = fit(config, ranks, length, 0)
+        found = choice_of(config, ranks, length, 0).expanded
         yield not_applicable(
             f"No device is usable; each of {ranks} would need {gib(found.weights)} for weights and {gib(found.kv)} for "
             f"{length} tokens of KV cache.",
             details=presets,
         )
         return
-    yield from _compared(config, ranks, length, device, presets, buffsize)
-
-
-def _compared(
-    config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...], buffsize: int
-) -> Iterator[Finding]:
-    on_cpu = device.kind == "cpu"
     if ranks > device.count and not on_cpu:
         yield failed(
             f"--tensor-parallel-size {ranks} needs {ranks} devices, torch sees {device.count}.",
             "Ask for fewer, or make more visible (ASCEND_RT_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES, --device of the "
             "container).",
         )
-    total = device.free // ranks if on_cpu else device.total
-    packed = device.mxfp4 and config.quantization is not None
-    what = "weights, experts in MXFP4," if packed else "BF16 weights"
-    on_npu = device.kind == "npu"
-    hccl = hccl_bytes(ranks, buffsize) if on_npu else 0
-    found = fit(config, ranks, length, total, packed=packed, hccl=hccl)
-    where = f"of {device.name}"
-    if on_cpu:
-        where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"
-    sentence = (
-        f"{gib(found.weights)} of {what} and {gib(found.kv)} of KV cache for {length} tokens on {gib(total)} {where}"
-    )
-    usual, most, reserve = (1.0, 1.0, 0) if on_cpu else (UTILISATION, max(UTILISATIONS), found.reserve)
-    smaller = "Use more cards (--tensor-parallel-size), or a shorter --max-model-len."
-    if on_cpu:
-        smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len."
-    if not found.fits(most, hccl):  # what is certain; the rest of the reserve is a rule of thumb
-        yield failed(f"{sentence}: that does not fit{_beside(hccl)}.", smaller, details=presets)
-    elif not found.fits(usual, reserve):
-        ways = settings(config, ranks, total, buffsize) if on_npu else f"Serve with --gpu-memory-utilization {most}"
-        remedy = f"{ways}. If start-up runs out of memory: {smaller.lower()}" if ways and not on_cpu else smaller
-        yield warning(f"{sentence}: that is tight{_beside(hccl)}.", remedy, details=presets)
+    if device.kind == "npu":
+        objection = "" if triton else "Triton-Ascend is not installed"
+        if config.quantization is None:
+            objection = "the checkpoint's experts are not in MXFP4"
+        total = device.total
+        choice = choice_of(config, ranks, length, total, buffsize=buffsize, objection=objection, wish=wish)
+        yield _on_npu(config, ranks, device, choice, presets, buffsize)
     else:
-        context = "" if on_cpu else f"; about {thousands(found.tokens)} tokens of context fit, all requests together"
-        yield ok(f"{sentence}{context}.", details=presets)
+        yield _elsewhere(config, ranks, length, device, presets)
     if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
         yield warning(
             f"Only {gib(device.free)} of {gib(device.total)} are free now: something else uses {device.name}.",
@@ -230,5 +168,57 @@ def _compared(
         )
 
 
-def _beside(hccl: int) -> str:
-    return f" beside {gib(hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver" if hccl else ""
+SMALLER = "Use more cards (--tensor-parallel-size), or a shorter --max-model-len."
+
+
+def _what_takes_what(found: Fit, what: str, where: str) -> str:
+    return (
+        f"{gib(found.weights)} of {what} and {gib(found.kv)} of KV cache for {found.length} tokens on "
+        f"{gib(found.total)} {where}"
+    )
+
+
+def _context(found: Fit) -> str:
+    return f"about {thousands(found.tokens)} tokens of context fit, all requests together"
+
+
+def _on_npu(
+    config: GptOssConfig, ranks: int, device: Device, choice: Choice, presets: tuple[str, ...], buffsize: int
+) -> Finding:
+    """By what a server decides there, at vLLM's default utilisation."""
+    found, most = choice.fit, max(UTILISATIONS)
+    what = "weights, experts packed in MXFP4 and one layer's in BF16," if choice.packed else "BF16 weights"
+    sentence = _what_takes_what(found, what, f"of {device.name}")
+    beside = f" beside {gib(found.hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver"
+    other, more = "", ""
+    if not choice.packed and config.quantization is not None:
+        other = f"Experts {packed_line(config, ranks, choice)} ({choice.objection or f'{VARIABLE}=packed'})"
+        more = f"{other}. " if choice.kept.tokens > found.tokens else ""
+    details = (f"{other}.", *presets) if other else presets
+    if not found.fits(most, 0):  # what is certain; the reserve is a rule of thumb
+        return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)
+    if not found.fits():
+        ways = settings(config, ranks, found.total, buffsize, choice.packed)
+        remedy = f"{ways}. If start-up runs out of memory: {SMALLER.lower()}" if ways else SMALLER
+        return warning(f"{sentence}: that is tight{beside}.", f"{more}{remedy}", details=presets)
+    return ok(f"{sentence}; {_context(found)}.", details=details)
+
+
+def _elsewhere(config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...]) -> Finding:
+    """A GPU, whose offline engine computes with experts in MXFP4, or a CPU."""
+    on_cpu = device.kind == "cpu"
+    packed = device.mxfp4 and config.quantization is not None
+    total = device.free // ranks if on_cpu else device.total
+    found = fit(config, Part.of(config, ranks), length, total, packed=packed)
+    where = f"of {device.name}"
+    if on_cpu:
+        where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"
+    sentence = _what_takes_what(found, "weights, experts in MXFP4," if packed else "BF16 weights", where)
+    usual, most, reserve = (1.0, 1.0, 0) if on_cpu else (UTILISATION, max(UTILISATIONS), RESERVE)
+    smaller = "Free memory, use a smaller checkpoint, or a shorter --max-model-len." if on_cpu else SMALLER
+    if not found.fits(most, 0):
+        return failed(f"{sentence}: that does not fit.", smaller, details=presets)
+    if not found.fits(usual, reserve):
+        remedy = f"Serve with --gpu-memory-utilization {most}. If start-up runs out of memory: {smaller.lower()}"
+        return warning(f"{sentence}: that is tight.", remedy, details=presets)
+    return ok(f"{sentence}{'' if on_cpu else f'; {_context(found)}'}.", details=presets)

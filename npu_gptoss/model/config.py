@@ -38,7 +38,7 @@ CONFIG_NAME = "config.json"
 _ADAPTER = "adapter_config.json"
 _EXPECTED, _GIVE = "expected a gpt-oss checkpoint", "Give the path of a checkpoint, or download one."
 SLIDING, FULL = "sliding_attention", "full_attention"
-_MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
+MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
 _QUANTIZATION = {
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -78,9 +78,9 @@ _ONE_OF_TWO = "Correct one of the two."
 
 def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str, str], ...]:
     """Field, whether what must hold between it and others does, the expectation, what to do."""
-    in_mxfp4 = f"a multiple of {_MXFP4_GROUP} in an MXFP4 checkpoint"
+    in_mxfp4 = f"a multiple of {MXFP4_GROUP} in an MXFP4 checkpoint"
     vocabulary = f"below vocab_size ({c.vocab_size})"
-    remedy = f"An MXFP4 scale covers {_MXFP4_GROUP} values: change the size or use the BF16 layout."
+    remedy = f"An MXFP4 scale covers {MXFP4_GROUP} values: change the size or use the BF16 layout."
     return (
         (
             "num_attention_heads",
@@ -101,7 +101,7 @@ def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str, str], ...]:
             "List one type for each layer.",
         ),
         *(
-            (name, c.quantization is None or getattr(c, name) % _MXFP4_GROUP == 0, in_mxfp4, remedy)
+            (name, c.quantization is None or getattr(c, name) % MXFP4_GROUP == 0, in_mxfp4, remedy)
             for name in ("hidden_size", "intermediate_size")
         ),
         ("eos_token_id", all(token < c.vocab_size for token in c.eos_token_ids), vocabulary, _ONE_OF_TWO),

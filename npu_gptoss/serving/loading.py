@@ -60,11 +60,6 @@ def load_weights(
             f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
             "a second time: restart the server."
         )
-    if not config.quantization and any(PACKED.fullmatch(name) for name in placements):
-        raise InputError(
-            f"{where}: NPU_GPTOSS_EXPERT_WEIGHTS=packed keeps experts in MXFP4, and these are not; unset the variable, "
-            "or take the official checkpoint."
-        )
     filled: set[str] = set()
     tensors = checked_values(accounted(readable(weights, config, where), config, where), dtype, where)
     for name, tensor in expand_stream(_cut(tensors, placements), dtype, placements):

@@ -22,6 +22,7 @@ from npu_gptoss.model.config import GptOssConfig, tensor_parallel_objection
 from npu_gptoss.model.rope import score_scale
 from npu_gptoss.serving import compat, limits, loading
 from npu_gptoss.serving.attention import SinkAttentionBackend
+from npu_gptoss.serving.expert_weights import kept_packed
 from npu_gptoss.serving.lines.vllm import (
     EXPERTS_LAYER_OPTIONS,
     Attention,
@@ -112,7 +113,7 @@ class GptOssAttention(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The router and this rank's experts."""
 
-    def __init__(self, config: GptOssConfig, is_sequence_parallel: bool, prefix: str) -> None:
+    def __init__(self, config: GptOssConfig, is_sequence_parallel: bool, packed: bool, prefix: str) -> None:
         super().__init__()
         self.is_sequence_parallel = is_sequence_parallel
         self.router = nn.Linear(config.hidden_size, config.num_local_experts)
@@ -122,7 +123,7 @@ class MixtureOfExperts(nn.Module):
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             renormalize=True,
-            quant_config=ExpertsConfig(for_this_platform()[1], config.swiglu_limit),
+            quant_config=ExpertsConfig(for_this_platform()[1], config.swiglu_limit, packed),
             prefix=f"{prefix}.experts",
             has_bias=True,
             activation="swigluoai",
@@ -142,10 +143,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: GptOssConfig, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, config: GptOssConfig, vllm_config: VllmConfig, packed: bool, prefix: str) -> None:
         super().__init__()
         self.self_attn = GptOssAttention(config, vllm_config.cache_config, f"{prefix}.self_attn")
-        self.mlp = MixtureOfExperts(config, vllm_config.parallel_config.use_sequence_parallel_moe, f"{prefix}.mlp")
+        spread = vllm_config.parallel_config.use_sequence_parallel_moe
+        self.mlp = MixtureOfExperts(config, spread, packed, f"{prefix}.mlp")
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -177,9 +179,10 @@ class GptOssModel(nn.Module):
         self.embed_tokens = (
             VocabParallelEmbedding(config.vocab_size, config.hidden_size) if stage.is_first_rank else PPMissingLayer()
         )
+        packed = kept_packed(vllm_config, config)
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers,
-            lambda prefix: DecoderLayer(config, vllm_config, prefix),
+            lambda prefix: DecoderLayer(config, vllm_config, packed, prefix),
             prefix=f"{prefix}.layers",
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stage.is_last_rank else PPMissingLayer()

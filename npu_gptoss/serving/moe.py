@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
 from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, bind_route, expert_mlp, mxfp4, prepare_experts, route
@@ -28,19 +27,15 @@ from npu_gptoss.serving.lines.vllm import (
 from npu_gptoss.serving.quantization import OurConfig
 
 
-def kept_packed() -> bool:
-    """Whether the experts of this server stay in MXFP4."""
-    return envs.get("NPU_GPTOSS_EXPERT_WEIGHTS") == "packed"
-
-
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of one layer (of this rank)."""
 
     unused_options: ClassVar[dict[str, Any]] = UNUSED_EXPERTS_OPTIONS
 
-    def __init__(self, layer: FusedMoE, swiglu_limit: float) -> None:
+    def __init__(self, layer: FusedMoE, swiglu_limit: float, packed: bool = False) -> None:
         super().__init__(layer.moe_config)
         self.swiglu_limit = swiglu_limit
+        self.packed = packed
         self.activation = layer.activation
         self._routes: dict[torch.dtype, Bound] = {}
         if not self.moe.has_bias:
@@ -60,12 +55,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         width = intermediate_size_per_partition
         num_experts = int(num_experts)  # vllm-ascend counts them in a tensor
         shapes = {"gate_up_proj_bias": (2 * width,), "down_proj_bias": (hidden_size,)}
-        if kept_packed():
-            if width % mxfp4.GROUP:
-                raise InputError(
-                    f"experts in MXFP4 are cut between groups of {mxfp4.GROUP}, got {width} of their rows a rank; deal "
-                    "them out whole with --enable-expert-parallel, or unset NPU_GPTOSS_EXPERT_WEIGHTS"
-                )
+        if self.packed:
             for name, rows, columns in (("gate_up", 2 * width, hidden_size), ("down", hidden_size, width)):
                 groups = columns // mxfp4.GROUP
                 shapes[f"{name}_proj_blocks"] = (rows, groups, mxfp4.GROUP // 2)
@@ -88,7 +78,7 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
                 raise InputError(f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite")
         expert_map = getattr(layer, "expert_map", None)
         layer.prepared_experts = prepare_experts(
-            (Mxfp4Experts if kept_packed() else ExpertWeights)(
+            (Mxfp4Experts if self.packed else ExpertWeights)(
                 **weights, expert_map=None if expert_map is None else expert_map.long()
             ),
             activation=activation_name(self.activation),
@@ -138,15 +128,16 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
 
 
 class ExpertsConfig(OurConfig):
-    """Carries the experts' method to the layer. Not a format: the weights are BF16 (or FP32) as the model runs."""
+    """Carries the experts' method to the layer. packed: the experts stay in MXFP4 (`expert_weights.kept_packed`)."""
 
-    def __init__(self, method: type[GptOssExpertsMethod], swiglu_limit: float) -> None:
+    def __init__(self, method: type[GptOssExpertsMethod], swiglu_limit: float, packed: bool) -> None:
         super().__init__()
         self.method = method
         self.swiglu_limit = swiglu_limit
+        self.packed = packed
 
     def get_quant_method(self, layer: nn.Module, prefix: str, tid2eid: None = None) -> GptOssExpertsMethod:
-        return self.method(layer, self.swiglu_limit)
+        return self.method(layer, self.swiglu_limit, self.packed)
 
     def get_name(self) -> str:
         return "gptoss_experts"

@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss import envs
-from npu_gptoss.doctor.memory import (
-    CARD,
-    PUBLISHED_20B,
-    PUBLISHED_120B,
-    fit,
-    gib,
-    hccl_bytes,
-    kv_bytes_per_token,
-    thousands,
-)
+from npu_gptoss.doctor.memory import CARD, PUBLISHED_20B, PUBLISHED_120B, choice_of
+from npu_gptoss.model.device_memory import Part, gib, kv_bytes_per_token, thousands
 from npu_gptoss.serving.ascend.sizes import most_sizes
 from scripts.docs import configuration_page, doctor_page, soak_page, upstream_page
 from scripts.serve_here import serve_command
@@ -70,8 +62,8 @@ def test_the_table_of_memory_is_the_doctors_arithmetic(page: str, config: object
     wanted = []
     for ranks in cards:
         for utilisation in (0.85, 0.9, 0.95, 0.97):
-            found = fit(config, ranks, 16384, CARD, utilisation, hccl=hccl_bytes(ranks))
-            token = f"{kv_bytes_per_token(config, ranks) // 1024} KiB"
+            found = choice_of(config, ranks, 16384, CARD, utilisation).expanded
+            token = f"{kv_bytes_per_token(config, Part.of(config, ranks)) // 1024} KiB"
             whole = [f"{found.tokens // length}" for length in (16384, 131072)]
             wanted.append([str(utilisation), gib(found.weights), token, thousands(found.tokens), *whole])
             if len(cards) > 1:

@@ -12,10 +12,12 @@ import pytest
 
 from npu_gptoss.doctor import command, memory
 from npu_gptoss.doctor.machine import GIB, Device
-from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B, kv_bytes_per_token, weight_bytes
+from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B
 from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.device_memory import Part, buffsize, hccl_bytes, kv_bytes_per_token, weight_bytes
 from npu_gptoss.model.layout import BYTES
+from npu_gptoss.nominal import MEMORY
 from tests.checkpoints import random_config
 from tests.doctor.machines import machine, only, write
 from tests.model.published import published_config
@@ -29,7 +31,7 @@ def elements(config: GptOssConfig) -> int:
 
 @pytest.mark.parametrize("config", [PUBLISHED_20B, PUBLISHED_120B, random_config()], ids=["20b", "120b", "random"])
 def test_weights_are_the_checkpoints_tensors_in_bf16(config):
-    assert weight_bytes(config) == 2 * elements(config)
+    assert weight_bytes(config, Part.of(config)) == 2 * elements(config)
 
 
 @pytest.mark.parametrize(
@@ -39,48 +41,61 @@ def test_weights_are_the_checkpoints_tensors_in_bf16(config):
 def test_the_presets_are_the_published_models(preset, sizes, weights, kv):
     published = GptOssConfig.from_dict(published_config(*sizes))
     assert preset == replace(published, quantization=None, dtype="bfloat16", eos_token_id=None, pad_token_id=None)
-    assert weight_bytes(preset) == pytest.approx(weights, rel=0.01)
-    assert kv_bytes_per_token(preset) == kv * 1024
+    assert weight_bytes(preset, Part.of(preset)) == pytest.approx(weights, rel=0.01)
+    assert kv_bytes_per_token(preset, Part.of(preset)) == kv * 1024
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_share_all_but_what_each_holds_whole(ranks):
-    whole, shared = weight_bytes(PUBLISHED_120B), ranks * weight_bytes(PUBLISHED_120B, ranks)
+    one, part = Part.of(PUBLISHED_120B), Part.of(PUBLISHED_120B, ranks)
+    whole, shared = weight_bytes(PUBLISHED_120B, one), ranks * weight_bytes(PUBLISHED_120B, part)
     per_layer = 128 * 2881 + 2 * 2880 + 128 * 2880 + 2880  # router, norms, biases of down and o
     assert shared - whole == 2 * (ranks - 1) * (36 * per_layer + 2880)
-    assert ranks * kv_bytes_per_token(PUBLISHED_120B, ranks) == kv_bytes_per_token(PUBLISHED_120B)
+    assert ranks * kv_bytes_per_token(PUBLISHED_120B, part) == kv_bytes_per_token(PUBLISHED_120B, one)
 
 
 def test_more_ranks_than_key_heads_hold_a_head_each():
-    assert kv_bytes_per_token(PUBLISHED_20B, 16) == kv_bytes_per_token(PUBLISHED_20B, 8)
-    assert weight_bytes(PUBLISHED_20B, 16) > weight_bytes(PUBLISHED_20B) / 16
+    one, eight, sixteen = (Part.of(PUBLISHED_20B, ranks) for ranks in (1, 8, 16))
+    assert kv_bytes_per_token(PUBLISHED_20B, sixteen) == kv_bytes_per_token(PUBLISHED_20B, eight)
+    assert weight_bytes(PUBLISHED_20B, sixteen) > weight_bytes(PUBLISHED_20B, one) / 16
 
 
 def test_the_published_models_in_words():
-    one, four, eight = memory.preset_lines(16384)
+    one, two, four, eight = memory.preset_lines(16384)
     assert one.startswith("gpt-oss-20b on one card of 61.0 GiB: 39.0 GiB of BF16 weights, 48 KiB of KV cache a token;")
     assert "295 thousand tokens" in one
+    assert "108.8 GiB of BF16 weights each, 36 KiB of KV cache a token each; does not fit; packed in MXFP4 33.4" in two
+    assert two.endswith("which leave about 544 thousand tokens")
     assert four.startswith("gpt-oss-120b on four cards of 61.0 GiB: 54.4 GiB of BF16 weights each, 18 KiB")
-    assert four.endswith(
+    assert (
         "--gpu-memory-utilization 0.9 leaves no room, 0.95 for 40 thousand, 0.97 for 111 thousand tokens of context, "
-        "all requests together; HCCL_BUFFSIZE=100 adds 11 thousand"
-    )
+        "all requests together; HCCL_BUFFSIZE=100 adds 11 thousand; "
+    ) in four
+    packed = "packed in MXFP4 with --enable-expert-parallel 16.7 GiB of weights, which leave about 2.1 million tokens"
+    assert four.endswith(packed)
     assert "2.9 million tokens" in eight
-    assert [line.rpartition("; ")[2] for line in memory.preset_lines(16384, 32 * GIB)][:2] == ["does not fit"] * 2
+    small = [line.split("; ")[1:] for line in memory.preset_lines(16384, MEMORY["910B4"])]
+    assert [verdict for verdict, _ in small] == ["does not fit"] * 4
+    assert [packed.rpartition(" leave ")[2] for _, packed in small] == [
+        "about 215 thousand tokens",
+        "no room",
+        "about 412 thousand tokens",
+        "about 1.8 million tokens",
+    ]
 
 
 def test_a_card_of_64_gb_is_not_reckoned_as_64_gib():
     """3 GiB are not for processes: with them 120b would start on four cards at vLLM's default."""
     assert memory.CARD == 62_420 << 20
-    real, wished = memory.preset_lines(16384)[1], memory.preset_lines(16384, 64 * GIB)[1]
+    real, wished = memory.preset_lines(16384)[2], memory.preset_lines(16384, 64 * GIB)[2]
     assert "0.9 leaves no room" in real
     assert "leaves room for about" in wished
 
 
 def test_hccl_takes_two_buffers_of_each_communicator_and_the_variable_sizes_one():
-    assert memory.hccl_bytes(1) == 400 << 20
-    assert memory.hccl_bytes(4) == memory.hccl_bytes(8) == 800 << 20
-    assert memory.hccl_bytes(4) - memory.hccl_bytes(4, 100) == 200 << 20
+    assert hccl_bytes(1) == 400 << 20
+    assert hccl_bytes(4) == hccl_bytes(8) == 800 << 20
+    assert hccl_bytes(4) - hccl_bytes(4, 100) == 200 << 20
 
 
 @pytest.fixture
@@ -99,8 +114,10 @@ def test_what_fits_says_how_much_context_does(model):
 
 def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(large):
     config = GptOssConfig.from_dict(published_config(36, 128))
-    assert weight_bytes(config, packed=True) == pytest.approx(65.2e9, rel=0.005)  # the published checkpoint's files
-    assert weight_bytes(config, packed=True) == sum(
+    assert weight_bytes(config, Part.of(config), packed=True) == pytest.approx(
+        65.2e9, rel=0.005
+    )  # the published checkpoint's files
+    assert weight_bytes(config, Part.of(config), packed=True) == sum(
         (1 if spec.dtypes == BYTES else 2) * math.prod(spec.shape) for spec in expected_tensors(config).values()
     )
     gpu = Device("cuda", "NVIDIA H200", 1, 139 * GIB, 139 * GIB, mxfp4=True)
@@ -112,6 +129,24 @@ def test_what_does_not_fit_is_a_failure(model):
     card = replace(CARD, total=32 * GIB, free=32 * GIB)
     only(memory.memory(model, 16384, 1, card), "failed", "on 32.0 GiB of Ascend910B3: that does not fit", "more cards")
     only(memory.memory(model, 16384, 2, card), "ok")
+
+
+def test_a_checkpoint_that_fits_only_packed_is_not_called_one_that_does_not_fit(large, model):
+    two = only(memory.memory(large, 16384, 2, CARD, triton=True), "ok", "33.4 GiB of weights, experts packed in MXFP4")
+    assert "544 thousand tokens" in two.sentence
+    small = replace(CARD, total=MEMORY["910B4"], free=MEMORY["910B4"])
+    only(memory.memory(model, 16384, 1, small, triton=True), "ok", "14.3 GiB of weights", "215 thousand")
+    # by the variable, where BF16 would fit
+    only(memory.memory(model, 16384, 1, CARD, triton=True, wish="packed"), "ok", "packed in MXFP4", "833 thousand")
+    only(memory.memory(large, 16384, 2, CARD, triton=True, wish="expanded"), "failed", "108.8 GiB of BF16 weights")
+
+
+def test_without_triton_ascend_bf16_is_reckoned_and_the_packed_size_is_told(large, model):
+    told = only(memory.memory(large, 16384, 2, CARD), "failed", "108.8 GiB of BF16 weights", "that does not fit")
+    assert told.remedy.startswith("Experts packed in MXFP4 33.4 GiB of weights, which leave about 544 thousand tokens")
+    assert "(Triton-Ascend is not installed)" in told.remedy
+    fits = only(memory.memory(model, 16384, 1, CARD, triton=True), "ok", "39.0 GiB of BF16 weights")
+    assert "833 thousand tokens (NPU_GPTOSS_EXPERT_WEIGHTS=packed)" in fits.details[0]
 
 
 def test_what_fits_only_just_is_a_warning(model):
@@ -131,13 +166,13 @@ def test_120b_on_four_cards_says_which_settings_fit_and_what_they_leave(large):
 
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 200), ("0", 200), ("many", 200)])
 def test_the_buffers_size_is_the_shells(tmp_path, text, size):
-    assert command._buffsize(machine(tmp_path, HCCL_BUFFSIZE=text)) == size
+    assert buffsize(machine(tmp_path, HCCL_BUFFSIZE=text).environ) == size
 
 
 @pytest.mark.parametrize("text", ["910B9", "0", "-1", "1.5"])
 def test_a_card_is_named_or_given_in_gib_or_refused_in_words(text):
     assert (command._card("910B3"), command._card("64")) == (memory.CARD, 64 * GIB)
-    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or GiB, got"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 910B3 or 910B4 or GiB, got"):
         command._card(text)
 
 

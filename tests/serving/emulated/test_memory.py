@@ -11,8 +11,9 @@ import re
 import pytest
 
 from npu_gptoss.doctor.machine import GIB
-from npu_gptoss.doctor.memory import BUFFSIZE, CARD, RESERVE, fit, hccl_bytes, kv_bytes_per_token
+from npu_gptoss.doctor.memory import CARD
 from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.device_memory import BUFFSIZE, RESERVE, Part, fit, hccl_bytes, kv_bytes_per_token
 from tests.serving.emulated.rounds import EAGER, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -53,8 +54,9 @@ def test_the_doctor_promises_what_vllm_ascend_reckons_with_on_a_real_cards_size(
     for ranks, bytes_ in ((1, one), (2, two)):
 
         def promised(card: int, ranks: int = ranks) -> int:
-            token = kv_bytes_per_token(config, ranks)
-            return token * fit(config, ranks, 0, card, UTILISATION, hccl=hccl_bytes(ranks)).tokens
+            part = Part.of(config, ranks)
+            token = kv_bytes_per_token(config, part)
+            return token * fit(config, part, 0, card, UTILISATION, hccl=hccl_bytes(ranks)).tokens
 
         # a small model takes less than the reserve of 2 GiB, whose rest is the only difference
         assert 0 <= bytes_ - promised(CARD) < RESERVE

@@ -1,0 +1,213 @@
+"""A server's device memory against the weights and the KV cache, and whether its MXFP4 experts are expanded there.
+
+    weights = all parameters in BF16, shared out by the ranks. Experts that stay in MXFP4 take 4.25 bits a weight; on
+              Ascend there is also a room for one layer's in BF16, into which a step expands those that it touches.
+    KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
+    HCCL    = 2 * its buffer for each communicator, to send and to receive
+
+vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights, activations and HCCL leave of it is KV cache. All
+layers keep all keys (docs/decisions.md, one KV cache group). How vllm-ascend reckons on a card of this size is run, by
+its own code, in tests/serving/emulated/test_memory.py. The doctor foretells what a server decides here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from npu_gptoss.model.config import MXFP4_GROUP, GptOssConfig
+
+GIB = 1 << 30
+UTILISATION = 0.9  # vLLM's default
+RESERVE = 2 * GIB  # activations of a prefill step, workspaces, the driver's context: a rule of thumb
+BF16, MXFP4 = 2, 1 / 2 + 1 / MXFP4_GROUP  # bytes of a weight; four bits, and its share of a byte of scale
+BUFFSIZE = 200  # MB: HCCL_BUFFSIZE's default, and what vllm-ascend 0.11.0 makes its groups with
+
+VARIABLE = "NPU_GPTOSS_EXPERT_WEIGHTS"
+AUTO, EXPANDED, PACKED = "auto", "expanded", "packed"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a model.
+
+    ranks: that share heads and vocabulary. parts, experts: into how many parts each expert's width is cut, and how many
+    experts are here. layers: of this pipeline stage; ends: how many of embedding and head.
+    """
+
+    ranks: int
+    parts: int
+    experts: int
+    layers: int
+    ends: int = 2
+
+    @classmethod
+    def of(cls, config: GptOssConfig, ranks: int = 1, whole_experts: bool = False) -> Part:
+        """whole_experts: dealt out, as --enable-expert-parallel does; else each is cut by the ranks."""
+        parts, experts = (1, -(-config.num_local_experts // ranks)) if whole_experts else (ranks, None)
+        return cls(ranks, parts, experts or config.num_local_experts, config.num_hidden_layers)
+
+
+def width_objection(config: GptOssConfig, part: Part) -> str:
+    """Why experts in MXFP4 cannot be cut so, and what to do; "" where they can."""
+    width = config.intermediate_size // part.parts
+    if width % MXFP4_GROUP == 0:
+        return ""
+    return (
+        f"experts in MXFP4 are cut between groups of {MXFP4_GROUP} rows, and a rank would get {width}; deal them out "
+        "whole with --enable-expert-parallel"
+    )
+
+
+def room_bytes(config: GptOssConfig, part: Part) -> int:
+    """The matrices of one layer's experts in BF16."""
+    return BF16 * part.experts * 3 * config.hidden_size * (config.intermediate_size // part.parts)
+
+
+def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
+    """Of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole (norms, router, some
+    biases) is not divided."""
+    hidden, inner = config.hidden_size, config.intermediate_size // part.parts
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    own_query, own_key = query // part.ranks, key // min(part.ranks, config.num_key_value_heads)
+    attention = (own_query + 2 * own_key) * (hidden + 1) + hidden * own_query + hidden
+    attention += config.num_attention_heads // part.ranks
+    router = config.num_local_experts * (hidden + 1)
+    layer = attention + router + part.experts * (2 * inner + hidden) + 2 * hidden
+    ends = part.ends * config.vocab_size * hidden // part.ranks + hidden
+    others = BF16 * (part.layers * layer + ends)
+    return others + int(part.layers * room_bytes(config, part) * (MXFP4 / BF16 if packed else 1))
+
+
+def kv_bytes_per_token(config: GptOssConfig, part: Part) -> int:
+    """Of one rank."""
+    heads = -(-config.num_key_value_heads // part.ranks)
+    return part.layers * 2 * heads * config.head_dim * BF16
+
+
+def hccl_bytes(ranks: int, buffsize: int = BUFFSIZE) -> int:
+    """Bytes that HCCL takes of a card under vllm-ascend 0.11.0 with tensor parallelism. buffsize: HCCL_BUFFSIZE, MB.
+
+    The variable sizes one communicator: the MC2 operators', which every mixture of experts gets, on one card too. That
+    of tensor parallelism is made with 200 MB, and what a communicator is made with goes before the variable.
+    """
+    return 2 * (buffsize + (BUFFSIZE if ranks > 1 else 0)) << 20
+
+
+def buffsize(environ: Mapping[str, str]) -> int:
+    """HCCL_BUFFSIZE in MB; what HCCL would not take counts as its default."""
+    text = environ.get("HCCL_BUFFSIZE", "")
+    return int(text) if text.isdecimal() and int(text) else BUFFSIZE
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One rank's memory, in bytes, at a utilisation. `tokens`: what fits beside weights, reserve and HCCL's buffers."""
+
+    weights: int
+    kv: int
+    length: int
+    total: int
+    utilisation: float
+    hccl: int
+    tokens: int
+
+    @property
+    def needed(self) -> int:
+        """What is certain."""
+        return self.weights + self.kv + self.hccl
+
+    def fits(self, utilisation: float | None = None, reserve: int = RESERVE) -> bool:
+        return self.needed + reserve <= self.total * (utilisation or self.utilisation)
+
+    def sum(self) -> str:
+        """The arithmetic of `fits` in words."""
+        terms = [f"{gib(self.weights)} of weights", f"{gib(RESERVE)} for activations and the driver"]
+        terms += [f"{gib(self.hccl)} of HCCL's buffers"] if self.hccl else []
+        terms += [f"{gib(self.kv)} of KV cache for one request of {self.length} tokens"]
+        return (
+            f"{' + '.join(terms)} = {gib(self.needed + RESERVE)} of the {gib(self.total * self.utilisation)} that "
+            f"--gpu-memory-utilization {self.utilisation:g} takes of {gib(self.total)}"
+        )
+
+
+def fit(
+    config: GptOssConfig,
+    part: Part,
+    length: int,
+    total: int,
+    utilisation: float = UTILISATION,
+    *,
+    packed: bool = False,
+    room: bool = False,
+    hccl: int = 0,
+) -> Fit:
+    """room: for one layer's experts in BF16, beside packed ones."""
+    weights, token = weight_bytes(config, part, packed), kv_bytes_per_token(config, part)
+    weights += room_bytes(config, part) if room else 0
+    left = int(total * utilisation) - weights - RESERVE - hccl
+    return Fit(weights, length * token, length, total, utilisation, hccl, max(0, left // token))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether a server on Ascend keeps its experts packed, with both ways' arithmetic. objection: why it cannot."""
+
+    wish: str
+    expanded: Fit
+    kept: Fit
+    objection: str = ""
+
+    @property
+    def packed(self) -> bool:
+        """BF16 where it fits: the expansion costs time."""
+        return self.wish == PACKED or (self.wish == AUTO and not self.objection and not self.expanded.fits())
+
+    @property
+    def fit(self) -> Fit:
+        return self.kept if self.packed else self.expanded
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether vLLM would find no room for one request once it has loaded the weights."""
+        return not self.fit.fits(reserve=0)
+
+    def sentence(self) -> str:
+        """What was chosen and why, for the log, or as an error."""
+        left = f"about {thousands(self.fit.tokens)} tokens of KV cache are left"
+        packed = f"packed {gib(self.kept.weights)} of weights, one layer's experts in BF16 included"
+        cannot = f"They cannot stay packed here: {self.objection}" if self.objection else ""
+        if self.hopeless:
+            other = cannot or "Expanded to BF16 they would not fit either"
+            return f"the weights do not fit: {self.fit.sum()}. {other}"
+        if self.packed:
+            why = f"{VARIABLE}=packed" if self.wish == PACKED else f"expanded they do not fit: {self.expanded.sum()}"
+            return f"experts stay packed in MXFP4 ({why}); {packed}, and {left}"
+        fits = "fits" if self.expanded.fits() else "is tight"
+        other = cannot or f"{VARIABLE}=packed would leave about {thousands(self.kept.tokens)}"
+        return f"experts are expanded to BF16, which {fits}: {self.expanded.sum()}; {left}. {other}"
+
+
+def choose(
+    config: GptOssConfig,
+    part: Part,
+    length: int,
+    total: int,
+    utilisation: float = UTILISATION,
+    *,
+    hccl: int = 0,
+    objection: str = "",
+    wish: str = AUTO,
+) -> Choice:
+    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes."""
+    expanded = fit(config, part, length, total, utilisation, hccl=hccl)
+    kept = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl)
+    return Choice(wish, expanded, kept, objection)
+
+
+def gib(size: float) -> str:
+    return f"{size / (1 << 20):.0f} MiB" if size < GIB else f"{size / GIB:.1f} GiB"
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens / 1e6:.1f} million" if tokens >= 1_000_000 else f"{tokens // 1000} thousand"

@@ -1,0 +1,96 @@
+"""Whether the experts of an MXFP4 checkpoint stay packed in this server: decided once, before anything is allocated.
+
+On Ascend by memory (`npu_gptoss.model.device_memory`), by the variable where it says; elsewhere by the variable alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from npu_gptoss import envs
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import platform
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.kernels.selection import reasons_against
+from npu_gptoss.model import device_memory
+from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
+from npu_gptoss.moe.operations import experts_call
+from npu_gptoss.serving.lines.vllm import (
+    current_platform,
+    expert_share,
+    get_dp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+if TYPE_CHECKING:
+    from npu_gptoss.serving.lines.vllm import VllmConfig
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+ON_ASCEND = "moe.experts.ascend_packed"
+
+
+def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
+    """Raises InputError where the variable asks for what cannot be had, and where no way fits the card's memory."""
+    wish, device = envs.get(VARIABLE), current_platform.device_type
+    stage = get_pp_group()
+    parts, (first, end) = expert_share(vllm_config)
+    part = Part(
+        ranks=get_tensor_model_parallel_world_size(),
+        parts=parts,
+        experts=end - first,
+        layers=-(-config.num_hidden_layers // stage.world_size),
+        ends=stage.is_first_rank + stage.is_last_rank,
+    )
+    objection = objection_of(config, part, vllm_config.model_config.dtype, device)
+    if wish == PACKED and objection:
+        raise InputError(f"{VARIABLE}=packed: {objection}")
+    if device != "npu":
+        return wish == PACKED
+    devices = part.ranks * get_dp_group().world_size
+    choice = device_memory.choose(
+        config,
+        part,
+        vllm_config.model_config.max_model_len,
+        torch.npu.mem_get_info()[1],
+        vllm_config.cache_config.gpu_memory_utilization,
+        hccl=device_memory.hccl_bytes(devices, device_memory.buffsize(os.environ)),
+        objection=objection,
+        wish=wish,
+    )
+    if choice.hopeless and wish == AUTO:
+        sentence = (
+            f"{choice.sentence()}. Use more cards, a shorter --max-model-len or a higher --gpu-memory-utilization; "
+            f"{VARIABLE}=expanded or packed loads without this check."
+        )
+        logger.error("%s", sentence)
+        raise InputError(sentence)
+    if config.quantization is not None and stage.is_first_rank and get_tensor_model_parallel_rank() == 0:
+        logger.info("%s.", choice.sentence())
+    return choice.packed
+
+
+def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: str) -> str:
+    """Why the experts cannot stay packed, as what was got and what to do; "" where they can."""
+    if config.quantization is None:
+        return f"these experts are not in MXFP4; take the official checkpoint, or leave {VARIABLE} unset"
+    if (found := device_memory.width_objection(config, part)) or device != "npu":
+        return found
+    call = experts_call(
+        1,
+        dtype=dtype,
+        weight="mxfp4",
+        num_experts=config.num_local_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size // part.parts,
+        expert_parallel=part.experts < config.num_local_experts,
+    )
+    reasons = reasons_against(registry.kernels[ON_ASCEND], *call, platform=platform.current_platform())
+    return f"{ON_ASCEND} {'; '.join(reasons)}" if reasons else ""

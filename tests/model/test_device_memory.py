@@ -1,0 +1,105 @@
+"""Whether a server on Ascend keeps its experts packed, by the sizes of the published models and of real cards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from npu_gptoss.model.config import published_config
+from npu_gptoss.model.device_memory import (
+    GIB,
+    RESERVE,
+    Choice,
+    Part,
+    choose,
+    hccl_bytes,
+    room_bytes,
+    weight_bytes,
+    width_objection,
+)
+from npu_gptoss.nominal import MEMORY
+
+CONFIG = replace(published_config(36, experts=128), quantization="mxfp4")
+SMALL = replace(published_config(), quantization="mxfp4")
+NO_TRITON = "moe.experts.ascend_packed needs triton_ascend, which is not installed"
+
+
+def of_120b(ranks: int, utilisation: float = 0.9, length: int = 16384, **how: str) -> Choice:
+    part = Part.of(CONFIG, ranks, whole_experts=True)
+    return choose(CONFIG, part, length, MEMORY["910B3"], utilisation, hccl=hccl_bytes(ranks), **how)
+
+
+def test_bf16_is_not_given_up_where_it_fits():
+    """The expansion costs time: packed is for what does not fit."""
+    assert [of_120b(ranks).packed for ranks in (2, 4, 8)] == [True, True, False]
+    assert not of_120b(4, 0.95).packed  # as the tutorial serves it: 40 thousand tokens
+    assert of_120b(4, 0.95, length=131072).packed  # of which one request would want more
+    twenty = [choose(SMALL, Part.of(SMALL), 16384, MEMORY[card]).packed for card in ("910B3", "910B4")]
+    assert twenty == [False, True]
+
+
+@pytest.mark.parametrize(("wish", "packed"), [("packed", True), ("expanded", False)])
+def test_the_variable_outvotes_the_arithmetic(wish, packed):
+    for ranks in (2, 8):
+        choice = of_120b(ranks, wish=wish)
+        assert choice.packed == packed
+        assert choice.fit == (choice.kept if packed else choice.expanded)
+
+
+def test_without_the_kernel_bf16_is_kept_and_a_hopeless_load_is_known_before():
+    eight, two, four = (of_120b(ranks, objection=NO_TRITON) for ranks in (8, 2, 4))
+    assert [choice.packed for choice in (eight, two, four)] == [False] * 3
+    assert (eight.hopeless, two.hopeless, four.hopeless) == (False, True, True)
+    assert not of_120b(4, 0.95, objection=NO_TRITON).hopeless
+    for choice in (eight, two):
+        assert NO_TRITON in choice.sentence()
+    assert "108.8 GiB of weights" in two.sentence()
+
+
+def test_what_is_a_rule_of_thumb_ends_no_start():
+    """Between what is certain and what leaves the reserve, vLLM is let try."""
+    weights = weight_bytes(SMALL, Part.of(SMALL))
+    fits = [
+        choose(SMALL, Part.of(SMALL), 16384, weights + GIB + spare, 1.0, objection=NO_TRITON)
+        for spare in (-GIB // 2, 0, RESERVE)
+    ]
+    assert [choice.hopeless for choice in fits] == [True, False, False]
+    assert [choice.expanded.fits() for choice in fits] == [False, False, True]
+    assert "is tight" in fits[1].sentence()
+
+
+def test_the_room_of_one_layer_is_counted_beside_packed_experts():
+    one = Part.of(CONFIG)
+    assert room_bytes(CONFIG, one) == 128 * 3 * 2880 * 2880 * 2
+    choice = of_120b(2)
+    half = Part.of(CONFIG, 2, whole_experts=True)
+    assert choice.kept.weights == weight_bytes(CONFIG, half, packed=True) + room_bytes(CONFIG, half)
+    # of 36 layers each is 17 / 64 of its size in BF16, and one of them there as well
+    matrices = 36 * room_bytes(CONFIG, half)
+    assert choice.expanded.weights - choice.kept.weights == pytest.approx(matrices * (1 - 17 / 64 - 1 / 36), rel=1e-9)
+
+
+def test_ranks_that_cut_a_group_of_32_are_told_of_expert_parallel():
+    assert [bool(width_objection(CONFIG, Part.of(CONFIG, ranks))) for ranks in (1, 2, 4, 8)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert "--enable-expert-parallel" in width_objection(CONFIG, Part.of(CONFIG, 4))
+    assert width_objection(CONFIG, Part.of(CONFIG, 4, whole_experts=True)) == ""
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_experts_dealt_out_whole_take_as_much_as_cut_ones(ranks):
+    cut, whole = (weight_bytes(CONFIG, Part.of(CONFIG, ranks, whole_experts=whole)) for whole in (False, True))
+    biases_of_down = 36 * 2880 * 2 * (128 - 128 // ranks)
+    assert cut - whole == biases_of_down
+
+
+def test_a_stage_of_a_pipeline_is_not_reckoned_as_the_whole_model():
+    """Which would refuse what fits."""
+    part = replace(Part.of(CONFIG, 2), layers=18, ends=1)
+    halves = 2 * weight_bytes(CONFIG, part)
+    assert halves == weight_bytes(CONFIG, Part.of(CONFIG, 2)) + 2 * 2880  # the last norm
