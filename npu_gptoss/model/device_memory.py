@@ -120,13 +120,14 @@ class Fit:
     def fits(self, utilisation: float | None = None, reserve: int = RESERVE) -> bool:
         return self.needed + reserve <= self.total * (utilisation or self.utilisation)
 
-    def sum(self) -> str:
+    def sum(self, reserve: int = RESERVE) -> str:
         """The arithmetic of `fits` in words."""
-        terms = [f"{gib(self.weights)} of weights", f"{gib(RESERVE)} for activations and the driver"]
+        terms = [f"{gib(self.weights)} of weights"]
+        terms += [f"{gib(reserve)} for activations and the driver"] if reserve else []
         terms += [f"{gib(self.hccl)} of HCCL's buffers"] if self.hccl else []
         terms += [f"{gib(self.kv)} of KV cache for one request of {self.length} tokens"]
         return (
-            f"{' + '.join(terms)} = {gib(self.needed + RESERVE)} of the {gib(self.total * self.utilisation)} that "
+            f"{' + '.join(terms)} = {gib(self.needed + reserve)} of the {gib(self.total * self.utilisation)} that "
             f"--gpu-memory-utilization {self.utilisation:g} takes of {gib(self.total)}"
         )
 
@@ -179,7 +180,7 @@ class Choice:
         cannot = f"They cannot stay packed here: {self.objection}" if self.objection else ""
         if self.hopeless:
             other = cannot or "Expanded to BF16 they would not fit either"
-            return f"the weights do not fit: {self.fit.sum()}. {other}"
+            return f"weights and one request do not fit: {self.fit.sum(reserve=0)}. {other}"
         if self.packed:
             why = f"{VARIABLE}=packed" if self.wish == PACKED else f"expanded they do not fit: {self.expanded.sum()}"
             return f"experts stay packed in MXFP4 ({why}); {packed}, and {left}"

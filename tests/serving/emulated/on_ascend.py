@@ -102,6 +102,13 @@ def count_replays() -> Callable[[], dict[str, int]]:
     return lambda: {"captured": compilation_counter.num_cudagraph_captured, "replayed": replays[0]}
 
 
+def allocated() -> int:
+    """Bytes of the device that tensors of this process hold."""
+    import torch
+
+    return torch.npu.memory_allocated() if torch.npu.is_initialized() else 0
+
+
 def serve(job: dict[str, Any]) -> None:
     from ascend_emulator import context
     from vllm.plugins import load_general_plugins
@@ -116,6 +123,7 @@ def serve(job: dict[str, Any]) -> None:
         states = {entry.patch.name: entry.state for entry in compat.status() if entry.patch.name.startswith("ascend")}
         print("PATCHES", json.dumps(states))
         print("GRAPHS", json.dumps(graphs()))
+        print("ALLOCATED", allocated())
         for turn in job["rounds"]:
             try:
                 with spoilt(turn.get("spoil")):

@@ -124,8 +124,11 @@ def test_the_published_format_is_claimed_before_ascend_claims_it(serve, expected
     """vllm-ascend takes any quantised checkpoint for its own; ours are the same values as the BF16 checkpoint's."""
     write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
     rounds = [turn((5, 140))]
-    results, printed = serve(rounds, options=EAGER, model=tmp_path / "mxfp4")
+    info = {"VLLM_LOGGING_LEVEL": "INFO"}
+    results, printed = serve(rounds, options=EAGER, model=tmp_path / "mxfp4", variables=info)
     assert right(rounds, results, expected) == [True]
+    assert printed.count("experts are expanded to BF16, which is tight: ") == 1
+    assert "They cannot stay packed here: moe.experts.ascend_packed needs triton_ascend, which is not i" in printed
     assert json.loads(printed.partition("PATCHES ")[2].splitlines()[0]) == {
         "ascend-host-mask": "applied",
         "ascend-full-graph": "applied",

@@ -35,17 +35,24 @@ def ending(serve, rounds=(), **how) -> str:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gpu_memory_utilization": 0.001}, "No available memory for the cache blocks."),
+        ({"gpu_memory_utilization": 0.001}, "of the 4 MiB that --gpu-memory-utilization 0.001 takes of 4.0 GiB."),
         (
-            {"gpu_memory_utilization": 0.2, "max_model_len": 131_072},
-            "To serve at least one request with the models's max seq len (131072), (",
+            {"gpu_memory_utilization": 0.15, "max_model_len": 131_072},
+            "of KV cache for one request of 131072 tokens = ",
         ),
-        ({"swap_space": 100_000}, "Too large swap space. 100000.00 GiB out of the "),
     ],
-    ids=["no block", "no request", "swap space"],
+    ids=["no block", "no request"],
 )
-def test_too_little_memory_for_the_cache_is_said_by_vllm(options, sentence, serve):
-    assert sentence in ending(serve, options=options)
+def test_too_little_memory_is_said_before_the_weights_are_loaded(options, sentence, serve):
+    """vLLM says so after minutes, if the load does not run out of memory before."""
+    said = ending(serve, options=options, variables={"VLLM_LOGGING_LEVEL": "INFO"})
+    assert "weights and one request do not fit: " in said
+    assert sentence in said
+    assert "Loading model weights took" not in said
+
+
+def test_too_little_memory_for_the_swap_space_is_said_by_vllm(serve):
+    assert "Too large swap space. 100000.00 GiB out of the " in ending(serve, options={"swap_space": 100_000})
 
 
 def test_blocks_that_attention_does_not_read_are_refused_in_words(serve):
