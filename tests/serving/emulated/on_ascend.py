@@ -103,10 +103,10 @@ def count_replays() -> Callable[[], dict[str, int]]:
 
 
 def allocated() -> int:
-    """Bytes of the device that tensors of this process hold."""
+    """Bytes of the device that tensors of this process hold, without what the allocator rounds up to."""
     import torch
 
-    return torch.npu.memory_allocated() if torch.npu.is_initialized() else 0
+    return torch.npu.memory_stats()["requested_bytes.all.current"] if torch.npu.is_initialized() else 0
 
 
 def serve(job: dict[str, Any]) -> None:
