@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ascend_emulator import context, graphs
+from ascend_emulator import context, graphs, settings
 from ascend_emulator.calls import Operation, leaves
 from ascend_emulator.ops.slots import Grid, compute_slot_mapping
 
@@ -42,7 +42,12 @@ KERNELS: dict[str, dict[str, tuple[Callable[..., None], frozenset[int]]]] = {
 
 
 def provide(module: ModuleType) -> None:
-    """Makes the kernels of a module launchable. What the module lacks, another release of vLLM does without."""
+    """Makes the kernels of a module launchable. What the module lacks, another release of vLLM does without.
+
+    With Triton-Ascend they are launchable as they are.
+    """
+    if settings.text("TRITON"):
+        return
     for name, (function, writes) in KERNELS[module.__name__].items():
         if hasattr(module, name):
             setattr(module, name, Kernel(name, function, writes))

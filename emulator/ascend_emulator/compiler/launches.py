@@ -45,8 +45,15 @@ def lowered(made: dict[Any, HostKernel], changed: Mapping[str, str] | None = Non
 
 
 def parted(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Its constants, the other arguments, and Triton's words for their types."""
-    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    """Its constants, the other arguments, and Triton's words for their types.
+
+    As Triton has it, None and a whole number of 1 are constants, too.
+    """
+    constants = {
+        p.name: value
+        for p in kernel.params
+        if (value := arguments[p.name]) is None or p.is_constexpr or (_is_one(value) and not p.do_not_specialize)
+    }
     given = {name: value for name, value in arguments.items() if name not in constants}
     return constants, given, {name: _type(value) for name, value in given.items()}
 
@@ -98,6 +105,10 @@ def run_by(launch: Launch) -> Callable[..., None]:
         launch(self, tuple(sizes) if isinstance(sizes, Sequence) else (sizes,), dict(bound.arguments))
 
     return run
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == 1
 
 
 def _type(value: Any) -> str:

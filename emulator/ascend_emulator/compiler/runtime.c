@@ -1,4 +1,4 @@
-/* What a lowered kernel calls: its on-chip buffers, and copies between strided pieces of memory. */
+/* What a lowered kernel calls: its on-chip buffers, copies between strided pieces of memory, roundings to bfloat16. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +21,16 @@ void kernel_release(void) {
     free(blocks);
     blocks = next;
   }
+}
+
+/* To the nearest, of two to the even one; libgcc has it from 13 on. A bfloat16 comes back in the low half of xmm0. */
+float kernel_bfloat16(float value) __asm__("__truncsfbf2");
+float kernel_bfloat16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
+  memcpy(&value, &bits, 4);
+  return value;
 }
 
 /* MLIR's unranked memref: a rank and a pointer to {allocated, aligned, offset, sizes[rank], strides[rank]}. */
