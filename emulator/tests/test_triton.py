@@ -1,4 +1,5 @@
-"""Triton-Ascend's kernels on the emulated device (on_device/triton_cases.py); the compiler has an environment."""
+"""Triton-Ascend's kernels on the emulated device (on_device/triton_cases.py), those of stock vllm-ascend 0.23 among
+them (on_device/stock_triton_cases.py); the compiler has an environment."""
 
 from __future__ import annotations
 
@@ -12,17 +13,31 @@ from ascend_emulator.triton_launches import site_packages
 from emulator.tests import machine
 
 FILE = "triton_cases.py"
+STOCK = "stock_triton_cases.py"
 COMPILER = Path(__file__).parents[2] / ".venv-ascend-compiler"
 # the environments of both have Python 3.11
 PACKAGES = COMPILER / "lib/python3.11/site-packages"
 
 
+needs_compiler = pytest.mark.skipif(
+    not PACKAGES.is_dir(), reason="the compiler is not set up: make setup-ascend-compiler"
+)
+
+
 @pytest.mark.emulated
 @pytest.mark.ascend_compiler
-@pytest.mark.skipif(not PACKAGES.is_dir(), reason="the compiler is not set up: make setup-ascend-compiler")
+@needs_compiler
 @pytest.mark.parametrize("case", machine.cases_of(FILE))
 def test_launch(case: str) -> None:
     machine.check(FILE, case, Machine(triton=PACKAGES))
+
+
+@pytest.mark.emulated
+@pytest.mark.ascend_compiler
+@needs_compiler
+@pytest.mark.parametrize("case", machine.cases_of(STOCK))
+def test_stock_s_kernel_equals_stock_without_triton(case: str) -> None:
+    machine.check(STOCK, case, Machine("9.1", triton=PACKAGES))
 
 
 def test_triton_s_interpreter_does_not_take_the_place_of_the_device(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ class Program:
     def written(self) -> tuple[int, ...]:
         """Which of its arguments it writes to, by their places in `types`."""
         pointers = [place for place, (_, kind) in enumerate(self.types) if kind.startswith("*")]
-        kinds = [int(kind) for kind in re.findall(r"tt\.tensor_kind = (\d+)", self.linalg.partition(") attributes")[0])]
-        return tuple(place for place, kind in zip(pointers, kinds, strict=True) if kind != READ)
+        arguments = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.linalg.partition(") attributes")[0])
+        given = arguments[len(arguments) - len(pointers) :]  # behind a lock and a work space
+        kinds = [re.search(r"tt\.tensor_kind = (\d+)", words) for words in given]  # none: the kernel does not use it
+        return tuple(place for place, kind in zip(pointers, kinds, strict=True) if kind and int(kind[1]) != READ)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.constants)})"
