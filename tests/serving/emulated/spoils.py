@@ -116,6 +116,21 @@ def interleaved_weights_unchecked() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def packed_scale_off_by_one() -> Iterator[None]:
+    """Each expert's first group of 32 rows is twice as large."""
+    from npu_gptoss.moe import ascend
+
+    def pack(*args: Any, **kwargs: Any) -> Any:
+        packed = right(*args, **kwargs)
+        packed.scales[:, 0] += 1
+        return packed
+
+    right = ascend.pack
+    with not_checked_at_start(), mock.patch.object(ascend, "pack", pack):
+        yield
+
+
 def biases_in_bf16() -> Spoil:
     from npu_gptoss.moe import ascend
 

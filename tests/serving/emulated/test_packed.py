@@ -1,4 +1,7 @@
-"""Experts that stay in MXFP4 on an emulated card with Triton-Ascend: the bits of the expanded ones, in every mode."""
+"""Experts that stay in MXFP4 on an emulated card with Triton-Ascend: the bits of the expanded ones, in every mode.
+
+On the stack of CANN 9.1 vLLM and vllm-ascend then take Triton kernels of their own, as they do on a card.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 from ascend_emulator.launch import Machine
+from ascend_emulator.stacks import NAMES, named
 
 from emulator.tests.test_triton import PACKAGES
 from npu_gptoss.doctor.memory import CARD
@@ -16,7 +20,16 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.device_memory import VARIABLE, Part, room_bytes, weight_bytes
 from tests.checkpoints import write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
-from tests.serving.emulated.rounds import EAGER, FULL, THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, WORKSPACE, turn
+from tests.serving.emulated.rounds import (
+    EAGER,
+    FULL,
+    LENGTHS,
+    THREE_IN_A_BUCKET_OF_FOUR,
+    VOCABULARY,
+    WORKSPACE,
+    right,
+    turn,
+)
 
 pytestmark = [
     pytest.mark.emulated,
@@ -27,20 +40,21 @@ pytestmark = [
 ]
 
 ROUNDS = [turn((300, 7), tokens=4), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, tokens=4)]
+LAYERS = 2
 BF16 = {"dtype": "bfloat16"}
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"options": {**BF16, **EAGER}},
-    "piecewise": {"options": BF16},
-    "full decode graphs": {"options": {**BF16, **FULL}, "machine": WORKSPACE},
-}
 EXPANDED, PACKED = {VARIABLE: "expanded"}, {VARIABLE: "packed"}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": EAGER,
+    "piecewise": {},
+    "full decode graphs": FULL,
+}
 Serve = Callable[..., tuple[list[Any], str]]
 
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packed") / "mxfp4"
-    write_random_checkpoint(path, vocab_size=VOCABULARY, layers=2, mxfp4=True)
+    write_random_checkpoint(path, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True)
     return path
 
 
@@ -52,9 +66,21 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_triton(trace: Path) -> Iterator[subprocess.Popen[str]]:
-    with importing(Machine(devices=2, triton=PACKAGES, trace=trace)) as process:
+def with_triton(stack: str, trace: Path) -> Iterator[subprocess.Popen[str]]:
+    with importing(Machine(named(stack).cann[0], devices=2, triton=PACKAGES, trace=trace)) as process:
         yield process
+
+
+@pytest.fixture
+def serve(stack: str, with_triton: subprocess.Popen[str], mxfp4: Path, tmp_path: Path) -> Serve:
+    ask = asking(with_triton, mxfp4, tmp_path)
+
+    def run(rounds: list[dict[str, Any]], **options: Any) -> tuple[list[Any], str]:
+        """torch-npu 2.7.1 cannot ask a full decode graph for its workspace (R37)."""
+        full = stack == "8.3" and "compilation_config" in options["options"]
+        return ask(rounds, machine=WORKSPACE if full else None, **options)
+
+    return run
 
 
 def allocated(printed: str) -> int:
@@ -62,47 +88,75 @@ def allocated(printed: str) -> int:
     return int(printed.partition("ALLOCATED ")[2].split()[0])
 
 
-def expansions(trace: Path) -> int:
-    """Launches of our kernel so far, those of replays too."""
-    return trace.read_text().count('"triton::expand_kernel"')
+def launches(trace: Path, kernel: str = "expand_kernel") -> int:
+    """Of a Triton kernel so far, those of replays too."""
+    return trace.read_text().count(f'"triton::{kernel}"')
 
 
-@pytest.fixture
-def serve(with_triton: subprocess.Popen[str], mxfp4: Path, tmp_path: Path) -> Serve:
-    return asking(with_triton, mxfp4, tmp_path)
+def on_stacks(*, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    names = [name for name in NAMES if name not in but]
+    return pytest.mark.parametrize("stack", names, scope="module")
 
 
+@on_stacks()
 @pytest.mark.parametrize("mode", MODES)
-def test_packed_experts_answer_bit_for_bit_as_expanded_ones(serve: Serve, trace: Path, mode: str) -> None:
-    before = expansions(trace)
-    expanded, _ = serve(ROUNDS, **MODES[mode], variables=EXPANDED)
-    assert expansions(trace) == before
-    packed, _ = serve(ROUNDS, **MODES[mode], variables=PACKED)
+def test_packed_experts_answer_bit_for_bit_as_expanded_ones(serve: Serve, trace: Path, stack: str, mode: str) -> None:
+    options = {**BF16, **MODES[mode]}
+    before = launches(trace)
+    expanded, _ = serve(ROUNDS, options=options, variables=EXPANDED)
+    assert launches(trace) == before
+    packed, _ = serve(ROUNDS, options=options, variables=PACKED)
     assert isinstance(packed[0], list), packed[0]
     steps = 4 * len(ROUNDS)
-    assert expansions(trace) - before >= 2 * 2 * steps, "two layers with two projections each, in every step"
+    assert launches(trace) - before >= LAYERS * 2 * steps, "each layer has two projections, in every step"
     assert packed == expanded
+    for kernel in ("_triton_rope", "_compute_slot_mapping_kernel"):
+        assert (launches(trace, kernel) > 0) == (stack == "9.1"), f"{kernel}: stock has it from 0.23 on"
 
 
+@on_stacks()
 @pytest.mark.parametrize("experts", [False, True], ids=["TP=2", "EP=2"])
-def test_two_devices_share_packed_experts(serve: Serve, experts: bool) -> None:
-    options = {**BF16, **EAGER, "tensor_parallel_size": 2, "enable_expert_parallel": experts}
+@pytest.mark.parametrize("mode", ["eager", "full decode graphs"])
+def test_two_devices_share_packed_experts(serve: Serve, mode: str, experts: bool) -> None:
+    options = {**BF16, **MODES[mode], "tensor_parallel_size": 2, "enable_expert_parallel": experts}
     expanded, _ = serve(ROUNDS[:1], options=options, variables=EXPANDED)
     packed, _ = serve(ROUNDS[:1], options=options, variables=PACKED)
     assert isinstance(packed[0], list), packed[0]
     assert packed == expanded
 
 
+@on_stacks()
+def test_a_scale_that_is_off_by_one_is_seen(serve: Serve) -> None:
+    options = {**BF16, **EAGER}
+    packed, _ = serve(ROUNDS[:1], options=options, variables=PACKED)
+    assert isinstance(packed[0], list), packed[0]
+    spoilt, _ = serve(ROUNDS[:1], options=options, variables=PACKED, spoil="packed_scale_off_by_one")
+    assert isinstance(spoilt[0], list), spoilt[0]
+    assert spoilt != packed
+
+
+@on_stacks(but=("8.3",))
+@pytest.mark.parametrize("mode", MODES)
+def test_with_stock_s_triton_kernels_every_mode_equals_transformers_in_float32(
+    serve: Serve, checkpoint: Path, expected: Any, mode: str
+) -> None:
+    """Rotary embedding and the slots of a step, which have other ways where Triton is not installed."""
+    rounds = [turn(LENGTHS), turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2)]
+    results, _ = serve(rounds, options=MODES[mode], model=checkpoint)
+    assert right(rounds, results, expected) == [True, True]
+
+
 # of a layer's experts in BF16: 12.6 MB, beside 0.3 of everything else
-LAYERS, SIZES = 4, {"hidden": 512, "intermediate": 512, "experts": 8}
+DEEP, SIZES = 4, {"hidden": 512, "intermediate": 512, "experts": 8}
 
 
 @pytest.fixture(scope="module")
 def mostly_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptOssConfig]:
     path = tmp_path_factory.mktemp("packed") / "experts"
-    return path, write_random_checkpoint(path, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True, **SIZES)
+    return path, write_random_checkpoint(path, vocab_size=VOCABULARY, layers=DEEP, mxfp4=True, **SIZES)
 
 
+@on_stacks(but=("9.1",))
 def test_packed_experts_take_a_quarter_of_the_card_and_are_chosen_where_bf16_does_not_fit(
     with_triton: subprocess.Popen[str], mostly_experts: tuple[Path, GptOssConfig], tmp_path: Path
 ) -> None:
@@ -120,10 +174,11 @@ def test_packed_experts_take_a_quarter_of_the_card_and_are_chosen_where_bf16_doe
     part, saved = Part.of(config), allocated(large) - allocated(small)
     room = room_bytes(config, part)
     assert saved == pytest.approx(weight_bytes(config, part) - weight_bytes(config, part, packed=True) - room, rel=0.02)
-    kept = LAYERS * room - saved - room
-    assert kept == pytest.approx(LAYERS * room * 4.25 / 16, rel=0.03)
+    kept = DEEP * room - saved - room
+    assert kept == pytest.approx(DEEP * room * 4.25 / 16, rel=0.03)
 
 
+@on_stacks()
 def test_a_checkpoint_in_bf16_cannot_be_kept_packed(serve: Serve, checkpoint: Path) -> None:
     with pytest.raises(AssertionError, match=r"EXPERT_WEIGHTS=packed: these experts are not in MXFP4; take the offici"):
         serve(ROUNDS[:1], options={**BF16, **EAGER}, variables=PACKED, model=checkpoint)
