@@ -1,4 +1,4 @@
-"""Stock's Triton kernels of a gpt-oss step on vllm-ascend 0.23, against what the same release computes without Triton."""
+"""Stock's Triton kernels of a gpt-oss step on vllm-ascend 0.23, against what it computes without Triton."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def case_penalties() -> None:
     logits = torch.randn(3, VOCABULARY)
     penalties = [torch.rand(3), torch.rand(3), torch.rand(3) + 0.7]
     want = apply_penalties(logits.clone(), prompt, output, *penalties)
-    with mock.patch.object(bincount, "get_ascend_config", lambda: SimpleNamespace(enable_reduce_sample=False)):
+    with mock.patch.object(bincount, "get_ascend_config", return_value=SimpleNamespace(enable_reduce_sample=False)):
         tensors = (logits, prompt, output, *penalties)
         got = penalty.apply_penalties_triton(*(tensor.npu() for tensor in tensors))
     assert torch.equal(got.cpu(), want)
