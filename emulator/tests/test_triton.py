@@ -34,6 +34,7 @@ def test_launch(case: str) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.ascend_compiler
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("case", machine.cases_of(STOCK))
 def test_stock_s_kernel_equals_stock_without_triton(case: str) -> None:

@@ -14,7 +14,6 @@ from npu_gptoss import __version__
 from npu_gptoss.doctor import cann, checks, exposure, graphs, memory, plugins, probe, record, stack, vocabulary
 from npu_gptoss.doctor.findings import Finding, as_json, exit_code, guarded, in_words
 from npu_gptoss.doctor.machine import GIB, Machine
-from npu_gptoss.kernels.platform import TRITON_FOR_ASCEND, detect
 from npu_gptoss.model.device_memory import AUTO, VARIABLE, buffsize
 from npu_gptoss.nominal import MEMORY
 
@@ -105,7 +104,7 @@ def diagnose(
         "memory",
         memory.memory,
         *(model, max_model_len, tensor_parallel_size, device, card_memory, buffsize(here.environ)),
-        *(TRITON_FOR_ASCEND in detect().features, here.environ.get(VARIABLE) or AUTO),
+        *(here.version("triton-ascend") is not None, here.environ.get(VARIABLE) or AUTO),
     )
     return sorted(found, key=lambda finding: checks.CHECKS.index(finding.check))
 
