@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,39 @@ def test_the_users_wishes_stay_and_the_emulated_libraries_come_first(venv: Path)
     assert found["LD_LIBRARY_PATH"] == f"{venv / launch.FOLDER / 'lib'}{os.pathsep}/mine"
     switches = {name: found[f"ASCEND_EMULATOR_{name}"] for name in ("STRICT", "FP32", "TRACE", "TASK_QUEUE")}
     assert switches == {"STRICT": "1", "FP32": "0", "TRACE": "", "TASK_QUEUE": ""}
+
+
+# 40 blocks of 8 MiB, each with something that stays behind it, are freed: how many MiB of them the process keeps.
+KEEPS = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+def taken(size):
+    block = libc.malloc(ctypes.c_size_t(size))
+    ctypes.memset(block, 1, size)
+    return ctypes.c_void_p(block)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+libc.free(taken(16 << 20))  # by this glibc learns that such blocks are used again, and keeps them in its heap
+before = resident()
+pairs = [(taken(8 << 20), taken(100_000)) for _ in range(40)]
+for block, _ in pairs:
+    libc.free(block)
+print(resident() - before)
+"""
+
+
+def test_memory_of_operators_is_given_back_between_what_stays(venv: Path) -> None:
+    """A server under the soak grew from 5.0 to 7.3 GiB in 1000 requests, all of it gaps in its heap."""
+
+    def kept(variables: dict[str, str]) -> int:
+        return int(subprocess.run([sys.executable, "-c", KEEPS], env=variables, stdout=-1, check=True).stdout)
+
+    threshold = "MALLOC_MMAP_THRESHOLD_"
+    variables = {name: value for name, value in os.environ.items() if name != threshold}
+    found = {threshold: launch.environment(Machine(), venv, variables)[threshold]}
+    assert kept(variables | found) < 40
+    assert kept(variables) > 200, "without it"
 
 
 def test_toolkit_folder_names_the_version(venv: Path) -> None:
