@@ -41,14 +41,16 @@ class _StopsOfAnswer:
         return self._turn.stopped
 
 
-@repair("answer-stops", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request")
+@repair("answer-stops", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request", lines=("0.11", "0.23"))
 def install(detokenizer: ModuleType) -> None:
     """A stop string ends a chat in its reasoning, or at the name of a channel, before there is an answer."""
     owner = detokenizer.IncrementalDetokenizer
     expect_parameters(owner.from_new_request, "tokenizer", "request")
     base = detokenizer.BaseIncrementalDetokenizer
     expect_parameters(base.update, "self", "new_token_ids", "stop_terminated")
-    expect_source(base.update, "if self.stop and len(self.output_token_ids) > self.min_tokens:", "return stop_string")
+    expect_source(
+        base.update, "if self.stop and", "> self.min_tokens: stop = check_stop_strings(", "return stop_string"
+    )
     expect_source(base.__init__, "self.stop_buffer_length = 0")
 
     @around(owner, "from_new_request")

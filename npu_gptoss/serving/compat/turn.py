@@ -321,6 +321,6 @@ class Turn:
 
 def assistant_turn(reading: Reading | None = None) -> Turn:
     """A turn of the served model."""
-    from vllm.entrypoints.harmony_utils import get_encoding
+    from npu_gptoss.serving.lines.vllm import get_encoding
 
     return Turn(TolerantParser(get_encoding(), Role.ASSISTANT), reading or Reading())

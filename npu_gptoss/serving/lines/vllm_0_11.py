@@ -30,6 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tensor_model_parallel_all_gather",
     ),
     "vllm.entrypoints.openai.api_server": ("AuthenticationMiddleware",),
+    "vllm.entrypoints.harmony_utils": ("get_encoding",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     f"{_LAYERS}.fused_moe": ("FusedMoE",),
     f"{_LAYERS}.fused_moe.config": (

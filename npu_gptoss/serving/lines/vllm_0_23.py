@@ -48,6 +48,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "get_tensor_model_parallel_world_size",
         "tensor_model_parallel_all_gather",
     ),
+    "vllm.entrypoints.openai.parser.harmony_utils": ("get_encoding",),
     "vllm.entrypoints.serve.utils.server_utils": ("AuthenticationMiddleware",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     f"{_LAYERS}.attention": ("Attention",),
