@@ -155,5 +155,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-uv .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -131,8 +131,7 @@ def pip_step(name: str, purpose: str, *pins: str) -> Step:
     """Exact packages without what they ask for; torch's version may have a suffix."""
 
     def install(run: Run) -> None:
-        run.reach_index()
-        run.must(*run.pip("--no-deps", *pins))
+        run.must_install("--no-deps", *pins)
 
     versions = dict(pin.split("==") for pin in pins)
     return Step(name, purpose, install, pins, {**versions, **({"torch": ""} if "torch" in versions else {})})
@@ -143,7 +142,7 @@ def editable_step(emulator: bool = True) -> Step:
 
     def install(run: Run) -> None:
         folders = [word for folder in packages.values() for word in ("--editable", folder)]
-        run.must(*run.pip("--no-deps", "--no-build-isolation", *folders))
+        run.must_install("--no-deps", "--no-build-isolation", *folders)
 
     project = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in packages.values())
     purpose = "this folder and emulator/, as editable packages" if emulator else "this folder, as an editable package"
@@ -170,9 +169,8 @@ def import_step(*modules: str, python: Callable[[Environment], Sequence[str]] = 
 
 
 def install_torch(run: Run) -> str:
-    run.reach_index()
     build = f"torch=={TORCH}+cpu"
-    if run.attempt(*run.pip("--no-deps", build)):
+    if run.install("--no-deps", build):
         return "the CPU build, from where your pip looks"
     index = ("--index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "0")
     if run.attempt(*run.pip("--no-deps", *index, build)):
@@ -185,9 +183,9 @@ def install_torch(run: Run) -> str:
 
 
 def install_tools(run: Run) -> str | None:
-    run.must(*run.pip("-r", "requirements/dev.txt"))
+    run.must_install("-r", "requirements/dev.txt")
     # it has wheels for x86_64 only; its source release would fetch a program from elsewhere
-    if run.attempt(*run.pip("--no-deps", "--only-binary", ":all:", SHELLCHECK)):
+    if run.install("--no-deps", "--only-binary", ":all:", SHELLCHECK):
         return None
     return f"without {SHELLCHECK}, which has no wheel for this machine: the shell scripts are not linted"
 

@@ -1,4 +1,4 @@
-"""Write 910b-8.3.txt, 910b-9.1.txt, cpu-image.txt, cuda-image.txt, cuda.txt, docs.txt in requirements/, with hashes.
+"""Write the locks with hashes: those of the images, cuda.txt, docs.txt and uv.txt in requirements/.
 
 The images' versions come from the locks that the tests run on (emulated*.txt, cpu.txt, dev.txt); the site's are
 what pip resolves once; those of cuda.txt are written there by hand. For each version the package index is asked,
@@ -119,6 +119,7 @@ def locks() -> dict[str, Lock]:
             pythons=("3.11", "3.12"),
             cpu_build=False,
         ),
+        Lock("uv", "What installs the environments in pip's place.", {"uv": "0.13.9"}, cpu_build=False),
         Lock(
             "docs",
             "The environment of `make docs`: MkDocs with its theme.",

@@ -23,7 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.setup import uv
+
 ROOT = Path(__file__).resolve().parents[2]
+UV = ROOT / ".venv-uv"  # for all environments
+UV_LOCK = ROOT / "requirements/uv.txt"
 FREE_GB_NEEDED = 3.0
 STATE = ".npu-gptoss"
 PLACE = "place"  # its content: where the environment was made; environments of older set-ups lack it
@@ -70,7 +74,12 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def clean_environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        # what uv shall do is what pip is configured to do; but the place of its cache is the user's
+        if name not in DROPPED_VARIABLES and (not name.startswith("UV_") or name == "UV_CACHE_DIR")
+    }
     pip = {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     return {**kept, **pip, "PYTHONNOUSERSITE": "1"}
 
@@ -81,12 +90,17 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 @dataclass
 class Environment:
-    """A virtual environment. `packages`: name -> version, of completely installed ones."""
+    """A virtual environment. `packages`: name -> version, of completely installed ones.
+
+    uv: its variables, once it is known whether it can be used here; None where pip installs.
+    """
 
     path: Path
     free_gb: float = FREE_GB_NEEDED  # before it is made
     packages: dict[str, str] = field(default_factory=dict)
     index_reached: bool = False
+    uv: Mapping[str, str] | None = None
+    uv_tried: bool = False
 
     @property
     def python(self) -> Path:
@@ -128,12 +142,13 @@ class Run:
     def logged(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def attempt(self, *command: str) -> bool:
+    def attempt(self, *command: str, **variables: str) -> bool:
         """True when the command succeeded. A Ctrl-C ends the command too (it is in the same process group)."""
         with self.log.open("a") as log:
             log.write("$ " + " ".join(command) + "\n")
             log.flush()
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=clean_environment(), cwd=ROOT)
+            environment = {**clean_environment(), **variables}
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
             printed = self.seconds()
             try:
                 while True:
@@ -157,8 +172,44 @@ class Run:
         return printed
 
     def must(self, *command: str) -> None:
-        if not self.attempt(*command):
+        self._must(self.attempt(*command))
+
+    def _must(self, done: bool) -> None:
+        if not done:
             raise self.likely() or self.failure("this step failed", f"Mend what it names and {AGAIN}")
+
+    def must_install(self, *arguments: str) -> None:
+        self._must(self.install(*arguments))
+
+    def install(self, *arguments: str) -> bool:
+        """What `pip install` does with these arguments: by uv, and by pip where there is none or it fails."""
+        self.reach_index()
+        if not self.env.uv_tried:
+            self.env.uv, self.env.uv_tried = self._get_uv(), True
+        if self.env.uv is not None:
+            command = (str(UV / "bin/uv"), *uv.INSTALL, str(self.env.python), *arguments)
+            if self.attempt(*command, **self.env.uv):
+                return True
+            said = self.logged().strip().splitlines()
+            print(f"\n      uv could not, so pip tries: {said[-1].strip()[:150]}", flush=True)
+            self.log.write_text("")  # why pip fails is what it says itself
+        return self.attempt(*self.pip(*arguments))
+
+    def _get_uv(self) -> Mapping[str, str] | None:
+        variables = uv.variables_for(ask(str(self.env.python), "-c", uv.ASK_PIP).stdout)
+        if variables is None:
+            return None
+        stamp, lock = UV / "made-for", UV_LOCK.read_text()
+        if stamp.is_file() and stamp.read_text() == lock:
+            return variables
+        shutil.rmtree(UV, ignore_errors=True)
+        hashed = ("--no-deps", "--require-hashes", "--only-binary", ":all:")
+        if not self.attempt(*self.pip(*hashed, "--target", str(UV), "-r", str(UV_LOCK))):
+            print("\n      uv cannot be had here: pip installs, which takes longer", flush=True)
+            self.log.write_text("")
+            return None
+        stamp.write_text(lock)
+        return variables
 
     def pip(self, *arguments: str) -> tuple[str, ...]:
         # --no-compile: most of it is never imported, and compiling all of it takes longer than installing it
@@ -231,13 +282,12 @@ def lock_step(purpose: str, lock: Path, loose: Sequence[str] = (), options: Sequ
     """
 
     def install(run: Run) -> str | None:
-        run.reach_index()
         unlocked = run.env.state / "unlocked"
         unlocked.unlink(missing_ok=True)
-        from_lock = run.pip("--no-deps", *options, "-r", str(lock))
+        from_lock = ("--no-deps", *options, "-r", str(lock))
         if not loose:
-            return run.must(*from_lock)
-        if run.attempt(*from_lock):
+            return run.must_install(*from_lock)
+        if run.install(*from_lock):
             return None
         if why := run.likely():
             raise why

@@ -69,9 +69,10 @@ class Recorder(Run):
 
     def __init__(self, env: Environment, *failing: str) -> None:
         super().__init__(env, "a step", "a test")
-        env.index_reached, self.failing, self.commands = True, failing, []
+        env.index_reached = env.uv_tried = True  # and there is no uv
+        self.failing, self.commands = failing, []
 
-    def attempt(self, *command: str) -> bool:
+    def attempt(self, *command: str, **variables: str) -> bool:
         self.commands.append(" ".join(command))
         return not any(text in self.commands[-1] for text in self.failing)
 

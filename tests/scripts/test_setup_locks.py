@@ -18,7 +18,7 @@ from scripts.setup.lock import ONLY_FOR_TESTS, Lock, LockError, locks, render, r
 from scripts.setup.machine import ROOT, read_pins
 
 HASHED = locks()
-IMAGES = [name for name in HASHED if name != "docs"]
+IMAGES = [name for name in HASHED if "torch" in HASHED[name].pins]
 EXACT = ["cpu", "dev", "evalscope", *(f"clients-{year}" for year in CLIENTS)]
 A, B = "a" * 64, "b" * 64
 # what evalscope asks for and only other benchmarks import, and two programs of the command line
