@@ -72,12 +72,12 @@ serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend
 	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate --stack "$$STACK" $$EMULATE -- python scripts/serve_here.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
 
-# beside each other, each telling its story when it is done; the first has the CPU's environment, which all need
+# two beside each other, the longest first, each telling its story when it is done
 EMULATED_ENVIRONMENTS = $(patsubst emulated-8.3,emulated,$(EMULATED_STACKS:%=emulated-%))
 ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(filter 0,$(EVALSCOPE)),,evalscope) $(if $(filter 0,$(DOCS)),,docs) $(if $(filter 0,$(VLLM033)),,vllm033) $(if $(filter 0,$(ASCEND_COMPILER)),,ascend-compiler)
 
 .PHONY: test
-test: setup ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0, ASCEND_COMPILER=0 leave those out)
+test: ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0, ASCEND_COMPILER=0 leave those out)
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
@@ -155,5 +155,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-uv .venv-clients-* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-uv .venv-clients-* .venv*.lock .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ from scripts.setup.machine import (
     ask,
     bring_up_to_date,
     choose_python,
+    held,
     lock_step,
     make_environment,
     prepare,
@@ -142,7 +143,8 @@ def editable_step(emulator: bool = True) -> Step:
 
     def install(run: Run) -> None:
         folders = [word for folder in packages.values() for word in ("--editable", folder)]
-        run.must_install("--no-deps", "--no-build-isolation", *folders)
+        with held(ROOT):  # its build writes into this folder
+            run.must_install("--no-deps", "--no-build-isolation", *folders)
 
     project = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in packages.values())
     purpose = "this folder and emulator/, as editable packages" if emulator else "this folder, as an editable package"
@@ -446,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = ENVIRONMENTS[name]
         env = Environment((options.venv or ROOT / recipe.folder).resolve(), recipe.free_gb)
         status = alone_in(
-            env.path.parent,
+            env.path,
             lambda recipe=recipe, env=env: recipe.set_up(env, options.tools, options.python),
         )
         if status:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -200,16 +200,17 @@ class Run:
         if variables is None:
             return None
         stamp, lock = UV / "made-for", UV_LOCK.read_text()
-        if stamp.is_file() and stamp.read_text() == lock:
-            return variables
-        shutil.rmtree(UV, ignore_errors=True)
-        hashed = ("--no-deps", "--require-hashes", "--only-binary", ":all:")
-        if not self.attempt(*self.pip(*hashed, "--target", str(UV), "-r", str(UV_LOCK))):
-            print("\n      uv cannot be had here: pip installs, which takes longer", flush=True)
-            self.log.write_text("")
-            return None
-        stamp.write_text(lock)
-        return variables
+        with held(UV_LOCK):  # set-ups run side by side
+            if stamp.is_file() and stamp.read_text() == lock:
+                return variables
+            shutil.rmtree(UV, ignore_errors=True)
+            hashed = ("--no-deps", "--require-hashes", "--only-binary", ":all:")
+            if self.attempt(*self.pip(*hashed, "--target", str(UV), "-r", str(UV_LOCK))):
+                stamp.write_text(lock)
+                return variables
+        print("\n      uv cannot be had here: pip installs, which takes longer", flush=True)
+        self.log.write_text("")
+        return None
 
     def pip(self, *arguments: str) -> tuple[str, ...]:
         # --no-compile: most of it is never imported, and compiling all of it takes longer than installing it
@@ -400,27 +401,35 @@ def in_words(error: OSError, folder: Path) -> str:
     return f"{what} Mend it and {AGAIN}"
 
 
-def alone_in(folder: Path, work: Callable[[], None]) -> int:
-    """The exit status of `work`, done while no other set-up is in `folder`: 0, 1 with a sentence, 130 interrupted."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    lock = None
+@contextlib.contextmanager
+def held(path: Path, waiting: str = "") -> Iterator[None]:
+    """While no other process holds the file or folder; `waiting` is said where one does."""
+    lock = os.open(path, os.O_RDONLY)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("set-up: another one is at work in this folder; waiting for it", flush=True)
+            print(waiting, end="", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        work()
+        yield
+    finally:
+        os.close(lock)
+
+
+def alone_in(place: Path, work: Callable[[], None]) -> int:
+    """The exit status of `work`, done while no other set-up is at this environment: 0, 1 with a sentence, 130."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    lock = place.with_name(f"{place.name}.lock")  # beside it: the environment may be made anew
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+        with held(lock, f"set-up: another one is at work in {place.name}; waiting for it\n"):
+            work()
     except (SetupError, OSError) as error:
-        print(f"\nset-up: {in_words(error, folder) if isinstance(error, OSError) else error}", file=sys.stderr)
+        print(f"\nset-up: {in_words(error, place.parent) if isinstance(error, OSError) else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nset-up: interrupted. Run the same command again: finished steps are skipped.", file=sys.stderr)
         return 130
-    finally:
-        if lock is not None:
-            os.close(lock)
     return 0

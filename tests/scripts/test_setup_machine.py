@@ -195,13 +195,16 @@ def alone_in() -> Callable[[Path, Callable[[], None]], int]:
         signal.signal(number, handler)
 
 
-def test_a_second_set_up_in_a_folder_waits_for_the_first(tmp_path: Path, alone_in: Callable) -> None:
-    """Also where the second one sets up another environment: both install this folder."""
+def test_a_second_set_up_of_an_environment_waits_for_the_first_and_another_one_does_not(
+    tmp_path: Path, alone_in: Callable
+) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], cwd=machine.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert first.stdout.readline() == b"locked\n"
+        assert alone_in(tmp_path / "another", lambda: None) == 0
+        assert not (tmp_path / "finished").exists()
         threading.Timer(0.3, first.stdin.close).start()
         seen = []
         assert alone_in(tmp_path, lambda: seen.append((tmp_path / "finished").exists())) == 0
