@@ -96,8 +96,6 @@ def arguments_of(url: str, tokenizer: Path, streams: int, requests: int, output:
         "max-concurrency": streams,
         "seed": seed,
         "temperature": 0,
-        "percentile-metrics": ",".join(TIMES),
-        "metric-percentiles": "99",
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]

@@ -18,6 +18,7 @@ from npu_gptoss.model.device_memory import (
     Choice,
     Fit,
     Part,
+    choose,
     fit,
     gib,
     hccl_bytes,
@@ -49,13 +50,17 @@ def choice_of(
     wish: str = AUTO,
 ) -> Choice:
     """What a server decides on so many cards. Packed experts that tensor parallelism cannot cut are dealt out whole."""
-    expanded, hccl = Part.of(config, ranks), hccl_bytes(ranks, buffsize)
-    kept = Part.of(config, ranks, whole_experts=bool(width_objection(config, expanded)))
-    return Choice(
-        wish,
-        fit(config, expanded, length, total, utilisation, hccl=hccl),
-        fit(config, kept, length, total, utilisation, packed=True, room=True, hccl=hccl),
-        objection,
+    part = Part.of(config, ranks)
+    return choose(
+        config,
+        part,
+        length,
+        total,
+        utilisation,
+        kept=Part.of(config, ranks, whole_experts=bool(width_objection(config, part))),
+        hccl=hccl_bytes(ranks, buffsize),
+        objection=objection,
+        wish=wish,
     )
 
 

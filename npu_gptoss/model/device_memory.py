@@ -196,14 +196,16 @@ def choose(
     total: int,
     utilisation: float = UTILISATION,
     *,
+    kept: Part | None = None,
     hccl: int = 0,
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes."""
+    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes. kept: what a rank
+    holds where packed experts are shared out otherwise."""
     expanded = fit(config, part, length, total, utilisation, hccl=hccl)
-    kept = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl)
-    return Choice(wish, expanded, kept, objection)
+    packed = fit(config, kept or part, length, total, utilisation, packed=True, room=True, hccl=hccl)
+    return Choice(wish, expanded, packed, objection)
 
 
 def gib(size: float) -> str:

@@ -52,7 +52,9 @@ def parted(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict
     constants = {
         p.name: value
         for p in kernel.params
-        if (value := arguments[p.name]) is None or p.is_constexpr or (_is_one(value) and not p.do_not_specialize)
+        if (value := arguments[p.name]) is None
+        or p.is_constexpr
+        or (type(value) is int and value == 1 and not p.do_not_specialize)
     }
     given = {name: value for name, value in arguments.items() if name not in constants}
     return constants, given, {name: _type(value) for name, value in given.items()}
@@ -105,10 +107,6 @@ def run_by(launch: Launch) -> Callable[..., None]:
         launch(self, tuple(sizes) if isinstance(sizes, Sequence) else (sizes,), dict(bound.arguments))
 
     return run
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value == 1
 
 
 def _type(value: Any) -> str:
