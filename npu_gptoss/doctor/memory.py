@@ -24,7 +24,6 @@ from npu_gptoss.model.device_memory import (
     hccl_bytes,
     kv_bytes_per_token,
     thousands,
-    width_objection,
 )
 from npu_gptoss.nominal import MEMORY
 
@@ -49,15 +48,13 @@ def choice_of(
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """What a server decides on so many cards. Packed experts that tensor parallelism cannot cut are dealt out whole."""
-    part = Part.of(config, ranks)
+    """What a server decides on so many cards."""
     return choose(
         config,
-        part,
+        Part.of(config, ranks),
         length,
         total,
         utilisation,
-        kept=Part.of(config, ranks, whole_experts=bool(width_objection(config, part))),
         hccl=hccl_bytes(ranks, buffsize),
         objection=objection,
         wish=wish,
@@ -82,11 +79,10 @@ def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFS
     return f"{words}; HCCL_BUFFSIZE={half} adds {thousands(more)}" if more > 0 else words
 
 
-def packed_line(config: GptOssConfig, ranks: int, choice: Choice) -> str:
+def packed_line(choice: Choice) -> str:
     """What an MXFP4 checkpoint's experts take when they stay packed, in words."""
-    whole = " with --enable-expert-parallel" if width_objection(config, Part.of(config, ranks)) else ""
     left = f"about {thousands(choice.kept.tokens)} tokens" if choice.kept.tokens else "no room"
-    return f"packed in MXFP4{whole} {gib(choice.kept.weights)} of weights, which leave {left}"
+    return f"packed in MXFP4 {gib(choice.kept.weights)} of weights, which leave {left}"
 
 
 def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
@@ -101,7 +97,7 @@ def preset_lines(length: int, card: int = CARD) -> tuple[str, ...]:
             verdict = f"leaves room for about {thousands(found.tokens)} tokens of context, all requests together"
         lines.append(
             f"{name} of {gib(card)}: {gib(found.weights)} of BF16 weights{each}, "
-            f"{token / 1024:.0f} KiB of KV cache a token{each}; {verdict}; {packed_line(config, ranks, choice)}"
+            f"{token / 1024:.0f} KiB of KV cache a token{each}; {verdict}; {packed_line(choice)}"
         )
     return tuple(lines)
 
@@ -197,7 +193,7 @@ def _on_npu(
     beside = f" beside {gib(found.hccl)} of HCCL's buffers and {gib(RESERVE)} for activations and the driver"
     other, more = "", ""
     if not choice.packed and config.quantization is not None:
-        other = f"Experts {packed_line(config, ranks, choice)} ({choice.objection or f'{VARIABLE}=packed'})"
+        other = f"Experts {packed_line(choice)} ({choice.objection or f'{VARIABLE}=packed'})"
         more = f"{other}. " if choice.kept.tokens > found.tokens else ""
     details = (f"{other}.", *presets) if other else presets
     if not found.fits(most, 0):  # what is certain; the reserve is a rule of thumb

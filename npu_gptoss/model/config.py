@@ -255,6 +255,18 @@ def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = 
     )
 
 
+def units_around(rank: int, width: int, unit: int = MXFP4_GROUP) -> tuple[int, int]:
+    """[first, end) of the units that rank `rank` touches where each rank has `width` columns: the whole units around
+    its own."""
+    return rank * width // unit, -(-(rank + 1) * width // unit)
+
+
+def packed_columns(rank: int, width: int) -> int:
+    """Of each expert where rank `rank` keeps its `width` columns in MXFP4: the whole groups around them."""
+    first, end = units_around(rank, width)
+    return (end - first) * MXFP4_GROUP
+
+
 def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
     """Why vLLM's tensor parallelism cannot cut this model for `ranks` ranks; None when it can.
 

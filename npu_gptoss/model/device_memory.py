@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from npu_gptoss.model.config import MXFP4_GROUP, GptOssConfig
+from npu_gptoss.model.config import MXFP4_GROUP, GptOssConfig, packed_columns
 
 GIB = 1 << 30
 UTILISATION = 0.9  # vLLM's default
@@ -42,32 +42,25 @@ class Part:
     ends: int = 2
 
     @classmethod
-    def of(cls, config: GptOssConfig, ranks: int = 1, whole_experts: bool = False) -> Part:
-        """whole_experts: dealt out, as --enable-expert-parallel does; else each is cut by the ranks."""
-        parts, experts = (1, -(-config.num_local_experts // ranks)) if whole_experts else (ranks, None)
-        return cls(ranks, parts, experts or config.num_local_experts, config.num_hidden_layers)
+    def of(cls, config: GptOssConfig, ranks: int = 1) -> Part:
+        """Each expert is cut by the ranks."""
+        return cls(ranks, ranks, config.num_local_experts, config.num_hidden_layers)
+
+    def columns(self, config: GptOssConfig, packed: bool = False) -> int:
+        """Of each expert's middle; packed: on the rank that has most of them."""
+        width = config.intermediate_size // self.parts
+        return max(packed_columns(rank, width) for rank in range(self.parts)) if packed else width
 
 
-def width_objection(config: GptOssConfig, part: Part) -> str:
-    """Why experts in MXFP4 cannot be cut so, and what to do; "" where they can."""
-    width = config.intermediate_size // part.parts
-    if width % MXFP4_GROUP == 0:
-        return ""
-    return (
-        f"experts in MXFP4 are cut between groups of {MXFP4_GROUP} rows, and a rank would get {width}; deal them out "
-        "whole with --enable-expert-parallel"
-    )
-
-
-def room_bytes(config: GptOssConfig, part: Part) -> int:
-    """The matrices of one layer's experts in BF16."""
-    return BF16 * part.experts * 3 * config.hidden_size * (config.intermediate_size // part.parts)
+def room_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
+    """The matrices of one layer's experts in BF16; packed: of experts that are expanded into it."""
+    return BF16 * part.experts * 3 * config.hidden_size * part.columns(config, packed)
 
 
 def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
     """Of one rank, in BF16; packed: the experts' matrices in MXFP4. What every rank holds whole (norms, router, some
     biases) is not divided."""
-    hidden, inner = config.hidden_size, config.intermediate_size // part.parts
+    hidden, inner = config.hidden_size, part.columns(config, packed)
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     own_query, own_key = query // part.ranks, key // min(part.ranks, config.num_key_value_heads)
     attention = (own_query + 2 * own_key) * (hidden + 1) + hidden * own_query + hidden
@@ -76,7 +69,7 @@ def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
     layer = attention + router + part.experts * (2 * inner + hidden) + 2 * hidden
     ends = part.ends * config.vocab_size * hidden // part.ranks + hidden
     others = BF16 * (part.layers * layer + ends)
-    return others + int(part.layers * room_bytes(config, part) * (MXFP4 / BF16 if packed else 1))
+    return others + int(part.layers * room_bytes(config, part, packed) * (MXFP4 / BF16 if packed else 1))
 
 
 def kv_bytes_per_token(config: GptOssConfig, part: Part) -> int:
@@ -145,7 +138,7 @@ def fit(
 ) -> Fit:
     """room: for one layer's experts in BF16, beside packed ones."""
     weights, token = weight_bytes(config, part, packed), kv_bytes_per_token(config, part)
-    weights += room_bytes(config, part) if room else 0
+    weights += room_bytes(config, part, packed) if room else 0
     left = int(total * utilisation) - weights - RESERVE - hccl
     return Fit(weights, length * token, length, total, utilisation, hccl, max(0, left // token))
 
@@ -196,15 +189,13 @@ def choose(
     total: int,
     utilisation: float = UTILISATION,
     *,
-    kept: Part | None = None,
     hccl: int = 0,
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes. kept: what a rank
-    holds where packed experts are shared out otherwise."""
+    """Of a server on Ascend, for requests of up to `length` tokens on a device of `total` bytes."""
     expanded = fit(config, part, length, total, utilisation, hccl=hccl)
-    packed = fit(config, kept or part, length, total, utilisation, packed=True, room=True, hccl=hccl)
+    packed = fit(config, part, length, total, utilisation, packed=True, room=True, hccl=hccl)
     return Choice(wish, expanded, packed, objection)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import GptOssConfig, units_around
 from npu_gptoss.model.layout import split_layer
 from npu_gptoss.moe.mxfp4 import GROUP
 
@@ -114,7 +114,8 @@ class Shard:
         """This rank's part of a tensor, with memory of its own where it is smaller.
 
         Of a packed down_proj whose groups of 32 the ranks do not divide: the whole groups around the part (720 columns
-        are 22.5 groups). `trim` takes the rest away, once it is expanded.
+        are 22.5 groups). `trim` takes the rest away, once it is expanded; where it stays packed, `own_pairs` makes the
+        rest count nothing.
         """
         if self.size == 1:
             return tensor
@@ -124,16 +125,26 @@ class Shard:
         if axis is None:
             return tensor
         unit = GROUP if self.experts == TENSOR and name.endswith(_PACKED_DOWN) else 1
-        width = tensor.shape[axis] * unit // self.size
-        first, last = self.rank * width // unit, -(-(self.rank + 1) * width // unit)
+        first, end = units_around(self.rank, tensor.shape[axis] * unit // self.size, unit)
         # a view of the first axis is contiguous as it is, and would keep the whole in memory
-        return tensor.narrow(axis, first, last - first).clone(memory_format=torch.contiguous_format)
+        return tensor.narrow(axis, first, end - first).clone(memory_format=torch.contiguous_format)
 
     def trim(self, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
         """Of a down_proj [experts, in, out] that was cut packed and expanded: the `width` inputs of this rank."""
         if not name.endswith("experts.down_proj") or tensor.shape[1] == width:
             return tensor
         return tensor.narrow(1, self.rank * width % GROUP, width)
+
+    def own_pairs(self, name: str, parameter: torch.Tensor, width: int) -> torch.Tensor:
+        """Of a parameter that has the whole groups around the `width` columns of this rank: the view that is its own.
+
+        That is all but of a packed gate_up and its bias, [experts, 2 * columns of whole groups, ...]. With zeros
+        outside of the view the activation is (0 + 1) * 0 * sigmoid(0) = 0 there, and what down has of another rank's
+        columns counts nothing.
+        """
+        if "experts.gate_up_proj_" not in name or parameter.shape[1] == 2 * width:
+            return parameter
+        return parameter.narrow(1, 2 * (self.rank * width % GROUP), 2 * width)
 
     def cut_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's stream, in either layout."""

@@ -81,15 +81,15 @@ def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: s
     """Why the experts cannot stay packed, as what was got and what to do; "" where they can."""
     if config.quantization is None:
         return f"these experts are not in MXFP4; take the official checkpoint, or leave {VARIABLE} unset"
-    if (found := device_memory.width_objection(config, part)) or device != "npu":
-        return found
+    if device != "npu":
+        return ""
     call = experts_call(
         1,
         dtype=dtype,
         weight="mxfp4",
         num_experts=config.num_local_experts,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size // part.parts,
+        intermediate_size=part.columns(config, packed=True),
         expert_parallel=part.experts < config.num_local_experts,
     )
     reasons = reasons_against(registry.kernels[ON_ASCEND], *call, platform=platform.current_platform())

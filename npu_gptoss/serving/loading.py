@@ -140,7 +140,11 @@ def _experts(name: str, parameter: nn.Parameter, experts: FusedMoE) -> Placement
         return shard.cut(official, tensor)
 
     def place(tensor: torch.Tensor) -> None:
-        parameter.data.copy_(shard.trim(name, tensor, experts.intermediate_size_per_partition))
+        width = experts.intermediate_size_per_partition
+        own = shard.own_pairs(name, parameter.data, width)
+        if own.shape != parameter.shape:
+            parameter.data.zero_()
+        own.copy_(shard.trim(name, tensor, width))
 
     return Placement(name, place, cut)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Bound
+from npu_gptoss.model.config import packed_columns
 from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, bind_route, expert_mlp, mxfp4, prepare_experts, route
 from npu_gptoss.serving.lines.vllm import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -51,8 +52,10 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         **_: Any,
     ) -> None:
         """The official layout, in BF16 or MXFP4 (see `ExpertWeights`, `Mxfp4Experts`), with biases of NaN so that what
-        is not loaded shows."""
+        is not loaded shows. Packed, a rank has the whole groups around its columns (`Shard.own_pairs`)."""
         width = intermediate_size_per_partition
+        if self.packed:
+            width = packed_columns(layer.tp_rank, width)
         num_experts = int(num_experts)  # vllm-ascend counts them in a tensor
         shapes = {"gate_up_proj_bias": (2 * width,), "down_proj_bias": (hidden_size,)}
         if self.packed:

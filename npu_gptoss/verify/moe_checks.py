@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from npu_gptoss.model.config import packed_columns
 from npu_gptoss.moe import expert_mlp, mxfp4, operations, packed, prepare_experts
 from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
@@ -129,8 +130,10 @@ def packed_calls(spec: CallSpec) -> Iterator[Call]:
 
     yield drawn("gate and up of 2880", (2, 5760, 2), [1, -1, 0], True)
     yield drawn("down of 2880", (2, 2880, 3), [0, 1], False)
-    for columns, ranks in ((2880, 2), (1440, 4)):
+    for ranks in (2, 4, 8):
+        columns = 2 * packed_columns(0, 2880 // ranks)
         yield drawn(f"gate and up of 2880 on {ranks} ranks", (1, columns, 1), [0], True)
+    yield drawn("as many rows as a tile may have", (1, 1440, 1), [0], True)
     yield drawn("one expert in two slots, others untouched", (5, 64, 4), [-1, 3, -1, 3, 0, -1], True)
     yield drawn("nothing touched", (2, 64, 1), [-1, -1], False)
     for name, draw in spec.fuzz("expand"):

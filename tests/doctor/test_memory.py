@@ -71,7 +71,7 @@ def test_the_published_models_in_words():
         "--gpu-memory-utilization 0.9 leaves no room, 0.95 for 40 thousand, 0.97 for 111 thousand tokens of context, "
         "all requests together; HCCL_BUFFSIZE=100 adds 11 thousand; "
     ) in four
-    packed = "packed in MXFP4 with --enable-expert-parallel 16.7 GiB of weights, which leave about 2.1 million tokens"
+    packed = "packed in MXFP4 17.1 GiB of weights, which leave about 2.0 million tokens"
     assert four.endswith(packed)
     assert "2.9 million tokens" in eight
     small = [line.split("; ")[1:] for line in memory.preset_lines(16384, MEMORY["910B4"])]
@@ -79,8 +79,8 @@ def test_the_published_models_in_words():
     assert [packed.rpartition(" leave ")[2] for _, packed in small] == [
         "about 215 thousand tokens",
         "no room",
-        "about 412 thousand tokens",
-        "about 1.8 million tokens",
+        "about 390 thousand tokens",
+        "about 1.7 million tokens",
     ]
 
 

@@ -16,7 +16,6 @@ from npu_gptoss.model.device_memory import (
     hccl_bytes,
     room_bytes,
     weight_bytes,
-    width_objection,
 )
 from npu_gptoss.nominal import MEMORY
 
@@ -26,8 +25,7 @@ NO_TRITON = "moe.experts.ascend_packed needs triton_ascend, which is not install
 
 
 def of_120b(ranks: int, utilisation: float = 0.9, length: int = 16384, **how: str) -> Choice:
-    part = Part.of(CONFIG, ranks, whole_experts=True)
-    return choose(CONFIG, part, length, MEMORY["910B3"], utilisation, hccl=hccl_bytes(ranks), **how)
+    return choose(CONFIG, Part.of(CONFIG, ranks), length, MEMORY["910B3"], utilisation, hccl=hccl_bytes(ranks), **how)
 
 
 def test_bf16_is_not_given_up_where_it_fits():
@@ -73,27 +71,32 @@ def test_the_room_of_one_layer_is_counted_beside_packed_experts():
     one = Part.of(CONFIG)
     assert room_bytes(CONFIG, one) == 128 * 3 * 2880 * 2880 * 2
     choice = of_120b(2)
-    half = Part.of(CONFIG, 2, whole_experts=True)
-    assert choice.kept.weights == weight_bytes(CONFIG, half, packed=True) + room_bytes(CONFIG, half)
+    half = Part.of(CONFIG, 2)
+    assert choice.kept.weights == weight_bytes(CONFIG, half, packed=True) + room_bytes(CONFIG, half, packed=True)
     # of 36 layers each is 17 / 64 of its size in BF16, and one of them there as well
     matrices = 36 * room_bytes(CONFIG, half)
     assert choice.expanded.weights - choice.kept.weights == pytest.approx(matrices * (1 - 17 / 64 - 1 / 36), rel=1e-9)
 
 
-def test_ranks_that_cut_a_group_of_32_are_told_of_expert_parallel():
-    assert [bool(width_objection(CONFIG, Part.of(CONFIG, ranks))) for ranks in (1, 2, 4, 8)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    assert "--enable-expert-parallel" in width_objection(CONFIG, Part.of(CONFIG, 4))
-    assert width_objection(CONFIG, Part.of(CONFIG, 4, whole_experts=True)) == ""
+def test_the_groups_around_a_rank_s_columns_are_counted_where_experts_stay_packed():
+    """2880 columns are 90 groups of 32: a quarter is 22.5 of them, and an eighth 11.25."""
+    parts = [Part.of(CONFIG, ranks) for ranks in (1, 2, 4, 8)]
+    assert [part.columns(CONFIG) for part in parts] == [2880, 1440, 720, 360]
+    assert [part.columns(CONFIG, packed=True) for part in parts] == [2880, 1440, 736, 384]
+    four = parts[2]
+    assert room_bytes(CONFIG, four, packed=True) * 720 == room_bytes(CONFIG, four) * 736
+    codes = 36 * 128 * 3 * 2880 * 736 * 17 // 32
+    biases = 36 * 128 * 2 * 2 * (736 - 720)
+    rest = weight_bytes(CONFIG, four) - 36 * room_bytes(CONFIG, four)
+    assert weight_bytes(CONFIG, four, packed=True) == rest + codes + biases
+    narrow = replace(CONFIG, intermediate_size=96)  # a rank in the middle touches a group more than the first
+    assert Part.of(narrow, 4).columns(narrow, packed=True) == 64
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_dealt_out_whole_take_as_much_as_cut_ones(ranks):
-    cut, whole = (weight_bytes(CONFIG, Part.of(CONFIG, ranks, whole_experts=whole)) for whole in (False, True))
+    part = Part.of(CONFIG, ranks)
+    cut, whole = (weight_bytes(CONFIG, each) for each in (part, replace(part, parts=1, experts=128 // ranks)))
     biases_of_down = 36 * 2880 * 2 * (128 - 128 // ranks)
     assert cut - whole == biases_of_down
 

@@ -33,11 +33,12 @@ from npu_gptoss.attention.padding import SINK_SLACK
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import checkpoint, sharding
 from npu_gptoss.model.checkpoint import CheckpointError, expand_stream
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import GptOssConfig, units_around
 from npu_gptoss.model.rope import apply_rotary, rotation_cache, score_scale
 from npu_gptoss.model.sharding import Shard
-from npu_gptoss.moe import ExpertWeights, expert_mlp, prepare_experts, route
-from npu_gptoss.moe.mxfp4 import expand_transposed
+from npu_gptoss.moe import ExpertWeights, Mxfp4Experts, expert_mlp, prepare_experts, route
+from npu_gptoss.moe.activation import swigluoai
+from npu_gptoss.moe.mxfp4 import GROUP, expand_transposed
 from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
 from npu_gptoss.serving.model import GptOssForCausalLM
@@ -327,23 +328,23 @@ EXPERTS = "model.layers.0.mlp.experts."
 
 def shard(tensors: dict[str, torch.Tensor], experts: SimpleNamespace) -> ExpertWeights:
     """Layer 0's experts as the loader cuts, expands and places them for one rank."""
-    local, width = experts.num_experts, experts.intermediate_size_per_partition
-    shapes = {
-        "gate_up_proj": (local, 96, 2 * width),
-        "gate_up_proj_bias": (local, 2 * width),
-        "down_proj": (local, width, 96),
-        "down_proj_bias": (local, 96),
-    }
-    parameters = {
-        EXPERTS + name: torch.nn.Parameter(torch.full(shape, float("nan")), requires_grad=False)
-        for name, shape in shapes.items()
-    }
+    return ExpertWeights(**placed(tensors, experts, packed=False), expert_map=experts.expert_map)
+
+
+def placed(tensors: dict[str, torch.Tensor], experts: SimpleNamespace, packed: bool) -> dict[str, torch.Tensor]:
+    """The parameters that a rank's layer creates, filled by the loader."""
+    layer = torch.nn.Module()
+    layer.tp_rank = experts.tp_rank
+    method, width = SimpleNamespace(packed=packed), experts.intermediate_size_per_partition
+    GptOssExpertsMethod.create_weights(method, layer, experts.num_experts, 96, width, torch.float32)
+    parameters = {EXPERTS + name: parameter for name, parameter in layer.named_parameters()}
+    for parameter in parameters.values():
+        parameter.data.fill_(float("nan") if parameter.is_floating_point() else 255)  # a scale of 255 is NaN
     placements = {name: loading._experts(name, parameter, experts) for name, parameter in parameters.items()}
     of_layer = ((name, tensor) for name, tensor in tensors.items() if name.startswith(EXPERTS))
-    for name, tensor in expand_stream(loading._cut(of_layer, placements), torch.float32):
-        placements[name].place(tensor.float())
-    parts = {name.removeprefix(EXPERTS): parameter.data for name, parameter in parameters.items()}
-    return ExpertWeights(**parts, expert_map=experts.expert_map)
+    for name, tensor in expand_stream(loading._cut(of_layer, placements), torch.float32, placements):
+        placements[name].place(tensor if tensor.dtype == torch.uint8 else tensor.float())
+    return {name.removeprefix(EXPERTS): parameter.data for name, parameter in parameters.items()}
 
 
 def rank(
@@ -461,6 +462,76 @@ def test_a_rank_expands_its_own_share_and_not_the_whole(packed, monkeypatch: pyt
             62 / (3 * 192) if experts.tp_size > 2 else 0
         )  # a third of the bytes is down_proj, cut around its groups
         assert expanded_bytes(packed, experts, monkeypatch) <= (share + around) * whole
+
+
+# Of 96 columns, 3 groups of 32: 48, 24 and 12 a rank, of which some begin and some end within a group
+CUTS = {size: [rank(i, size, intermediate=96) for i in range(size)] for size in (1, 2, 4, 8)}
+
+
+@pytest.fixture(scope="module")
+def three_groups() -> dict[str, torch.Tensor]:
+    return random_tensors(random_config(layers=1, intermediate=96, mxfp4=True))
+
+
+def kept_packed(tensors: dict[str, torch.Tensor], experts: SimpleNamespace) -> Mxfp4Experts:
+    return Mxfp4Experts(**placed(tensors, experts, packed=True), expert_map=experts.expert_map)
+
+
+@pytest.mark.parametrize("size", CUTS)
+def test_ranks_that_keep_whole_groups_packed_count_each_column_once(size: int, three_groups) -> None:
+    """A rank's own columns to the bit, and of the others that its groups hold no gate, no up and no bias."""
+    whole = kept_packed(three_groups, rank(intermediate=96)).expand(torch.float32)
+    owners = torch.zeros(96, dtype=torch.int64)
+    for experts in CUTS[size]:
+        kept, width = kept_packed(three_groups, experts), experts.intermediate_size_per_partition
+        got = kept.expand(torch.float32)
+        first = experts.tp_rank * width // GROUP * GROUP
+        columns = torch.arange(first, first + kept.intermediate_size)
+        own = columns // width == experts.tp_rank
+        assert kept.intermediate_size - width < 2 * GROUP
+        assert torch.equal(got.down_proj, whole.down_proj[:, columns])
+        for name in ("gate_up_proj", "gate_up_proj_bias"):
+            wanted = getattr(whole, name).unflatten(-1, (96, 2))[..., columns, :] * own[:, None]
+            assert torch.equal(getattr(got, name), wanted.flatten(-2)), name
+        assert torch.equal(got.down_proj_bias, whole.down_proj_bias * (experts.tp_rank == 0))
+        middle = swigluoai(torch.randn(50, 96) @ got.gate_up_proj + got.gate_up_proj_bias[:, None])
+        counted = middle.abs().amax((0, 1)) > 0
+        assert torch.equal(counted, own)
+        owners[columns[counted]] += 1
+    assert owners.tolist() == [1] * 96
+
+
+def sum_over_ranks(tensors: dict[str, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the parts of `size` ranks, and what one alone computes."""
+    hidden = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    weights, ids = route(torch.randn(20, 8, generator=torch.Generator().manual_seed(1)), 4)
+    parts, whole = (
+        torch.stack([expert_mlp(hidden, prepare_experts(kept_packed(tensors, each)), weights, ids) for each in ranks])
+        for ranks in (CUTS[size], CUTS[1])
+    )
+    return parts.sum(0), whole[0]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_packed_shares_of_whole_groups_add_up_to_the_whole(size: int, three_groups) -> None:
+    assert_close(*sum_over_ranks(three_groups, size), scale=4)  # another order of the sums
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_that_keeps_another_s_rows_would_be_seen(size: int, three_groups, monkeypatch) -> None:
+    """All rows of its groups, which two ranks would then count."""
+
+    def cut(shard: Shard, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "gate_up_proj_" not in name:
+            return right(shard, name, tensor)
+        first, end = (2 * GROUP * edge for edge in units_around(shard.rank, tensor.shape[1] // 2 // shard.size))
+        return tensor[:, first:end]
+
+    right = Shard.cut
+    monkeypatch.setattr(Shard, "cut", cut)
+    monkeypatch.setattr(Shard, "own_pairs", lambda shard, name, parameter, width: parameter)
+    got, wanted = sum_over_ranks(three_groups, size)
+    assert (got - wanted).abs().max() > 0.1 * wanted.abs().max()
 
 
 def test_each_rank_gets_the_sinks_of_its_heads() -> None:
