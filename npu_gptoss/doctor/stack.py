@@ -174,9 +174,26 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
         yield failed(f"{objection}.{alone if defect else ''}", remedy)
     else:
         yield ok(f"vllm-ascend {release}.")
+    yield from _triton_ascend(here)
     for name, value, why in line.variables:
         if (found := here.environ.get(name, "")) != value and (found or "+" in (here.vllm or "")):
             yield failed(
                 f"{name}={found or '(not set)'} beside vLLM {here.vllm}: {why}.",
                 f"`export {name}={value}` in the shell that starts the server; scripts/serve.sh and the image do.",
             )
+
+
+def _triton_ascend(here: Machine) -> Iterator[Finding]:
+    """The emulated 910B has a step's kernels without it."""
+    wanted, release = here.line.triton_ascend, here.version("triton-ascend")
+    if wanted is None or here.emulated or wanted.has(release):
+        return
+    remedy = f"{limits.triton_remedy(here.line)}."
+    if release is None:
+        yield failed(
+            f"triton-ascend is not installed, and vLLM {here.line.vllm.recommended} launches a Triton kernel in every "
+            "step: the first request ends the server.",
+            remedy,
+        )
+    else:
+        yield warning(f"triton-ascend {release} is not one of {', '.join(wanted.releases)}.", remedy)

@@ -24,14 +24,15 @@ def window() -> str:
         return (
             ", ".join(line.python_on_ascend),
             *(", ".join(found.releases) for found in (line.torch, line.torch_npu, line.vllm, line.vllm_ascend)),
+            ", ".join(line.triton_ascend.releases) if line.triton_ascend else "for packed experts only",
             ", ".join(line.cann.releases) + "; no alpha or beta build",
             f"{named}; from {major}.{minor} on",
             ", ".join(f"`{name}={value}`" for name, value, _ in line.variables) or "–",
         )
 
     names = ("Python", "torch", "torch-npu", "vLLM, built with `VLLM_TARGET_DEVICE=empty`", "vllm-ascend")
-    names = (*names, "CANN and NNAL", "driver (Ascend HDK)", "variables")
-    cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), "–", "–", "–", "–")
+    names = (*names, "triton-ascend", "CANN and NNAL", "driver (Ascend HDK)", "variables")
+    cpu = (", ".join(on_cpu.python), f"≥ {oldest}", "–", ", ".join(on_cpu.vllm.releases), *("–",) * 5)
     rows = zip(names, *map(column, ASCEND_LINES), cpu, strict=True)
     titles = [f"Ascend 910B, CANN {line.cann.recommended.removesuffix('.0')}" for line in ASCEND_LINES]
     head = ["", *titles, "CPU"]

@@ -37,6 +37,7 @@ ASCEND_9_1_PACKAGES = {
     "torch-npu": "2.10.0.post4",
     "vllm": "0.23.0+empty",
     "vllm-ascend": "0.23.0",
+    "triton-ascend": "3.2.0",
     "fastapi": "0.123.10",
 }
 CPU_PACKAGES = {"torch": "2.8.0", "vllm": "0.11.0+empty", "openai-harmony": "0.0.4"}

@@ -158,6 +158,19 @@ def test_a_fastapi_without_a_server_is_a_failure(tmp_path, release, state):
     only(last, state, "fastapi>=0.115,<0.124" if state == "failed" else "")
 
 
+@pytest.mark.parametrize(
+    ("release", "state"), [(None, "failed"), ("3.1.9", "warning"), *((release, "ok") for release in ("3.2.0", "3.2.2"))]
+)
+def test_a_9_1_machine_without_triton_ascend_is_not_called_ready(tmp_path, release, state):
+    """Its server would start, and end with a TypeError in its first step."""
+    packages = {**ASCEND_9_1_PACKAGES, "triton-ascend": release}
+    *_, last = stack.vllm_ascend(ascend(tmp_path, packages, VLLM_VERSION="0.23.0"))
+    only(last, state, "" if state == "ok" else "`pip install --no-deps triton-ascend==3.2.0`")
+    emulated = ascend(tmp_path, packages, VLLM_VERSION="0.23.0", ASCEND_EMULATOR="1")
+    only(stack.vllm_ascend(emulated), "ok")
+    only(stack.vllm_ascend(ascend(tmp_path, {**ASCEND_PACKAGES, "triton-ascend": release})), "ok")
+
+
 def test_the_emulated_environments_are_within_the_window():
     for line, found in zip(ASCEND_LINES, environments.ASCEND_STACKS.values(), strict=True):
         releases = (line.torch.recommended, line.torch_npu.recommended, line.vllm_ascend.recommended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -74,6 +75,29 @@ def cann_objection() -> str | None:
     return f"CANN {text} ({place}) is {wrong}; install CANN {lines.ascend_line().cann.recommended}" if wrong else None
 
 
+def triton_objection() -> str | None:
+    """Why a step cannot launch its Triton kernels: where vLLM finds no Triton it leaves them as Python functions."""
+    from npu_gptoss.serving.lines.ascend import LAUNCHED
+
+    kernels = {name: getattr(importlib.import_module(module), name) for module, name in LAUNCHED}
+    plain = [name for name, kernel in kernels.items() if not hasattr(kernel, "__getitem__")]
+    if not plain:
+        return None
+    line = lines.ascend_line()
+    found = lines.installed("triton-ascend")
+    got = f"triton-ascend {found} is installed and vLLM does not use it" if found else "triton-ascend is not installed"
+    return (
+        f"{got}, and vLLM {line.vllm.recommended} launches {plain[0]} in every step: the first request would end the "
+        f"server with a TypeError; {triton_remedy(line)}"
+    )
+
+
+def triton_remedy(line: lines.Line) -> str:
+    wanted = line.triton_ascend
+    command = f"pip install --no-deps triton-ascend=={wanted.recommended}"
+    return f"`{command}` (vllm-ascend's own image has {wanted.releases[-1]})"
+
+
 def event_objection() -> str | None:
     """Why captured attention calls cannot wait for their lengths; loads torch_npu, and opens no device.
 
@@ -139,7 +163,7 @@ def objections(config: VllmConfig) -> list[str]:
     """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
     from npu_gptoss.serving.lines.vllm import sequence_parallelism
 
-    found = [version_objection(installed()), cann_objection(), operator_objection()]
+    found = [version_objection(installed()), cann_objection(), operator_objection(), triton_objection()]
     if sequence_parallelism(config):
         found.append("enable_sequence_parallelism: not supported; leave it out")
     for name, why in OPTIONS.items():

@@ -63,6 +63,7 @@ class Line:
 
     image: the tag of CANN's container image. driver: one that users have with that CANN, and the oldest of which they
     report. variables: (name, value, why) of what this vllm-ascend must find in its environment.
+    triton_ascend: where no step runs without it.
     reckons_streams: whether it leaves out sizes of graphs that would take more streams than a card has.
     """
 
@@ -79,6 +80,7 @@ class Line:
     image: str = ""
     driver: tuple[str, tuple[int, int]] = ("", (0, 0))
     variables: tuple[tuple[str, str, str], ...] = ()
+    triton_ascend: Window | None = None
     reckons_streams: bool = False
 
     def module(self, package: Literal["vllm", "ascend"]) -> ModuleType:
@@ -113,6 +115,8 @@ LINES = (
         torch=Window("torch", ("2.10.0",), "2.10.0"),
         torch_npu=Window("torch-npu", ("2.10.0.post4",), "2.10.0.post4"),
         cann=Window("CANN", ("9.1.0",), "9.1.0"),
+        # vllm-ascend 0.23.0 asks for 3.2.2, which its own image has; 3.2.0 has run the kernels of a step here, emulated
+        triton_ascend=Window("triton-ascend", ("3.2.0", "3.2.1", "3.2.2"), "3.2.0"),
         python=("3.10", "3.11", "3.12"),
         python_on_ascend=("3.11",),
         image="9.1.0-910b-ubuntu22.04-py3.11",

@@ -49,6 +49,7 @@ WORKSPACE = 128 << 20
 # It starts the next graph before the last one has ended (mended in its #4233, #5966): wrong text or, with full graphs,
 # a hang. What waits by chance, the copy of each step's tokens, is what asynchronous scheduling leaves out.
 REPLAYS_IN_ORDER = False
+LAUNCHED: tuple[tuple[str, str], ...] = ()
 
 
 def updates_lengths() -> bool:

@@ -34,6 +34,8 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {"log2phy": None, "global_redundant_exp
 GRAPHS = "PIECEWISE"  # unless the user says: vLLM would choose whole decode steps, which no card has confirmed
 WORKSPACE = None  # CANN 9.1 tells what a captured call needs
 REPLAYS_IN_ORDER = True  # it waits for the stream before each replay
+# Triton kernels of every step (module, name) beside which there is no other way
+LAUNCHED = (("vllm.v1.worker.block_table", "_compute_slot_mapping_kernel"),)
 # vLLM's own operator calls the layer's implementation, once
 splitting_attention = None
 

@@ -39,6 +39,30 @@ def updates_late() -> Spoil:
     return mock.patch.object(captured, "update", update)
 
 
+@contextlib.contextmanager
+def without_triton() -> Iterator[None]:
+    """As vLLM 0.23 leaves the kernel of a step's slots on a card without Triton-Ascend: the decorator gives it back."""
+    from vllm.v1.worker import block_table
+    from vllm_ascend.worker import block_table as theirs
+
+    def _compute_slot_mapping_kernel(*arguments: Any) -> None:
+        pass
+
+    with (
+        mock.patch.object(block_table, "_compute_slot_mapping_kernel", _compute_slot_mapping_kernel),
+        mock.patch.object(theirs, "_compute_slot_mapping_kernel", _compute_slot_mapping_kernel),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_triton_unchecked() -> Iterator[None]:
+    from npu_gptoss.serving.ascend import limits
+
+    with without_triton(), mock.patch.object(limits, "triton_objection", return_value=None):
+        yield
+
+
 def replay_dropped() -> Spoil:
     import torch
 

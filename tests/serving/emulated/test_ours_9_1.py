@@ -118,3 +118,17 @@ def test_the_official_format_is_expanded_at_load(serve_9_1, expected, tmp_path):
     rounds = [turn((5, 140))]
     results, _ = serve_9_1(rounds, options=EAGER, model=tmp_path / "mxfp4")
     assert right(rounds, results, expected) == [True]
+
+
+def test_a_card_without_triton_ascend_is_refused_before_anything_is_loaded(serve_9_1):
+    with pytest.raises(AssertionError, match="nothing was served") as refusal:
+        serve_9_1([], options=EAGER, spoil="without_triton")
+    said = str(refusal.value)
+    assert "npu-gptoss cannot serve this. triton-ascend is not installed, and vLLM 0.23.0 launches " in said
+    assert "`pip install --no-deps triton-ascend==3.2.0` (vllm-ascend's own image has 3.2.2)" in said
+
+
+@pytest.mark.long
+def test_without_that_check_the_first_request_ends_the_engine(serve_9_1):
+    results, _ = serve_9_1([turn((5,), tokens=1)], options=EAGER, spoil="without_triton_unchecked")
+    assert results == ["TypeError: 'function' object is not subscriptable"]
