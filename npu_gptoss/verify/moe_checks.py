@@ -136,6 +136,8 @@ def packed_calls(spec: CallSpec) -> Iterator[Call]:
     yield drawn("as many rows as a tile may have", (1, 1440, 1), [0], True)
     yield drawn("one expert in two slots, others untouched", (5, 64, 4), [-1, 3, -1, 3, 0, -1], True)
     yield drawn("nothing touched", (2, 64, 1), [-1, -1], False)
+    every_third = [expert if expert % 3 == 1 else -1 for expert in range(128)]
+    yield drawn("43 of 120b's 128 experts, each at its own place", (128, 64, 2), every_third, True)
     for name, draw in spec.fuzz("expand"):
         experts = draw.randint(1, 6)
         slots = [draw.randint(-1, experts - 1) for _ in range(draw.randint(1, 7))]
