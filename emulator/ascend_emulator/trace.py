@@ -4,7 +4,8 @@ The runtime writes the lines for copies, synchronisations, collectives and graph
 module writes those of operators, through the same file descriptor and so in order. Phases: `eager` (ran at once),
 `queued` (ran later, behind a stream that was held up), `capture` (recorded, not run), `replay`, `update`.
 Bytes are what an ideal kernel must move: each operand once, a written operand once; for look-ups and scatters only the
-rows touched. A kernel of the op table may say better with an attribute `traffic`, also as how many kernels it is run.
+rows touched. A kernel of the op table may say better with an attribute `traffic`, also as how many kernels it is run;
+a Triton kernel is built so that it tells what it touches (`compiler/touched.py`).
 """
 
 from __future__ import annotations

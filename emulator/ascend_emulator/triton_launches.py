@@ -99,7 +99,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> No
 @functools.cache
 def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]) -> Any:
     """Compiled once for its types and constants. Raises CompilerError, as the first launch on a card would fail."""
-    from ascend_emulator import context
+    from ascend_emulator import context, trace
     from ascend_emulator.calls import Operation
     from ascend_emulator.compiler import host, lowering, planner, tools
 
@@ -107,10 +107,12 @@ def _operation(kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple
     plan = planner.plan(program)
     if plan.refusal:
         raise tools.CompilerError(f"{program}: the compiler refuses it for an {lowering.TARGET}: {plan.refusal}")
-    built = host.HostKernel(program)
+    built = host.HostKernel(program, traced=trace.ENABLED)
 
     def run(grid: tuple[int, ...], *values: Any) -> None:
         if context.current().execute:
             built.on_addresses(grid, values)
 
+    if trace.ENABLED:
+        run.traffic = lambda *_: trace.Traffic(*built.touched())
     return Operation(f"triton::{program.name}", run, ours=True, writes=frozenset(1 + i for i in program.written))

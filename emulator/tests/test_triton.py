@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ascend_emulator.compiler.tools import CompilerError
+from ascend_emulator.compiler.touched import telling
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.launch import Machine, environment
 from ascend_emulator.triton_launches import site_packages
@@ -51,3 +53,17 @@ def test_triton_s_interpreter_does_not_take_the_place_of_the_device(tmp_path: Pa
 def test_an_environment_without_the_compiler_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
     with pytest.raises(EmulatorError, match=r"has no triton, ascendnpuir, pybind11 .*make setup-ascend-compiler"):
         site_packages(tmp_path)
+
+
+def test_a_trace_does_not_leave_out_what_a_kernel_does_with_memory_in_a_new_way() -> None:
+    head = "  func.func @kernel(%arg0: memref<?xi32>, %arg1: i32) attributes {} {"
+    piece = "    %piece = memref.reinterpret_cast %arg0 to offset: [0], sizes: [4], strides: [1] : memref<?xi32> to {}"
+    kind = "memref<4xi32, strided<[1]>>"
+    known = [head, piece.format(kind), f"    %0 = memref.load %piece[%c0] : {kind}"]
+    assert "call @kernel_read_i32" in telling("\n".join(known))
+    with pytest.raises(CompilerError, match=r"not known what this reads or writes: hivm\.gather %piece"):
+        telling("\n".join([*known, "    hivm.gather %piece"]))
+    with pytest.raises(CompilerError, match="not known how memref<4xi32, #map> lies in memory"):
+        telling("\n".join([*known[:2], "    %0 = memref.load %piece[%c0] : memref<4xi32, #map>"]))
+    other = "    %piece = memref.subview %alloc[0] [4] [1] : memref<8xi32> to memref<4xi32>"
+    assert telling("\n".join([*known, other, "    hivm.gather %piece"])).count("call @") == 1

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from ascend_emulator.compiler.lowering import Program
 from ascend_emulator.compiler.tools import CompilerError, run, tools
+from ascend_emulator.compiler.touched import telling
 
 TRIPLE, CPU = f"{platform.machine()}-unknown-linux-gnu", "x86-64-v2"
 PASSES = (
@@ -52,11 +53,11 @@ _C_TYPES = {
 
 
 class HostKernel:
-    """A kernel as a function of this machine."""
+    """A kernel as a function of this machine. traced: it can say which bytes it touched."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, traced: bool = False) -> None:
         self.program = program
-        self.library = ctypes.CDLL(str(_shared_object(program)))
+        self.library = ctypes.CDLL(str(_shared_object(program, telling(program.linalg) if traced else program.linalg)))
         self.function = self.library[program.name]
         self.function.restype = None
 
@@ -81,6 +82,12 @@ class HostKernel:
         for argument, (_, kind) in zip(arguments, self.program.types, strict=True):
             values += _memref(argument.data_ptr()) if kind.startswith("*") else [_C_TYPES[kind](argument)]
         self._run((*grid, 1, 1)[:3], values)
+
+    def touched(self) -> tuple[int, int]:
+        """Bytes of its tensors that were read and written since the last question, each once, where it is traced."""
+        ask = self.library.kernel_told
+        ask.restype = ctypes.c_int64
+        return ask(0), ask(1)
 
     def _run(self, sizes: Sequence[int], values: Sequence[Any]) -> None:
         counts = [ctypes.c_int32(size) for size in sizes]
@@ -131,9 +138,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ascend-compiler-")
 
 
-def _shared_object(program: Program) -> Path:
+def _shared_object(program: Program, linalg: str) -> Path:
     """Raises CompilerError: what triton-ascend lowers to more than plain linalg has no code on a CPU."""
-    lowered = run(tools().opt, program.linalg, PASSES)
+    lowered = run(tools().opt, linalg, PASSES)
     if lowered.status:
         raise CompilerError(f"{program} has no code on this machine's CPU: {lowered.reason()}")
     folder = Path(tempfile.mkdtemp(dir=_folder().name))

@@ -1,4 +1,5 @@
-/* What a lowered kernel calls: its on-chip buffers, copies between strided pieces of memory, roundings to bfloat16. */
+/* What a lowered kernel calls: its on-chip buffers, copies between strided pieces of memory, roundings to bfloat16, and
+   in a trace what it reads and writes of its tensors. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,4 +51,68 @@ void memrefCopy(int64_t size, memref *from, memref *to) {
     while (axis >= 0 && ++at[axis] == sizes[axis]) at[axis--] = 0;
     if (axis < 0) return;
   }
+}
+
+/* Bytes [begin, end) that were touched: neighbours in the order of their touch are one piece. */
+typedef struct { int64_t begin, end; } piece;
+typedef struct { piece *items; int64_t count, room; } pieces;
+static pieces told[2];
+
+static void tell(pieces *kept, int64_t begin, int64_t end) {
+  if (kept->count && kept->items[kept->count - 1].end == begin) {
+    kept->items[kept->count - 1].end = end;
+    return;
+  }
+  if (kept->count == kept->room) {
+    kept->room = kept->room ? 2 * kept->room : 1024;
+    kept->items = realloc(kept->items, kept->room * sizeof(piece));
+  }
+  kept->items[kept->count++] = (piece){begin, end};
+}
+
+static void touched(pieces *kept, int64_t rank, int64_t *descriptor, int64_t size) {
+  int64_t at[16] = {0}, *sizes = descriptor + 3, *strides = sizes + rank;
+  int64_t row = rank && strides[rank - 1] == 1 ? sizes[rank - 1] : 1, outer = rank - (row > 1);
+  for (int64_t axis = 0; axis < rank; axis++)
+    if (sizes[axis] == 0) return;
+  for (;;) {
+    int64_t offset = descriptor[2], axis = outer - 1;
+    for (int64_t i = 0; i < outer; i++) offset += at[i] * strides[i];
+    tell(kept, descriptor[1] + offset * size, descriptor[1] + (offset + row) * size);
+    while (axis >= 0 && ++at[axis] == sizes[axis]) at[axis--] = 0;
+    if (axis < 0) return;
+  }
+}
+
+#define ELEMENT(name, size) \
+  void kernel_read_##name(int64_t rank, int64_t *tensor) { touched(&told[0], rank, tensor, size); } \
+  void kernel_written_##name(int64_t rank, int64_t *tensor) { touched(&told[1], rank, tensor, size); }
+ELEMENT(i1, 1)
+ELEMENT(i8, 1)
+ELEMENT(i16, 2)
+ELEMENT(i32, 4)
+ELEMENT(i64, 8)
+ELEMENT(f16, 2)
+ELEMENT(bf16, 2)
+ELEMENT(f32, 4)
+ELEMENT(f64, 8)
+
+static int by_begin(const void *a, const void *b) {
+  int64_t one = ((const piece *)a)->begin, other = ((const piece *)b)->begin;
+  return (one > other) - (one < other);
+}
+
+/* Bytes that were read (0) or written (1) since the last question, each once. */
+int64_t kernel_told(int which) {
+  pieces *kept = &told[which];
+  int64_t bytes = 0, end = INT64_MIN;
+  qsort(kept->items, kept->count, sizeof(piece), by_begin);
+  for (piece *one = kept->items; one < kept->items + kept->count; one++) {
+    if (one->end > end) {
+      bytes += one->end - (one->begin > end ? one->begin : end);
+      end = one->end;
+    }
+  }
+  kept->count = 0;
+  return bytes;
 }

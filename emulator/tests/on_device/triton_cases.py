@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch_npu  # noqa: F401
 import triton
 import triton.language as tl
+from ascend_emulator import trace
 from ascend_emulator.errors import EmulatorError
 from tools import captured
 
@@ -82,6 +84,24 @@ def case_a_tile_that_the_compiler_refuses_is_refused() -> None:
 def case_a_launch_without_a_tensor_of_the_device_is_refused() -> None:
     source, places, out = (tensor.cpu() for tensor in rows())
     refused("none of its tensors is on the device", lambda: moved[(1,)](source, places, out, 3, SIZE=24))
+
+
+def case_a_trace_charges_what_a_launch_touches_and_each_byte_once() -> None:
+    """Rows of 96 bytes, and three numbers of rows: not all of `source`, and of `out` not the row that stays."""
+    source, places, out = rows()
+    told = []
+
+    def operator(name: str, phase: str, *_: object, moved: trace.Traffic | None, **__: object) -> None:
+        if name == "triton::moved" and phase != "capture":
+            told.append(moved)
+
+    with mock.patch.object(trace, "ENABLED", True), mock.patch.object(trace, "operator", operator):
+        moved[(2,)](source, places, out, 3, SIZE=24)
+        graph, _ = captured(lambda: moved[(1,)](source, places, out, 3, SIZE=24))
+        places.copy_(torch.tensor([2, 2, 2], dtype=torch.int32))
+        graph.replay()
+        npu.synchronize()
+    assert told == [trace.Traffic(2 * 96 + 12, 2 * 96), trace.Traffic(1 * 96 + 12, 3 * 96)], told
 
 
 def case_the_card_has_as_many_cores_as_a_910b3() -> None:
