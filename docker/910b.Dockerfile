@@ -13,6 +13,11 @@ FROM ${CANN_IMAGE}:${CANN_8_3} AS cann-8.3
 FROM ${CANN_IMAGE}:${CANN_9_1} AS cann-9.1
 # without it vllm-ascend takes a vLLM that calls itself 0.23.0+empty for a later one
 ENV VLLM_VERSION=0.23.0
+# Triton-Ascend compiles its launchers while the server runs. Ubuntu's own security updates are wanted, so no versions.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes g++ \
+    && rm -rf /var/lib/apt/lists/*
 
 # hadolint ignore=DL3006
 FROM cann-${STACK}

@@ -1,8 +1,8 @@
 """The Triton kernels that a step of vLLM launches, by module and name; each is run as one kernel of the device.
 
-The Triton-Ascend that vllm-ascend 0.23 asks for is on no index; with 3.2.0 (`triton_launches.py`) it goes other ways.
-Without Triton vLLM leaves a kernel as a Python function that cannot be launched. Those of this table can; any other
-still ends in vLLM's own error. Where vllm-ascend has another way without Triton (rotary embedding, penalties), it goes
+For a machine without Triton-Ascend; with it the kernels themselves run (`triton_launches.py`). Without Triton vLLM
+leaves a kernel as a Python function that cannot be launched. Those of this table can; any other still ends in vLLM's
+own error. Where vllm-ascend has another way without Triton (rotary embedding, penalties), it goes
 there, and on a card it would not.
 """
 

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.files import write_atomically
-from scripts.setup.environments import ASCEND_STACKS, REQUIREMENTS, TORCH, TORCH_ON_ASCEND, AscendStack
+from scripts.setup.environments import ASCEND_STACKS, REQUIREMENTS, TORCH, TORCH_ON_ASCEND
 from scripts.setup.machine import read_pins
 
 MACHINES = ("x86_64", "aarch64")
@@ -37,8 +37,11 @@ CPU_BUILDS = {
 BUILT_FOR_CPUS = ("torch", "torchvision")
 LEFT_OUT = {
     "8.3": "torchvision, cmake and triton, which gpt-oss does not import.",
-    "9.1": "triton-ascend, whose 3.2.2 is on no index, cmake and triton.",
+    "9.1": "cmake, and triton, whose module name is triton-ascend's.",
 }
+# Without it each step of vLLM 0.23 on Ascend ends: a kernel that makes slots is a plain function then. vllm-ascend
+# asks for 3.2.2, which the package index does not have; this release is what the tests compile its kernels with.
+NEEDED_ON_A_CARD = {"8.3": (), "9.1": ("triton-ascend",)}
 ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
 # what the tests on an NVIDIA GPU import, besides torch and what make check needs
 ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
@@ -82,22 +85,24 @@ class Lock:
         return [(python, machine) for python in self.pythons for machine in self.machines]
 
 
-def on_ascend(stack: AscendStack, name: str, left_out: str) -> Lock:
-    """Of an image: what the stack's tests ran on, without the tests, and with what they have from elsewhere."""
+def on_ascend(name: str) -> Lock:
+    """Of a stack's image: what its tests ran on, without the tests, and with what they have from elsewhere."""
+    stack = ASCEND_STACKS[name]
     pins = read_pins(REQUIREMENTS / f"{stack.lock}.txt")
     pins = {name: version for name, version in pins.items() if name not in ONLY_FOR_TESTS}
     title = (
         f"docker/910b.Dockerfile: the emulated 910B's packages with torch and the Ascend wheels; vLLM comes from\n"
-        f"# its source release. Left out on purpose: {left_out}"
+        f"# its source release. Left out on purpose: {LEFT_OUT[name]}"
     )
     own = {"torch": stack.torch, "torch-npu": stack.torch_npu, "vllm-ascend": stack.vllm_ascend}
-    return Lock(name, title, pins | own)
+    compiler = read_pins(REQUIREMENTS / "ascend-compiler.txt")
+    return Lock(f"910b-{name}", title, pins | own | {needed: compiler[needed] for needed in NEEDED_ON_A_CARD[name]})
 
 
 def locks() -> dict[str, Lock]:
     cpu, tools = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("cpu", "dev"))
     found = (
-        *(on_ascend(ASCEND_STACKS[name], f"910b-{name}", left_out) for name, left_out in LEFT_OUT.items()),
+        *(on_ascend(name) for name in ASCEND_STACKS),
         Lock(
             "cpu-image",
             "docker/cpu.Dockerfile: cpu.txt with torch; vLLM comes from its source release.",

@@ -14,7 +14,7 @@ import pytest
 from npu_gptoss.kernels.platform import HOPPER, Platform
 from npu_gptoss.serving.lines import LINES
 from scripts.setup.environments import ASCEND_STACKS, CLIENTS, ENVIRONMENTS, REQUIREMENTS
-from scripts.setup.lock import ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
+from scripts.setup.lock import NEEDED_ON_A_CARD, ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
 from scripts.setup.machine import ROOT, read_pins
 
 HASHED = locks()
@@ -67,7 +67,20 @@ def test_the_emulated_910b_and_the_image_differ_in_nothing_but_tests_and_the_whe
     emulated = set(read_pins(REQUIREMENTS / f"{ASCEND_STACKS[stack].lock}.txt"))
     image = {name for name, *_ in read(f"910b-{stack}")}
     assert emulated - image == ONLY_FOR_TESTS
-    assert image - emulated == {"torch", "torch-npu", "vllm-ascend"}
+    assert image - emulated == {"torch", "torch-npu", "vllm-ascend", *NEEDED_ON_A_CARD[stack]}
+
+
+def test_an_image_of_a_line_that_needs_triton_on_a_card_has_the_one_that_kernels_are_compiled_with_here() -> None:
+    """Without it vLLM 0.23's `_compute_slot_mapping_kernel` is a plain function, and the first step a TypeError.
+
+    It wants a C++ compiler beside it, and no package that takes its module name.
+    """
+    images = {stack: {name: version for name, version, *_ in read(f"910b-{stack}")} for stack in ASCEND_STACKS}
+    compiler = read_pins(REQUIREMENTS / "ascend-compiler.txt")["triton-ascend"]
+    assert {stack: image.get("triton-ascend") for stack, image in images.items()} == {"8.3": None, "9.1": compiler}
+    assert not any("triton" in image for image in images.values())
+    stage = (ROOT / "docker/910b.Dockerfile").read_text().partition("AS cann-9.1\n")[2].partition("FROM")[0]
+    assert re.search(r"apt-get install .*\bg\+\+", stage)
 
 
 @pytest.mark.parametrize("name", EXACT)
