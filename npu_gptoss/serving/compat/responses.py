@@ -24,11 +24,12 @@ from openai.types.responses import (
     ResponseReasoningItem,
     ResponseStreamEvent,
 )
+from pydantic import create_model
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.streaming import log_failure
-from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES
+from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES, RESPONSES_CONTEXT, RESPONSES_SERVING
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 PREFIX = {Kind.REASONING: "rs", Kind.ANSWER: "msg", Kind.CALL: "fc"}  # of an item's id
 # of the events that tell a part's text
 TEXT = {Kind.REASONING: "reasoning_text", Kind.ANSWER: "output_text", Kind.CALL: "function_call_arguments"}
+ITEMS = (
+    "_process_harmony_streaming_events ._make_response_output_items_with_harmony .responses_full_generator "
+    ".responses_stream_generator .responses_background_stream_generator"
+)
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 # an event's type -> its class
 EVENTS = {
@@ -134,6 +139,20 @@ def _content(kind: Kind, text: str) -> dict[str, Any]:
 )
 def install_answers(context: ModuleType) -> None:
     """The contexts of /v1/responses do not hand their outputs to the reading that responses-items uses."""
+    _hand_over(context)
+
+
+@repair(
+    "responses-outputs",
+    f"{RESPONSES_CONTEXT}:HarmonyContext.append_output StreamingHarmonyContext.append_output",
+    lines=("0.23",),
+)
+def install_answers_0_23(context: ModuleType) -> None:
+    """The contexts of /v1/responses do not hand their outputs to the reading that responses-items uses."""
+    _hand_over(context)
+
+
+def _hand_over(context: ModuleType) -> None:
     for kind in (context.HarmonyContext, context.StreamingHarmonyContext):
         original = kind.append_output
         expect_parameters(original, "self", "output")
@@ -153,15 +172,29 @@ def _showing(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
 
 @repair(
     "responses-items",
-    f"{RESPONSES}:OpenAIServingResponses._process_harmony_streaming_events ._make_response_output_items_with_harmony",
-    f"{RESPONSES}:OpenAIServingResponses.responses_full_generator .responses_stream_generator",
-    f"{RESPONSES}:OpenAIServingResponses.responses_background_stream_generator",
+    f"{RESPONSES}:OpenAIServingResponses.{ITEMS}",
     lines=("0.11",),
     upstream="vllm issues 23222 and 45742, PRs 24317, 29947 and 45745",
 )
 def install_items(serving_responses: ModuleType) -> None:
     """A streamed response has no function call, other ids than the final one, items numbered so that OpenAI's
     client fails, and not closed when they are cut off, and ends with response.completed in any case."""
+    _tell_items(serving_responses)
+
+
+@repair(
+    "responses-items",
+    f"{RESPONSES_SERVING}:OpenAIServingResponses.{ITEMS}",
+    lines=("0.23",),
+    upstream="vllm issue 45742, PR 45745",
+)
+def install_items_0_23(serving: ModuleType) -> None:
+    """A streamed response has other ids than the final one, items that are not closed when they are cut off, and ends
+    with response.completed in any case; a forced call is a message, and a stop string stays in its text."""
+    _tell_items(serving)
+
+
+def _tell_items(serving_responses: ModuleType) -> None:
     serving = serving_responses.OpenAIServingResponses
     events = serving._process_harmony_streaming_events
     items = serving._make_response_output_items_with_harmony
@@ -213,7 +246,9 @@ def install_items(serving_responses: ModuleType) -> None:
             response = await whole(self, request, sampling_params, result_generator, context, *args, **kwargs)
         except ValueError:
             raise  # vLLM answers 400
-        except Exception as error:  # and 400 to these too, which are not the client's
+        except Exception as error:  # and 0.11.0 400 to these too, which are not the client's
+            if hasattr(error, "status_code"):
+                raise
             log_failure("a response failed", error)
             return self.create_error_response(
                 str(error) or type(error).__name__,
@@ -264,7 +299,7 @@ def install_items(serving_responses: ModuleType) -> None:
             if request.store:
                 async with self.response_store_lock:
                     self.response_store[response.id] = response
-            yield ResponseFailedEvent(type="response.failed", sequence_number=number, response=response.model_dump())
+            yield _ended(ResponseFailedEvent, "response.failed", number, response)
 
     @functools.wraps(background)
     async def responses_background_stream_generator(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -288,13 +323,21 @@ def _last_event(event: Any) -> Any:
     """`response.completed` under the name that fits the response's status."""
     response = event.response
     if response.status == "incomplete":
-        return ResponseIncompleteEvent(
-            type="response.incomplete", sequence_number=event.sequence_number, response=response
-        )
+        return _ended(ResponseIncompleteEvent, "response.incomplete", event.sequence_number, response)
     if response.status in ("cancelled", "failed"):  # there is no event for the first alone
         response.error = ResponseError(code="server_error", message="The server ended the request before its end.")
-        return ResponseFailedEvent(type="response.failed", sequence_number=event.sequence_number, response=response)
+        return _ended(ResponseFailedEvent, "response.failed", event.sequence_number, response)
     return event
+
+
+def _ended(kind: type, name: str, number: int, response: Any) -> Any:
+    """An event of OpenAI's with the class of response that vLLM's own events have."""
+    return _holding(kind, type(response))(type=name, sequence_number=number, response=response)
+
+
+@functools.cache
+def _holding(kind: type, response: type) -> type:
+    return create_model(kind.__name__, __base__=kind, response=(response, ...))
 
 
 @repair("responses-nulls", f"{RESPONSES}:OpenAIServingResponses.create_responses", lines=("0.11",))

@@ -8,7 +8,6 @@ place, and leaves vLLM's own loops as they are.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,8 +15,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from openai.types.responses import ResponseIncompleteEvent
 
 from npu_gptoss.harmony.parser import TolerantParser
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
@@ -217,41 +214,3 @@ def install_context(context: ModuleType) -> None:
         self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
 
     replace(streaming, "append_output", append_output)
-
-
-@repair(
-    "responses-last-event",
-    f"{RESPONSES_SERVING}:OpenAIServingResponses.responses_stream_generator .responses_background_stream_generator",
-    lines=("0.23",),
-)
-def install_last_event(serving: ModuleType) -> None:
-    """A streamed response that was cut off ends with `response.completed`, by which clients take it for whole."""
-    from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
-
-    owner = serving.OpenAIServingResponses
-    expect_source(owner.responses_stream_generator, "response=final_response,")
-    expect_source(owner.responses_background_stream_generator, '"unknown") == "response.completed": return')
-
-    class Incomplete(ResponseIncompleteEvent):
-        response: ResponsesResponse  # vLLM's, as its own events have it
-
-    @around(owner, "responses_stream_generator")
-    async def responses_stream_generator(
-        original: Callable[..., AsyncGenerator[Any, None]], *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        async with contextlib.aclosing(original(*args, **kwargs)) as events:
-            async for event in events:
-                if event.type == "response.completed" and event.response.status == "incomplete":
-                    fields = {"sequence_number": event.sequence_number, "response": event.response}
-                    event = Incomplete(type="response.incomplete", **fields)
-                yield event
-
-    @around(owner, "responses_background_stream_generator")
-    async def responses_background_stream_generator(
-        original: Callable[..., AsyncGenerator[Any, None]], *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        async with contextlib.aclosing(original(*args, **kwargs)) as events:
-            async for event in events:
-                yield event
-                if event.type == "response.incomplete":  # vLLM waits for ever unless it was completed
-                    return

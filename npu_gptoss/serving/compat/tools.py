@@ -3,44 +3,63 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CHAT, HARMONY, PROTOCOL, RESPONSES, TOOLS
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import (
+    CHAT,
+    CHAT_PROTOCOL,
+    HARMONY,
+    PROTOCOL,
+    RESPONSES,
+    RESPONSES_PROTOCOL,
+    RESPONSES_SERVING,
+    TOOLS,
+    TOOLS_0_23,
+)
 from npu_gptoss.serving.compat.turn import Reading, assistant_turn, choice_of, reading_of
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ExtractedToolCallInformation
 
 
 @repair("tool-answers", f"{TOOLS}:OpenAIToolParser.extract_tool_calls", lines=("0.11",), upstream="vllm issue 22337")
 def install_parser(module: ModuleType) -> None:
     """With a tool parser a chat loses an answer that is cut off, rewrites arguments, and gives a call that
     tool_choice made the model write as content."""
-    parser = module.OpenAIToolParser
-    original = parser.extract_tool_calls
-    expect_parameters(original, "self", "model_output", "request", "token_ids")
+    _tell_answers(module)
 
-    @functools.wraps(original)
+
+@repair(
+    "tool-answers", f"{TOOLS_0_23}:OpenAIToolParser.extract_tool_calls", lines=("0.23",), upstream="vllm issue 22337"
+)
+def install_parser_0_23(module: ModuleType) -> None:
+    """With a tool parser a chat of several answers keeps the last alone, arguments are written anew, and stop strings
+    and a call that tool_choice made the model write are content, so that a whole answer is another than a streamed."""
+    expect_source(module.OpenAIToolParser.extract_tool_calls, "content=final_content or commentary_content")
+    _tell_answers(module, lambda request: None if request.parallel_tool_calls else 1)  # as this vLLM streams them
+
+
+def _tell_answers(module: ModuleType, most: Callable[[Any], int | None] = lambda request: None) -> None:
+    """most: how many calls of a request's answer are told; None: all."""
+    parser = module.OpenAIToolParser
+    expect_parameters(parser.extract_tool_calls, "self", "model_output", "request", "token_ids")
+
+    @around(parser, "extract_tool_calls")
     def extract_tool_calls(
-        self, model_output: str, request: ChatCompletionRequest, token_ids: Sequence[int] | None = None
-    ) -> ExtractedToolCallInformation:
+        original: Callable[..., Any], self: Any, model_output: str, request: Any, token_ids: Sequence[int] | None = None
+    ) -> Any:
         """A call that is cut off is told too, as in the stream; it counts as none: the reason stays "length"."""
         if token_ids is None:
             return original(self, model_output, request, token_ids)
         turn = assistant_turn(reading_of(request)).read(token_ids)
         calls = [
             module.ToolCall(type="function", function=module.FunctionCall(name=call.name, arguments=call.text))
-            for call in turn.calls
+            for call in turn.calls[: most(request)]
         ]
         return module.ExtractedToolCallInformation(
             tools_called=turn.called, tool_calls=calls, content=turn.texts(Kind.ANSWER)
         )
-
-    replace(parser, "extract_tool_calls", extract_tool_calls)
 
 
 @repair(
@@ -157,6 +176,38 @@ def install_schema(protocol: ModuleType) -> None:
     replace(responses, "to_sampling_params", to_sampling_params)
 
 
+@repair(
+    "forced-call-schema",
+    f"{RESPONSES_PROTOCOL}:ResponsesRequest.to_sampling_params",
+    f"{CHAT_PROTOCOL}:ChatCompletionRequest.to_sampling_params",
+    lines=("0.23",),
+    upstream="vllm PR 44664 (open)",
+)
+def install_schema_0_23(module: ModuleType) -> None:
+    """A call that tool_choice forces has no grammar: the model may answer without one."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def forced(original: Callable[..., Any], self: Any, schema: dict[str, Any] | None, *args: Any, **rest: Any) -> Any:
+        if schema is None:
+            return original(self, *args, **rest)
+        bare = {"text": None} if isinstance(self, module.ResponsesRequest) else {"response_format": None}
+        wanted = StructuredOutputsParams(json=schema)
+        return original(self.model_copy(update={**bare, "structured_outputs": wanted}), *args, **rest)
+
+    for kind in (module.ResponsesRequest, ChatCompletionRequest):
+        expect_source(kind.to_sampling_params, "structured_outputs=")
+
+    @around(module.ResponsesRequest, "to_sampling_params")
+    def of_response(original: Callable[..., Any], self: Any, *args: Any, **rest: Any) -> Any:
+        return forced(original, self, forced_schema(self, allowed_functions(self)), *args, **rest)
+
+    @around(ChatCompletionRequest, "to_sampling_params")
+    def of_chat(original: Callable[..., Any], self: Any, *args: Any, **rest: Any) -> Any:
+        schema = forced_schema(self, [tool.function for tool in self.tools or ()])
+        return forced(original, self, schema, *args, **rest)
+
+
 def allowed_tools(request: Any) -> list[Any]:
     """The tools that the model may see under the `tool_choice` of a request of /v1/responses."""
     choice = request.tool_choice
@@ -183,15 +234,33 @@ def allowed_functions(request: Any) -> list[Any]:
 )
 def install_responses_choice(serving_responses: ModuleType) -> None:
     """/v1/responses refuses every tool_choice but "auto"."""
-    serving = serving_responses.OpenAIServingResponses
-    original = serving._make_request_with_harmony
-    expect_parameters(original, "self", "request", "prev_response")
-    expect_source(original, 'if request.tool_choice != "auto":')
+    expect_source(
+        serving_responses.OpenAIServingResponses._make_request_with_harmony, 'if request.tool_choice != "auto":'
+    )
+    _take_choices(serving_responses)
 
-    @functools.wraps(original)
-    def _make_request_with_harmony(self, request: Any, prev_response: Any) -> Any:
+
+@repair(
+    "responses-tool-choice",
+    f"{RESPONSES_SERVING}:OpenAIServingResponses._make_request_with_harmony",
+    lines=("0.23",),
+    upstream="vllm PR 44664 (open)",
+)
+def install_responses_choice_0_23(serving: ModuleType) -> None:
+    """/v1/responses answers a tool_choice that forces a call with 501, and shows tools that `none` forbids."""
+    expect_source(
+        serving.OpenAIServingResponses._make_request_with_harmony, 'request.tool_choice not in ("auto", "none"):'
+    )
+    _take_choices(serving)
+
+
+def _take_choices(serving_responses: ModuleType) -> None:
+    expect_parameters(
+        serving_responses.OpenAIServingResponses._make_request_with_harmony, "self", "request", "prev_response"
+    )
+
+    @around(serving_responses.OpenAIServingResponses, "_make_request_with_harmony")
+    def _make_request_with_harmony(original: Callable[..., Any], self: Any, request: Any, prev_response: Any) -> Any:
         forced_schema(request, allowed_functions(request))  # refused here with 400
         shown = request.model_copy(update={"tool_choice": "auto", "tools": allowed_tools(request)})
         return original(self, shown, prev_response)
-
-    replace(serving, "_make_request_with_harmony", _make_request_with_harmony)

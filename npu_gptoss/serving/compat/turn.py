@@ -20,8 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from openai_harmony import Role
-
 from npu_gptoss.harmony.parser import TOOL_PREFIX, Kind, TolerantParser, kind_of, text_of
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ def reading_of(request: ChatCompletionRequest | ResponsesRequest) -> Reading:
     choice, function = choice_of(request.tool_choice)
     stop = getattr(request, "stop", None) or ()
     if not hasattr(request, "include_stop_str_in_output") or choice in ("required", "function"):
-        return Reading(choice, function)  # /v1/responses has no stop strings, and JSON must not be cut
+        return Reading(choice, function)  # 0.11.0's /v1/responses has no stop strings, and JSON must not be cut
     if choice == "none" and not request.tools:
         choice = "auto"  # chat's default: nothing was chosen
     return Reading(
@@ -73,7 +71,7 @@ def reading_of(request: ChatCompletionRequest | ResponsesRequest) -> Reading:
         function,
         (stop,) if isinstance(stop, str) else tuple(stop),
         request.include_stop_str_in_output,
-        request.min_tokens or 0,
+        getattr(request, "min_tokens", None) or 0,
     )
 
 
@@ -321,6 +319,6 @@ class Turn:
 
 def assistant_turn(reading: Reading | None = None) -> Turn:
     """A turn of the served model."""
-    from npu_gptoss.serving.lines.vllm import get_encoding
+    from npu_gptoss.serving.lines.vllm import assistant_parser
 
-    return Turn(TolerantParser(get_encoding(), Role.ASSISTANT), reading or Reading())
+    return Turn(assistant_parser(), reading or Reading())

@@ -10,6 +10,7 @@ from npu_gptoss.serving.steps import Step, take
 if TYPE_CHECKING:
     import torch
 
+    from npu_gptoss.harmony.parser import TolerantParser
     from npu_gptoss.model.config import GptOssConfig
 
 _LAYERS = "vllm.model_executor.layers"
@@ -68,6 +69,15 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
+
+
+def assistant_parser() -> TolerantParser:
+    """What reads a turn of the served model."""
+    from openai_harmony import Role
+
+    from npu_gptoss.harmony.parser import TolerantParser
+
+    return TolerantParser(resolve(MODULES, "get_encoding")(), Role.ASSISTANT)
 
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py

@@ -22,6 +22,7 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
 if TYPE_CHECKING:
     import torch
 
+    from npu_gptoss.harmony.parser import TolerantParser
     from npu_gptoss.model.config import GptOssConfig
 
 __all__ = [
@@ -96,6 +97,13 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
+
+
+def assistant_parser() -> TolerantParser:
+    """What reads a turn of the served model, by this vLLM's channels and recipients."""
+    from npu_gptoss.serving.compat.channels import ChannelParser
+
+    return ChannelParser(resolve(MODULES, "get_encoding")())
 
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py

@@ -24,7 +24,7 @@ from tests.harmony.test_parser import noisy, spoiled, well_formed
 
 pytestmark = pytest.mark.serving
 
-READING = ("harmony-parser", "tool-answers", "chat-stream-tokens", "chat-stream-channels", "reasoning-name")
+READING = ("harmony-parser", "tool-answers", "chat-stream-channels", "reasoning-name")
 ENDS = (200002, 200012)  # <|return|>, <|call|>
 STREAMS = 100
 HM, NEXT = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant"
@@ -48,27 +48,29 @@ class Engine:
         get_diff_sampling_param=dict,
     )
 
-    def __init__(self, tokens: Sequence[int], bite: int) -> None:
-        self.tokens, self.bite = list(tokens), bite
+    def __init__(self, tokens: Sequence[int], bite: int, finish: str | None = None) -> None:
+        self.tokens, self.bite, self.finish = list(tokens), bite, finish
 
     async def generate(self, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
         for first in range(0, len(self.tokens), self.bite):
             part = self.tokens[first : first + self.bite]
             last = first + self.bite >= len(self.tokens)
-            reason = ("stop" if part[-1] in ENDS else "length") if last else None
+            reason = (self.finish or ("stop" if part[-1] in ENDS else "length")) if last else None
             done = CompletionOutput(0, "", part, None, None, finish_reason=reason)
             yield RequestOutput("id", None, [1], None, [done], last, num_cached_tokens=0)
             await asyncio.sleep(0)
 
 
-def asked(tokens: Sequence[int], bite: int | None = None, tool_flags: bool = True) -> dict[str, Any]:
+def asked(
+    tokens: Sequence[int], bite: int | None = None, tool_flags: bool = True, finish: str | None = None, **fields: Any
+) -> dict[str, Any]:
     """What the client has of a turn in the end; `bite`: of the stream, None where the answer is whole."""
     flags = {"enable_auto_tools": True, "tool_parser": "openai"} if tool_flags else {}
     serving = OpenAIServingChat(
-        Engine(tokens, bite or len(tokens)), None, "assistant", openai_serving_render=None, request_logger=None,
+        Engine(tokens, bite or len(tokens), finish), None, "assistant", openai_serving_render=None, request_logger=None,
         chat_template=None, chat_template_content_format="auto", **flags,
     )  # fmt: skip
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], stream=bite is not None)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], stream=bite is not None, **fields)
     params = SamplingParams(output_kind=RequestOutputKind.DELTA if bite else RequestOutputKind.FINAL_ONLY)
     generated = serving.engine_client.generate({}, params, "id")
     names = RequestResponseMetadata(request_id="id")
@@ -99,11 +101,11 @@ async def read(stream: AsyncIterator[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100)) -> tuple:
+def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100), **fields: Any) -> tuple:
     """The same of a whole answer and of streams in bites."""
-    whole = asked(tokens)
+    whole = asked(tokens, **fields)
     for bite in bites:
-        assert asked(tokens, bite) == whole
+        assert asked(tokens, bite, **fields) == whole
     assert whole["named twice"]
     return whole["content"], whole["reasoning"], whole["calls"], whole["finish"]
 
@@ -120,6 +122,7 @@ def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100)) -> tup
         ("<|channel|>commentary<|message|>I look.<|end|>" + FOUR, ("I look.\nFour.", "", [], "stop")),
         (CALL, ("", "", [PARIS], "tool_calls")),
         (TWO_CALLS, ("", "", [PARIS, PARIS], "tool_calls")),
+        (CALL.replace("functions.", ""), ("", "", [PARIS], "tool_calls")),
         (CALL.replace('{"city":"Paris"}', ""), ("", "", [["get_weather", "{}"]], "tool_calls")),
         ("<|channel|>analysis<|message|>h", ("", "h", [], "length")),
         (HM + NEXT + "<|channel|>final<|message|>Fou", ("Fou", "hm", [], "length")),
@@ -136,6 +139,72 @@ def test_a_call_that_is_cut_off_is_none_to_run(patched: Any, tokens: Callable) -
         assert asked(cut, 1)["finish"] == asked(cut)["finish"] == "length"
     with patched():
         assert asked(cut, 1)["finish"] == "tool_calls", "stock"
+
+
+def final(text: str) -> str:
+    return f"{NEXT}<|channel|>final <|constrain|>json<|message|>{text}<|return|>"
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+LIST = '[{"name": "get_weather", "parameters": {"city":"Paris"}}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "expected", "stock_too"),
+    [
+        (HM + final(LIST), "required", ("", "hm", [PARIS], "tool_calls"), False),
+        (HM + final('{"city":"Paris"}'), NAMED, ("", "hm", [PARIS], "tool_calls"), False),
+        (HM + NEXT + CALL, NAMED, ("", "hm", [PARIS], "tool_calls"), True),  # by itself
+        (final(LIST[:9]), "required", (LIST[:9], "", [], "stop"), True),  # no call: as written
+        (final(LIST), "auto", (LIST, "", [], "stop"), True),
+        (HM + NEXT + CALL, "none", (PARIS[1], "hm", [], "stop"), False),
+    ],
+)
+def test_a_choice_of_tools_is_told_as_what_it_asks_for(
+    patched: Any, tokens: Callable, text: str, choice: Any, expected: tuple, stock_too: bool
+) -> None:
+    how = {"tools": [WEATHER], "tool_choice": choice}
+    with patched(*READING):
+        assert everywhere(tokens(text), **how) == expected
+    with patched("harmony-parser"):
+        told = asked(tokens(text), 1, **how)
+        assert ((told["content"], told["reasoning"], told["calls"], told["finish"]) == expected) == stock_too
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [
+        ("One, two, three.", {"stop": "two"}, "One, "),
+        ("One, two, three.", {"stop": ["o, three", "two,"]}, "One, "),
+        ("One, two, tw", {"stop": "two, two"}, "One, two, tw"),
+        ("One, two.", {"stop": "two", "include_stop_str_in_output": True}, "One, two"),
+        ("One", {"stop": ["hm", "final", "assistant"]}, "One"),  # in reasoning and headers alone
+        ("One, two.", {"stop": "two", "min_tokens": 100}, "One, two."),
+    ],
+)
+def test_a_stop_string_is_not_in_the_answer_and_ends_it(
+    patched: Any, tokens: Callable, text: str, fields: dict[str, Any], expected: str
+) -> None:
+    turn = tokens(f"{HM}{NEXT}<|channel|>final<|message|>{text}")
+    with patched(*READING):
+        assert everywhere(turn, finish="stop", **fields) == (expected, "hm", [], "stop")
+    with patched("harmony-parser", "reasoning-name"):
+        assert asked(turn, finish="stop", **fields)["content"] == text, "stock"
+
+
+def test_one_call_is_told_where_no_more_are_wanted(patched: Any, tokens: Callable) -> None:
+    with patched(*READING):
+        assert everywhere(tokens(TWO_CALLS), parallel_tool_calls=False)[2] == [PARIS]
+
+
+def test_a_generator_that_another_package_puts_into_the_class_does_not_take_ours_away(
+    patched: Any, tokens: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend does, after a plugin's repairs."""
+    with patched(*READING):
+        monkeypatch.setattr(OpenAIServingChat, "chat_completion_stream_generator", None)
+        assert asked(tokens(HM + FOUR), 1)["content"] == "Four."
 
 
 def test_stock_fails_or_loses_each_of_these(patched: Any, tokens: Callable) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from openai_harmony import HarmonyError
 from vllm.entrypoints import launcher
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.engine.serving import OpenAIServing
 from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.entrypoints.openai.responses.context import StreamingHarmonyContext
@@ -146,57 +144,6 @@ def test_a_streamed_response_that_is_cut_off_says_so(patched: Any, tokens: Any) 
         assert read(half) is None, "stock"
         with pytest.raises(UnboundLocalError):
             read(output([], "length"))
-
-
-def events_of(generated: list[int]) -> list[Any]:
-    """A streamed response, as the client gets it."""
-    engine, context = Engine(generated, 1), StreamingHarmonyContext([], [], frozenset())
-    serving = OpenAIServingResponses(
-        engine, None, None, request_logger=None, chat_template=None, chat_template_content_format="auto"
-    )
-
-    async def turn() -> Any:
-        async for each in engine.generate():
-            context.append_output(each)
-            yield context
-
-    async def read() -> list[Any]:
-        request, about = ResponsesRequest(input="hi", stream=True, store=False), RequestResponseMetadata(request_id="r")
-        how = (request, SamplingParams(), turn(), context, "gpt-oss", object(), about)
-        return [json.loads(event.model_dump_json()) async for event in serving.responses_stream_generator(*how)]
-
-    return asyncio.run(read())
-
-
-def test_a_streamed_response_ends_with_the_event_of_its_status(patched: Any, tokens: Any) -> None:
-    whole = tokens("<|channel|>final<|message|>Four.<|return|>")
-    repairs = ("harmony-parser", "responses-stream-end")
-
-    def last(generated: list[int]) -> tuple[str, str, int]:
-        events = events_of(generated)
-        return events[-1]["type"], events[-1]["response"]["status"], len(events) - 1 - events[-1]["sequence_number"]
-
-    with patched(*repairs, "responses-last-event"):
-        assert last(whole) == ("response.completed", "completed", 0)
-        assert last(whole[:-1]) == ("response.incomplete", "incomplete", 0)
-    with patched(*repairs):
-        assert last(whole[:-1]) == ("response.completed", "incomplete", 0), "stock"
-
-
-def test_a_background_stream_ends_with_an_incomplete_response(patched: Any) -> None:
-    async def read() -> list[str]:
-        begun, ended = (types.SimpleNamespace(type=f"response.{name}") for name in ("created", "incomplete"))
-        serving = types.SimpleNamespace(event_store={"r": ([begun, ended], asyncio.Event())})
-        events = OpenAIServingResponses.responses_background_stream_generator(serving, "r")
-        return await asyncio.wait_for(everything(events), 1)
-
-    async def everything(events: Any) -> list[str]:
-        return [event.type async for event in events]
-
-    with patched("responses-last-event"):
-        assert asyncio.run(read()) == ["response.created", "response.incomplete"]
-    with patched(), pytest.raises(asyncio.TimeoutError):
-        asyncio.run(read())
 
 
 THOUGHT = "<|channel|>analysis<|message|>One\n\ntwo.<|end|><|start|>assistant<|channel|>final<|message|>"

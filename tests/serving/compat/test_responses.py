@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openai.types.responses import Response
 from vllm.entrypoints.openai.protocol import ResponsesRequest
 from vllm.sampling_params import SamplingParams
 
 from tests.serving.compat.conftest import TELLING
+from tests.serving.compat.events import built, sent, shapes
 from tests.serving.compat.fake_engine import (
     MODEL,
     WEATHER,
@@ -31,17 +30,6 @@ THOUGHT = f"<|channel|>analysis<|message|>I need the weather.{NEXT}"
 WEATHER = flat(WEATHER)
 NOW = {"type": "function", "name": "now"}
 NAMED = {"type": "function", "name": "get_weather"}
-EVENT = TypeAdapter(ResponseStreamEvent)
-
-
-def shapes(items: list[dict]) -> list[dict]:
-    """Items without their ids, which are random."""
-    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
-
-
-def sent(events: list) -> list[dict]:
-    """The events as they travel."""
-    return [json.loads(event.model_dump_json()) for event in events]
 
 
 @pytest.mark.parametrize("bite", [1, 3, 100])
@@ -56,39 +44,7 @@ def test_the_events_of_a_stream_build_the_response(patched, tokens, name, bite):
     assert whole["status"] == response["status"] == status
     assert events[-1]["type"] == f"response.{status}"
     assert shapes(whole["output"]) == shapes(response["output"])
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-
-    items: list[dict] = []
-    for event in events[2:-1]:
-        EVENT.validate_python(event)  # a type of the specification with all of its fields
-        kind = event["type"]
-        if kind == "response.output_item.added":
-            assert event["output_index"] == len(items)
-            items.append(event["item"])
-            continue
-        item = items[event["output_index"]]
-        if kind == "response.output_item.done":
-            assert shapes([event["item"]]) == shapes([item | {"status": event["item"]["status"]}])
-            assert event["item"] == response["output"][event["output_index"]]
-            items[event["output_index"]] = event["item"]
-            continue
-        assert event["item_id"] == item["id"]
-        assert event.get("content_index", 0) == 0
-        if kind == "response.function_call_arguments.delta":
-            item["arguments"] += event["delta"]
-        elif kind == "response.function_call_arguments.done":
-            assert (event["arguments"], event["name"]) == (item["arguments"], item["name"])
-        elif kind == "response.content_part.added":
-            item["content"].append(event["part"])
-        elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
-            item["content"][0]["text"] += event["delta"]
-        elif kind in ("response.output_text.done", "response.reasoning_text.done"):
-            assert event["text"] == item["content"][0]["text"]
-        else:
-            assert kind == "response.content_part.done"
-            assert event["part"] == item["content"][0]
-    assert items == response["output"]
+    assert built(events) == response["output"]
     Response.model_validate(whole)
     Response.model_validate(response)
     assert {"error", "incomplete_details", "instructions", "metadata", "usage"} <= whole.keys()
