@@ -13,7 +13,7 @@ from math import log2
 from pathlib import Path
 
 from npu_gptoss.tables import markdown
-from research.bench_rows import EARLIER, FOLDER, Record, against, has_goals, layout_of, sources
+from research.bench_rows import EARLIER, FOLDER, GOALS_ARE_FOR, Record, against, layout_of, sources
 
 FOLDERS = ("inside_vllm_0_33", "peer_0_33")
 PICTURE = FOLDER / FOLDERS[0] / "serving.svg"
@@ -23,10 +23,10 @@ DEFAULT = "default"
 DECODE_MS = {1: 1.85, 8: 3.05, 32: 4.45, 128: 6.80}  # by batch, context 1024
 PREFILL_S = {8192: 0.112, 32768: 0.580}
 SPEEDUP = {1: 1.5, 16: 1.4, 64: 1.35, 256: 1.3}  # of output tokens, by streams
-KEYS = {"decode": ("context", "batch"), "prefill": ("prompt_tokens",), "serving": ("streams",)}
+KEYS = {"decode": ("context", "batch"), "prefill": ("prompt_tokens",), "serving": ("streams", "clients")}
 MEASURED = {"decode": "tpot_ms", "prefill": "prefill_s", "serving": "output_tokens_per_s"}
 
-Point = tuple[str, str, str, tuple[int, ...]]  # model, weights, layout, and KEYS
+Point = tuple[str, str, str, tuple[int, ...]]  # model, weights, GPUs, and KEYS
 Pair = tuple[Record | None, Record | None]  # ours, stock
 
 
@@ -54,11 +54,11 @@ def pairs(records: Iterable[Record], what: str) -> dict[Point, Pair]:
     better = max if what == "serving" else min
     points: dict[Point, tuple[list[Record], list[Record]]] = {}
     for record in (record for record in records if record["_"]["what"] == what):
-        key = tuple(record[name] for name in KEYS[what])
-        both = points.setdefault((record["model"], record["weights"], layout_of(record), key), ([], []))
+        key = tuple(record.get(name, 1) for name in KEYS[what])  # records of before --clients had one
+        both = points.setdefault((record["model"], record["weights"], gpus_of(record), key), ([], []))
         both[0 if is_ours(record) else 1].append(record)
     found = {}
-    for point in sorted(points, key=lambda point: (len(point[0]), point)):  # 20b before 120b
+    for point in sorted(points, key=_rank):
         mine, stock = points[point]
         beside = [record for record in stock if not is_earlier(record)] or stock
         found[point] = (
@@ -66,6 +66,12 @@ def pairs(records: Iterable[Record], what: str) -> dict[Point, Pair]:
             better(beside, key=lambda record: record[MEASURED[what]], default=None),
         )
     return found
+
+
+def _rank(point: Point) -> tuple[object, ...]:
+    """20b before 120b, the GPU of the goals before others, one before two."""
+    model, weights, gpus, _ = point
+    return len(model), weights, gpus.split()[-1] not in GOALS_ARE_FOR, len(gpus), point
 
 
 def backend(record: Record) -> str:
@@ -79,12 +85,15 @@ def stocks(record: Record | None, name: str, digits: int) -> str:
     return f"{record[name]:.{digits}f} ({backend(record)}{', earlier' if is_earlier(record) else ''})"
 
 
+def gpus_of(record: Record) -> str:
+    """How many, and of which kind."""
+    count, kind = layout_of(record).removeprefix("tp"), record["_"]["machine"]["device"].split()[1]
+    return kind if count == "1" else f"{count} {kind}"
+
+
 def is_20b(point: Point) -> bool:
-    return point[:3] == ("20b", "mxfp4", "tp1")
-
-
-def named(point: Point) -> tuple[str, str, str]:
-    return point[0], point[1], point[2].removeprefix("tp")
+    """On the GPU that goals are for."""
+    return point[:3] == ("20b", "mxfp4", GOALS_ARE_FOR.split()[1])
 
 
 def time_table(
@@ -96,10 +105,10 @@ def time_table(
     rows = []
     for point, (mine, stock) in pairs(records, what).items():
         value = mine[MEASURED[what]] if mine else None
-        goal = goal_of(point) if mine and is_20b(point) and has_goals(mine) else None
+        goal = goal_of(point) if mine and is_20b(point) else None
         rows.append(
             (
-                *named(point),
+                *point[:3],
                 *point[3],
                 "–" if value is None else f"**{value:.{digits}f}**",
                 stocks(stock, MEASURED[what], digits),
@@ -128,7 +137,8 @@ def both(mine: Record | None, stock: Record | None, name: str) -> str:
 
 def serving_verdict(point: Point, mine: Record, stock: Record | None) -> tuple[str, str]:
     """The goal, and what of it is kept: speed, and no worse 99th percentiles."""
-    goal = SPEEDUP.get(point[3][0]) if is_20b(point) and has_goals(mine) else None
+    streams, clients = point[3]
+    goal = SPEEDUP.get(streams) if is_20b(point) and clients == 1 else None
     if goal is None or stock is None:
         return "–", "–"
     speedup = mine["output_tokens_per_s"] / stock["output_tokens_per_s"]
@@ -140,14 +150,14 @@ def serving_verdict(point: Point, mine: Record, stock: Record | None) -> tuple[s
 
 
 def serving_table(records: Iterable[Record]) -> list[str]:
-    head = ("model", "experts", "GPUs", "streams", "ours tok/s", "stock tok/s", "faster by")
+    head = ("model", "experts", "GPUs", "streams", "clients", "ours tok/s", "stock tok/s", "faster by")
     head += ("ITL median", "ITL p99", "TTFT median", "TTFT p99", "goal", "")
     rows = []
     for point, (mine, stock) in pairs(records, "serving").items():
         speeds = [record["output_tokens_per_s"] if record else None for record in (mine, stock)]
         rows.append(
             (
-                *named(point),
+                *point[:3],
                 *point[3],
                 f"**{speeds[0]:.0f}**" if mine else "–",
                 stocks(stock, "output_tokens_per_s", 0),
@@ -163,10 +173,17 @@ def starts(records: Iterable[Record]) -> list[str]:
     """When each server was ready, and what its log said of its kernels."""
     headers = {record["_"]["file"]: record["_"] for record in records if record["_"]["what"] == "serving"}
     return [
-        f"* {header['engine']}, experts backend {header['settings'].get('moe_backend') or DEFAULT}: ready after "
+        f"* {header['engine']} on {header['machine']['device']}, experts backend "
+        f"{header['settings'].get('moe_backend') or DEFAULT}{flags_of(header['settings'])}: ready after "
         f"{header['settings']['start_s']:.0f} s. {' '.join(header['settings']['kernels'])}".rstrip()
         for header in headers.values()
     ]
+
+
+def flags_of(settings: Record) -> str:
+    """Those of the server that are not of every one."""
+    _, _, more = " ".join(settings["flags"]).partition(" --no-enable-prefix-caching ")
+    return f", `{more}`" if more else ""
 
 
 def render(records: list[Record]) -> str:
@@ -197,7 +214,7 @@ def picture(records: Iterable[Record]) -> str | None:
     lines: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
     for point, pair in pairs(records, "serving").items():
         for name, record in zip(COLOURS, pair, strict=True):
-            if record and is_20b(point):
+            if record and is_20b(point) and point[3][1] == 1:
                 lines[name].append((point[3][0], record["output_tokens_per_s"]))
     drawn = [place for line in lines.values() for place in line]
     if not drawn:

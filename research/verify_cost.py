@@ -36,7 +36,7 @@ START_SECONDS, POINT_SECONDS = 400, 90
 DEFINITIONS = {
     "step_ms": "mean milliseconds between consecutive outputs of the engine in which every request of the batch has a "
     f"new token, after {WARM_UP_STEPS} that do not count; greedy; drafting is in it; step_median_ms alike",
-    "verify_ms": "the same with the head left out and its last drafts proposed again: a step that verifies k drafts",
+    "verify_ms": "the same with the head left out and the same drafts proposed at each step: it verifies k drafts",
     "tokens_a_step": "new tokens of a request in such a step: 1 where no draft is accepted",
     "whole_graphs": "of such steps, the share that replayed one graph of batch * (1 + k) rows",
     "context": f"{CONTEXT} random tokens of each prompt",
@@ -158,11 +158,14 @@ def child() -> None:
 
 @contextmanager
 def without_head() -> Iterator[None]:
-    """Inside, what the head proposed last is proposed again."""
+    """Inside, what the head proposed last is proposed again, or token 0: a request's last step has no drafts, of which
+    vLLM leaves -1 where it found them."""
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
     propose = TargetDependentARSpeculator.propose
-    TargetDependentARSpeculator.propose = lambda self, input_batch, *_, **__: self.draft_tokens[: input_batch.num_reqs]
+    TargetDependentARSpeculator.propose = lambda self, input_batch, *_, **__: (
+        self.draft_tokens[: input_batch.num_reqs].clamp(min=0)
+    )
     try:
         yield
     finally:

@@ -37,7 +37,9 @@ def serving(streams: int, speed: float, itl: float = 5.0, ttft: float = 50.0) ->
     return {"streams": streams, "output_tokens_per_s": speed, **times}
 
 
-SERVER = {"settings": {"start_s": 90.0, "kernels": ["npu-gptoss computes all."], "moe_backend": None}}
+SERVER = {
+    "settings": {"start_s": 90.0, "kernels": ["npu-gptoss computes all."], "moe_backend": None, "flags": ["serve"]}
+}
 
 
 def test_stock_is_its_fastest_backend_at_each_point_and_says_which(tmp_path):
@@ -46,8 +48,8 @@ def test_stock_is_its_fastest_backend_at_each_point_and_says_which(tmp_path):
         rows = [decode(times[0]), decode(times[1], 8)]
         write(tmp_path, f"peer_0_33/{name}/decode.json", "decode", STOCK, rows, settings={"moe_backend": name})
     text = render(load(tmp_path))
-    assert "| 20b | mxfp4 | 1 | 1024 | 1 | **2.000** | 3.000 (triton) | 1.50 × | ≤ 1.850 | missed, 1.08 × |" in text
-    assert "| 20b | mxfp4 | 1 | 1024 | 8 | **4.000** | 5.000 (humming) | 1.25 × | ≤ 3.050 | missed, 1.31 × |" in text
+    assert "| 20b | mxfp4 | H200 | 1024 | 1 | **2.000** | 3.000 (triton) | 1.50 × | ≤ 1.850 | missed, 1.08 × |" in text
+    assert "| 20b | mxfp4 | H200 | 1024 | 8 | **4.000** | 5.000 (humming) | 1.25 × | ≤ 3.050 | missed, 1.31 × |" in text
 
 
 def test_stock_of_another_day_counts_only_where_none_was_measured_beside_ours(tmp_path):
@@ -97,6 +99,31 @@ def test_serving_faster_with_worse_latencies_misses_the_goal(tmp_path, mine, ver
     write(tmp_path, "inside_vllm_0_33/serving_ours.json", "serving", OURS, [mine], **SERVER)
     write(tmp_path, "peer_0_33/serving_stock.json", "serving", STOCK, [serving(16, 1000.0)], **SERVER)
     assert verdict in render(load(tmp_path))
+
+
+def test_another_gpu_s_stock_and_another_number_of_clients_are_other_points(tmp_path):
+    h100, more = {"machine": {"device": "NVIDIA H100 80GB HBM3"}}, {"clients": 4}
+    write(tmp_path, "inside_vllm_0_33/h200.json", "serving", OURS, [serving(256, 900.0)], **SERVER)
+    write(tmp_path, "inside_vllm_0_33/h100.json", "serving", OURS, [serving(256, 800.0)], **SERVER | h100)
+    write(tmp_path, "inside_vllm_0_33/more.json", "serving", OURS, [serving(256, 950.0) | more], **SERVER)
+    write(tmp_path, "peer_0_33/h100.json", "serving", STOCK, [serving(256, 400.0)], **SERVER | h100)
+    found = {
+        point[2:]: [r and r["output_tokens_per_s"] for r in pair]
+        for point, pair in pairs(load(tmp_path), "serving").items()
+    }
+    assert found == {
+        ("H100", (256, 1)): [800.0, 400.0],
+        ("H200", (256, 1)): [900.0, None],
+        ("H200", (256, 4)): [950.0, None],
+    }
+
+
+def test_flags_of_a_server_are_told(tmp_path):
+    settings = SERVER["settings"] | {"flags": ["serve", "--no-enable-prefix-caching", "--api-server-count", "4"]}
+    write(
+        tmp_path, "inside_vllm_0_33/a.json", "serving", OURS, [serving(256, 900.0)], **SERVER | {"settings": settings}
+    )
+    assert "experts backend default, `--api-server-count 4`: ready" in render(load(tmp_path))
 
 
 def test_milliseconds_above_a_thousand_are_written_out(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from research import verify_cost
 from research.verify_cost import WARM_UP_STEPS, predicted, steady
@@ -48,6 +50,27 @@ def test_too_few_steady_steps_are_an_error():
     pytest.importorskip("vllm", reason="its SamplingParams")
     with pytest.raises(RuntimeError, match="no 9 steady steps in a row at batch 2, 3 drafts"):
         steady(Engine([[1, 1]] * 10, [], 8), 100, 2, 9, 3, [])
+
+
+def test_without_the_head_only_tokens_are_proposed_and_vllm_s_marks_are_not_kept(monkeypatch):
+    """A -1 in an embedding is an assertion on the device: the measurement died of it."""
+
+    class TargetDependentARSpeculator:
+        draft_tokens = torch.tensor([[5, 6], [-1, -1], [7, 8]])
+
+        def propose(self, input_batch: object, *_: object) -> torch.Tensor:
+            raise AssertionError("the head ran")
+
+    name = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+    module = ModuleType(name)
+    module.TargetDependentARSpeculator = TargetDependentARSpeculator
+    monkeypatch.setitem(sys.modules, name, module)
+    head = TargetDependentARSpeculator()
+    with verify_cost.without_head():
+        proposed = head.propose(SimpleNamespace(num_reqs=2))
+        assert proposed.tolist() == [[5, 6], [0, 0]]
+        proposed[:, :] = -1
+    assert head.draft_tokens.tolist() == [[5, 6], [-1, -1], [7, 8]]
 
 
 def test_published_acceptance_over_a_measured_step_is_the_predicted_speed():

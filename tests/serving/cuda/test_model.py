@@ -74,14 +74,18 @@ class Server:
         caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in served.caches]
         return cls(config, served, plain, drafts, tuple(tables), [0] * requests, caches)
 
-    def step(self, rows: Sequence[int], *, prefilling: Sequence[bool], unknown: int = 0) -> Any:
+    def step(
+        self, rows: Sequence[int], *, prefilling: Sequence[bool], unknown: int = 0, missing: Sequence[int] = ()
+    ) -> Any:
         """Checks one step. Returns as what it was built, or what the model returned where that is more than one tensor.
 
-        unknown: by how much the host's lengths of decoding requests are too long.
+        unknown: by how much the host's lengths of decoding requests are too long. missing: rows that vLLM has no token
+        for; they are compared by a token of their own, and behind them nothing of their request must follow.
         """
         positions = [torch.arange(had, had + new) for had, new in zip(self.lengths, rows, strict=True)]
         self.lengths = [had + new for had, new in zip(self.lengths, rows, strict=True)]
         ids = torch.randint(0, self.config.vocab_size, (sum(rows),))
+        ids[list(missing)] = 0
         start = torch.tensor([0, *rows]).cumsum(0).int()
         bounds = [n + unknown * (not prompt) for n, prompt in zip(self.lengths, prefilling, strict=True)]
         steps, slots = {}, {}
@@ -110,7 +114,9 @@ class Server:
             slots |= dict.fromkeys(layers, common.slot_mapping)
         context = ForwardContext(no_compile_layers={}, attn_metadata=steps, slot_mapping=slots)
         with override_forward_context(context), torch.inference_mode():
-            result = self.model.forward(ids, torch.cat(positions))
+            given = ids.clone()
+            given[list(missing)] = -1
+            result = self.model.forward(given, torch.cat(positions))
         got = result[0] if isinstance(result, tuple) else result
         assert torch.equal(self.model.compute_logits(got), self.plain.head(got))
         # one table for all layers: that of the last group
@@ -144,6 +150,13 @@ def test_rows_that_verify_drafts_see_what_is_there_and_not_what_the_host_hopes_f
     assert server.step([1 + drafts] * 3, prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
     assert server.step([1 + drafts, 20, 1], prefilling=[False, True, False], unknown=drafts) is AttentionMetadata
     assert server.step([1, 1, 1], prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
+
+
+def test_a_row_whose_draft_nobody_proposed_ends_no_engine(checkpoint):
+    """An embedding asked for row -1 is an assertion on the device, after which an engine cannot go on."""
+    server = Server.of(*checkpoint, drafts=1)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    server.step([2, 2, 2], prefilling=[False] * 3, missing=(1, 5))
 
 
 def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):
