@@ -155,6 +155,20 @@ def packed_scale_off_by_one() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def packed_beside_bf16() -> Iterator[None]:
+    """The expanded experts stay on the device, too."""
+    from npu_gptoss.moe import ascend
+
+    def prepared(weights: Any, *args: Any) -> Any:
+        kept.append(weights.expand(weights.dtype))
+        return right(weights, *args)
+
+    right, kept = ascend._prepared, []
+    with mock.patch.object(ascend, "_prepared", prepared):
+        yield
+
+
 def biases_in_bf16() -> Spoil:
     from npu_gptoss.moe import ascend
 
