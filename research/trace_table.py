@@ -3,10 +3,11 @@
     python research/trace_table.py                 # prints the table
     python research/trace_table.py --write         # and puts it into docs/performance.md
     python research/trace_table.py --stacks        # decode steps of vllm-ascend 0.11.0 and 0.23.0, beside each other
+    python research/trace_table.py --packed        # bytes with experts in BF16, and packed in MXFP4
 
-Needs the emulated environment (make setup-emulated; --stacks that of 9.1 too) and nothing else: any Python 3.10 will
-do. Each way is served by stock vllm-ascend on the emulated machine (`traced_serving.py`), and the trace is cut by the
-marks in it.
+Needs the emulated environment (make setup-emulated; --stacks that of 9.1, --packed that of the compiler) and nothing
+else: any Python 3.10 will do, for --packed the environments' own. Each way is served by stock vllm-ascend on the
+emulated machine (`traced_serving.py`), and the trace is cut by the marks in it.
 Launches, copies, synchronisations and bytes follow from the operators that were called; how long silicon takes does
 not.
 """
@@ -30,14 +31,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from ascend_emulator.errors import EmulatorError  # noqa: E402
 from ascend_emulator.launch import EmulationError, Machine, environment, find_venv  # noqa: E402
+from ascend_emulator.triton_launches import site_packages  # noqa: E402
 
 from npu_gptoss.tables import markdown  # noqa: E402
 
 PAGE = HERE.parent / "docs/performance.md"
 TWO_DEVICES_TITLE = "Each of two devices (TP=2), eager:"
 BEGIN, END = "<!-- written by research/trace_table.py: begin -->", "<!-- end -->"
-STACKS_BEGIN = BEGIN.replace(": ", " --stacks: ")
+COMPILER = HERE.parent / ".venv-ascend-compiler"
 
 SHAPE = {
     "layers": 2,
@@ -56,11 +59,13 @@ OPERATIONS = ("ATTENTION_PAGED", "ATTENTION_WRITE_KV", "MOE_ROUTE", "MOE_EXPERTS
 
 @dataclass(frozen=True)
 class Way:
-    """One column: `variables` select its kernels; without `plugin` vllm-ascend is alone."""
+    """One column: `variables` select its kernels; without `plugin` vllm-ascend is alone. `mxfp4`: of the checkpoint, on
+    a machine with Triton-Ascend."""
 
     title: str
     variables: Mapping[str, str] = field(default_factory=dict)
     plugin: bool = True
+    mxfp4: bool = False
 
 
 def _kernels(solution: str, operations: Iterable[str]) -> dict[str, str]:
@@ -72,6 +77,10 @@ WAYS = {
     "article": Way("article", _kernels("article", (o for o in OPERATIONS if o != "ATTENTION_WRITE_KV"))),
     "ours": Way("ours"),
     "stock": Way("vllm-ascend alone", {"NPU_GPTOSS": "0"}, plugin=False),
+}
+FROM_MXFP4 = {
+    how: Way(title, {"NPU_GPTOSS_EXPERT_WEIGHTS": how}, mxfp4=True)
+    for how, title in (("expanded", "BF16"), ("packed", "MXFP4, packed"))
 }
 
 
@@ -86,15 +95,21 @@ class Counts:
     to_device: int = 0
     to_host: int = 0
     syncs: int = 0
-    bytes: int = 0
+    read: int = 0
+    written: int = 0
     needed: int = 0
     host_ns: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
 
     def add(self, event: Mapping[str, Any], previous: str) -> None:
         """`previous`: the kind of event before it. A blocking copy is one halt, with its synchronisation or without."""
         if event["event"] == "op" and event["phase"] not in ("capture", "update"):
             self.launches += event["launches"]
-            self.bytes += event["read"] + event["written"]
+            self.read += event["read"]
+            self.written += event["written"]
         elif event["event"] == "op" and event["phase"] == "update":
             self.updates += 1
         elif event["event"] == "collective" and event["phase"] != "capture":
@@ -212,7 +227,13 @@ def trace(
 ) -> dict[int, dict[str, list[Counts]]]:
     """Serves `batches` that way and counts: batch -> region -> one entry for each time."""
     # vllm-ascend's own padded rows reach its router as memory left them, which is undefined [R58]
-    machine = Machine(mode.cann, devices=mode.ranks, trace=directory / "trace.jsonl", strict=way.plugin)
+    machine = Machine(
+        mode.cann,
+        devices=mode.ranks,
+        trace=directory / "trace.jsonl",
+        strict=way.plugin,
+        triton=site_packages(COMPILER) if way.mxfp4 else None,
+    )
     venv = find_venv(stack=machine.stack)
     trace_file, job_file = directory / "trace.jsonl", directory / "job.json"
     trace_file.write_text("")
@@ -225,8 +246,8 @@ def trace(
         **mode.options,
     }
     job = {
-        "checkpoint": str(directory / "checkpoint"),
-        "shape": SHAPE,
+        "checkpoint": str(directory / ("mxfp4" if way.mxfp4 else "checkpoint")),
+        "shape": {**SHAPE, "mxfp4": way.mxfp4},
         "options": options,
         "batches": list(batches),
         "context": CONTEXT,
@@ -309,6 +330,7 @@ STEP_COLUMNS = {
     "device→host": "to_host",
     "syncs": "syncs",
 }
+MEGABYTES = ("read", "written", "bytes")
 STACK_COLUMNS = {**{name: what for name, what in STEP_COLUMNS.items() if what != "collectives"}, "MB moved": "bytes"}
 
 
@@ -324,7 +346,7 @@ def step_table(measured: Measured, columns: Mapping[str, str] = STEP_COLUMNS) ->
 
 
 def cell(counts: Sequence[Counts], name: str) -> str:
-    return f"{mean(counts, name) / 1e6:.2f}" if name == "bytes" else number(mean(counts, name))
+    return f"{mean(counts, name) / 1e6:.2f}" if name in MEGABYTES else number(mean(counts, name))
 
 
 # what is counted: the ways of each mode, and the batches
@@ -346,6 +368,8 @@ STACKS: tuple[tuple[Mode, tuple[str, ...], tuple[int, ...]], ...] = (
     (FULL_9_1, ("stock", "ours"), BATCHES[:2]),
 )
 
+WEIGHTS: tuple[tuple[Mode, tuple[str, ...], tuple[int, ...]], ...] = ((EAGER, tuple(FROM_MXFP4), BATCHES),)
+
 
 def measure(
     directory: Path, plan: Iterable[tuple[Mode, tuple[str, ...], tuple[int, ...]]] = PLAN
@@ -354,8 +378,9 @@ def measure(
     for mode, names, batches in plan:
         found[mode] = {}
         for name in names:
-            print(f"serving: {WAYS[name].title}, {mode.title}", file=sys.stderr, flush=True)
-            found[mode][name] = trace(WAYS[name], directory, mode, batches=batches)
+            way = (WAYS | FROM_MXFP4)[name]
+            print(f"serving: {way.title}, {mode.title}", file=sys.stderr, flush=True)
+            found[mode][name] = trace(way, directory, mode, batches=batches)
     return found
 
 
@@ -385,6 +410,26 @@ def stacks_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
     return "\n".join(step_table(steps, STACK_COLUMNS))
 
 
+WEIGHT_COLUMNS = {"device ops": "launches", "MB read": "read", "MB written": "written", "MB moved": "bytes"}
+
+
+def bytes_a_weight(counts: Sequence[Counts]) -> float:
+    """Of the experts that were routed to; their biases and the activations are in it."""
+    return BF16 * over_roofline(counts)
+
+
+def weights_text(found: Mapping[Mode, Mapping[str, Any]]) -> str:
+    rows = []
+    for batch in BATCHES:
+        for region in ("experts", "step"):
+            for name, way in FROM_MXFP4.items():
+                counts = found[EAGER][name][batch][region]
+                cells = [cell(counts, what) for what in WEIGHT_COLUMNS.values()]
+                last = f"{bytes_a_weight(counts):.2f}" if region == "experts" else "–"
+                rows.append((batch, region, way.title, *cells, last))
+    return "\n".join(markdown(("batch", "in a", "experts' weights", *WEIGHT_COLUMNS, "bytes a weight touched"), rows))
+
+
 class PageError(Exception):
     """What the page lacks."""
 
@@ -398,19 +443,32 @@ def around(page: str, first: str = BEGIN) -> tuple[str, str]:
     return before, after
 
 
+# option -> where its table stands, what is counted for it, and the table
+PARTS: dict[str, tuple[str, Any, Any]] = {
+    "": (BEGIN, PLAN, page_text),
+    "--stacks": (BEGIN.replace(": ", " --stacks: "), STACKS, stacks_text),
+    "--packed": (BEGIN.replace(": ", " --packed: "), WEIGHTS, weights_text),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
-    parser.add_argument("--stacks", action="store_true", help="decode steps on CANN 8.3 and 9.1 instead")
+    parts = parser.add_mutually_exclusive_group()
+    for option, words in (
+        ("--stacks", "decode steps on CANN 8.3 and 9.1 instead"),
+        ("--packed", "bytes with experts in BF16 and packed in MXFP4 instead"),
+    ):
+        parts.add_argument(option, action="store_const", dest="part", const=option, default="", help=words)
     args = parser.parse_args(arguments)
-    begin, plan, text_of = (STACKS_BEGIN, STACKS, stacks_text) if args.stacks else (BEGIN, PLAN, page_text)
+    begin, plan, text_of = PARTS[args.part]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         if args.write:
             around(PAGE.read_text(encoding="utf-8"), begin)
         with tempfile.TemporaryDirectory() as directory:
             found = measure(Path(directory), plan)
-    except (EmulationError, PageError) as error:
+    except (EmulatorError, PageError) as error:
         print(error, file=sys.stderr)
         return 2
     text = text_of(found)

@@ -199,15 +199,16 @@ def install(plugin: bool, eager: bool) -> None:
         mark_layers()
 
 
-def write_checkpoint(directory: Path, *, vocabulary: int, **shape: int) -> None:
+def write_checkpoint(directory: Path, *, vocabulary: int, mxfp4: bool, **shape: int) -> None:
     import torch
 
     from npu_gptoss.model import checkpoint
     from npu_gptoss.tiny import checkpoint as tiny
 
-    config = replace(tiny.tiny_config(**shape), vocab_size=vocabulary, eos_token_id=1, pad_token_id=0)
-    tensors = checkpoint.expand_stream(tiny.random_tensors(config, seed=0), torch.bfloat16)
-    checkpoint.write_checkpoint(directory, config, tensors)
+    config = replace(tiny.tiny_config(mxfp4=mxfp4, **shape), vocab_size=vocabulary, eos_token_id=1, pad_token_id=0)
+    tensors = tiny.random_tensors(config, seed=0)
+    expanded = tensors if mxfp4 else checkpoint.expand_stream(tensors, torch.bfloat16)
+    checkpoint.write_checkpoint(directory, config, expanded)
 
 
 def main(job: dict[str, Any]) -> None:

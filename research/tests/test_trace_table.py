@@ -11,6 +11,7 @@ import pytest
 from ascend_emulator import stacks
 from ascend_emulator.launch import EmulationError, find_venv
 
+from npu_gptoss.moe import mxfp4
 from research import trace_table
 from research.trace_table import (
     PIECEWISE,
@@ -150,6 +151,29 @@ def test_the_documented_steps_of_9_1_are_what_is_counted(folder):
     assert row["MB moved"] == pytest.approx(counts.bytes / 1e6, rel=0.1)
 
 
+@pytest.mark.emulated
+@pytest.mark.ascend_compiler
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_documented_bytes_of_packed_experts_are_what_is_counted(folder):
+    """One request always touches four experts."""
+    if not trace_table.COMPILER.is_dir():
+        pytest.skip("the compiler is not set up: make setup-ascend-compiler")
+    rows = documented(["bytes a weight touched"])
+    for way in trace_table.FROM_MXFP4.values():
+        counts, *others = trace(way, folder, batches=(1,), steps=4)[1]["experts"]
+        assert all((c.launches, c.bytes) == (counts.launches, counts.bytes) for c in others)
+        row = rows["1", "experts", way.title]
+        assert row["device ops"] == counts.launches
+        assert row["MB read"] == pytest.approx(counts.read / 1e6, abs=0.01)
+        assert row["MB written"] == pytest.approx(counts.written / 1e6, abs=0.01)
+        assert row["bytes a weight touched"] == pytest.approx(trace_table.bytes_a_weight([counts]), abs=0.01)
+    weights = trace_table.TOP_K * 3 * trace_table.SHAPE["hidden"] * trace_table.SHAPE["intermediate"]
+    expanded, packed = (rows["1", "experts", way.title] for way in trace_table.FROM_MXFP4.values())
+    assert packed["MB written"] - expanded["MB written"] == pytest.approx(weights * 2 / 1e6, abs=0.02)
+    assert packed["MB read"] - expanded["MB read"] == pytest.approx(weights * mxfp4.BITS / 8 / 1e6, abs=0.02)
+
+
 def lines(*events: dict[str, Any]) -> list[str]:
     return [json.dumps(event) for event in events]
 
@@ -218,7 +242,7 @@ def test_the_table_takes_its_place_and_nothing_else(tmp_path: Path, monkeypatch:
     page.write_text(f"before {trace_table.BEGIN} old {trace_table.END} after {trace_table.END}")
     monkeypatch.setattr(trace_table, "PAGE", page)
     monkeypatch.setattr(trace_table, "measure", lambda directory, plan: {})
-    monkeypatch.setattr(trace_table, "page_text", lambda found: "new")
+    monkeypatch.setitem(trace_table.PARTS, "", (trace_table.BEGIN, trace_table.PLAN, lambda found: "new"))
     assert trace_table.main([]) == 0
     assert " old " in page.read_text()
     assert trace_table.main(["--write"]) == 0
