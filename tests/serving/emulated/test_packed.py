@@ -6,7 +6,7 @@ On the stack of CANN 9.1 vLLM and vllm-ascend then take Triton kernels of their 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full decode graphs": FULL,
 }
 QUICK = ("8.3", "full decode graphs")  # in `make test`
+STOCKS = ("_triton_rope", "_compute_slot_mapping_kernel")  # Triton kernels that stock has from 0.23 on
 Serve = Callable[..., tuple[list[Any], str]]
 
 
@@ -93,23 +94,20 @@ def launches(trace: Path, kernel: str = "expand_kernel") -> int:
     return trace.read_text().count(f'"triton::{kernel}"')
 
 
+def with_the_rest_long(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in names]
+
+
 def on_stacks(*, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     names = [name for name in NAMES if name not in but]
     return pytest.mark.parametrize("stack", names, scope="module")
 
 
-@pytest.mark.parametrize(
-    ("stack", "mode"),
-    [
-        pytest.param(stack, mode, marks=[pytest.mark.long] * ((stack, mode) != QUICK))
-        for stack in NAMES
-        for mode in MODES
-    ],
-    scope="module",
-)
+@pytest.mark.parametrize("stack", with_the_rest_long(NAMES), scope="module")
+@pytest.mark.parametrize("mode", with_the_rest_long(MODES))
 def test_packed_experts_answer_bit_for_bit_as_expanded_ones(serve: Serve, trace: Path, stack: str, mode: str) -> None:
     options = {**BF16, **MODES[mode]}
-    before = launches(trace)
+    before, of_stock = launches(trace), [launches(trace, kernel) for kernel in STOCKS]
     expanded, _ = serve(ROUNDS, options=options, variables=EXPANDED)
     assert launches(trace) == before
     packed, _ = serve(ROUNDS, options=options, variables=PACKED)
@@ -117,8 +115,8 @@ def test_packed_experts_answer_bit_for_bit_as_expanded_ones(serve: Serve, trace:
     steps = 4 * len(ROUNDS)
     assert launches(trace) - before >= LAYERS * 2 * steps, "each layer has two projections, in every step"
     assert packed == expanded
-    for kernel in ("_triton_rope", "_compute_slot_mapping_kernel"):
-        assert (launches(trace, kernel) > 0) == (stack == "9.1"), f"{kernel}: stock has it from 0.23 on"
+    for kernel, earlier in zip(STOCKS, of_stock, strict=True):
+        assert (launches(trace, kernel) > earlier) == (stack == "9.1"), kernel
 
 
 @pytest.mark.long
