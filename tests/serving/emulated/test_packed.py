@@ -141,7 +141,8 @@ THREE_GROUPS = {"intermediate": 96, "kv_heads": 4}
 def test_four_devices_cut_packed_experts_within_a_group_of_32(
     serve: Serve, stack: str, tmp_path: Path, mode: str
 ) -> None:
-    """The same weights in bfloat16 for the same columns, and zeros around them, give the same bits."""
+    """Each rank's own columns are those of the expanded way, and the others add exact zeros to its sums. So the bits
+    are the same unless a longer sum is added up in another order: not here, and on a card that is to be seen."""
     model = tmp_path / "three-groups"
     write_random_checkpoint(model, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True, **THREE_GROUPS)
     # vLLM 0.11 sets 4 GiB of the host aside for each device
