@@ -74,8 +74,8 @@ def random_mxfp4(
         scales = choice[torch.randint(0, len(choice), groups, generator=generator, device=device)]
         values = torch.randn((*groups, GROUP), generator=generator, device=device)
         values *= std * torch.exp2(127.0 - scales[..., None].float())
-        codes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
-        codes |= torch.signbit(values).to(torch.uint8) << 3
+        sizes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
+        codes = sizes | torch.signbit(values).to(torch.uint8) << 3
         parts.append((codes[..., 0::2] | (codes[..., 1::2] << 4), scales))
     blocks, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
     return blocks, scales
