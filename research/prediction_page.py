@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from npu_gptoss.bench.roofline import decode_work, expected_distinct
 from npu_gptoss.doctor.memory import PUBLISHED_20B
+from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.nominal import memory_bandwidth
 from npu_gptoss.tables import markdown
 from research.trace_table import SHAPE
@@ -77,12 +78,12 @@ def counted(page: str, batch: int, *words: str) -> float:
     return float(found[1])
 
 
-def small_launches(page: str, requests: int) -> int:
-    """Of a PIECEWISE step of 20b: those that are not among STREAMING and HEAD."""
+def small_launches(page: str, requests: int, config: GptOssConfig = PUBLISHED_20B) -> int:
+    """Of a PIECEWISE step: those that are not among STREAMING and HEAD."""
     batch = max(known for known in (1, 8, 10) if known <= requests)
     outside = counted(page, batch, "ours, eager") - SHAPE["layers"] * counted(page, batch, "layer", "**ours**")
     layer = (counted(page, batch, "ours, piecewise") - outside) / SHAPE["layers"]
-    return round(PUBLISHED_20B.num_hidden_layers * (layer - STREAMING) + outside - HEAD)
+    return round(config.num_hidden_layers * (layer - STREAMING) + outside - HEAD)
 
 
 def predict(requests: int, keys: int, experts: float | None = None) -> Prediction:

@@ -13,6 +13,7 @@ import pytest
 
 from npu_gptoss.cli import main
 from npu_gptoss.verify.source_mutations import source_mutations
+from research.packed_prediction import ON_A_TILE, ON_A_WEIGHT
 from scripts.setup.environments import ENVIRONMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,11 @@ def test_every_kernel_of_ascend_in_triton_passes_all_steps(tmp_path: Path) -> No
         assert plan["memory"]["ub"] <= 196608
         assert "enable-auto-multi-buffer" not in plan["without"], "loads and stores would wait for each other"
         assert plan["scalar"] == 1, "only the expert's id is read as a single number"
+        rows, columns = (int(number) for number in re.findall(r"=(\d+)", sizes))
+        vectors = {int(elements): count for elements, count in plan["vectors"].items()}
+        assert vectors == {rows * columns: ON_A_WEIGHT, columns: ON_A_TILE}, (
+            "python research/packed_prediction.py --write"
+        )
     assert any("ub overflow" in one["reason"] for one in found["refused"])
     assert len(found["mutations"]) > 50
 

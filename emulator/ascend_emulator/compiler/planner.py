@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from ascend_emulator.compiler.lowering import TARGET, Program
@@ -26,6 +27,7 @@ AVAILABLE = {"ub": 196608}  # bytes of a vector core, as the compiler says when 
 STOPPED = "External hivmc run fails"  # no CANN: the last step is missing, and nothing else is
 _OVERFLOW = re.compile(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available")
 _PLANNED = re.compile(r"pointer_cast\(([^)]*)\)[^:]*: memref<((?:\d+x)*)(\w+)[^#]*#hivm\.address_space<(\w+)>")
+_VECTOR = re.compile(r"hivm\.hir\.v\w+ .*outs\(.* : memref<((?:\d+x)+)")
 _CONSTANT = re.compile(r"(%[\w-]+) = arith\.constant (\d+) : i64")
 _GIVEN_UP = re.compile(r"automatically set ([\w-]+) to false; compilation then succeeded|, set ([\w-]+) to false")
 
@@ -36,7 +38,8 @@ class Plan:
 
     memory: bytes of each on-chip memory ("ub") that the plan reaches to, or that are asked for and are not there.
     without: what it gave up to make the buffers fit: moving code out of loops, two buffers in turn.
-    operations: how often each operation of the card occurs. scalar: loads and stores of single elements, which the
+    operations: how often each operation of the card occurs. vectors: those of the vector unit, by the number of
+    elements that each makes; how often a loop runs is not in it. scalar: loads and stores of single elements, which the
     scalar unit does one by one.
     """
 
@@ -44,6 +47,7 @@ class Plan:
     memory: dict[str, int]
     without: tuple[str, ...]
     operations: dict[str, int]
+    vectors: dict[int, int]
     scalar: int
 
 
@@ -56,13 +60,14 @@ def plan(program: Program) -> Plan:
     if done.status and STOPPED not in done.said:
         overflow = _OVERFLOW.search(done.said)
         memory = {overflow[1]: math.ceil(int(overflow[2]) / 8)} if overflow else {}
-        return Plan(done.reason(), memory, (), {}, 0)
+        return Plan(done.reason(), memory, (), {}, {}, 0)
     last = _last_attempt(done.said)
     given_up = tuple(word for pair in _GIVEN_UP.findall(done.said) for word in pair if word)
-    operations: dict[str, int] = {}
-    for name in re.findall(r"hivm\.hir\.(\w+)", last):
-        operations[name] = operations.get(name, 0) + 1
-    return Plan("", _planned(last), given_up, operations, len(re.findall(r"memref\.(?:load|store) ", last)))
+    operations = Counter(re.findall(r"hivm\.hir\.(\w+)", last))
+    vectors = Counter(_elements(dims) for dims in _VECTOR.findall(last))
+    return Plan(
+        "", _planned(last), given_up, dict(operations), dict(vectors), len(re.findall(r"memref\.(?:load|store) ", last))
+    )
 
 
 def _last_attempt(said: str) -> str:
@@ -72,12 +77,17 @@ def _last_attempt(said: str) -> str:
     return next((dump for dump in reversed(dumps) if "pointer_cast" in dump), "")
 
 
+def _elements(dims: str) -> int:
+    """Of "2x5760x"."""
+    return math.prod(int(dim) for dim in dims.split("x") if dim)
+
+
 def _planned(text: str) -> dict[str, int]:
     """How far the buffers reach in each memory."""
     constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
     reach: dict[str, int] = {}
     for places, dims, kind, space in _PLANNED.findall(text):
-        bits = math.prod(int(dim) for dim in dims.split("x") if dim) * int(re.search(r"\d+", kind)[0])
+        bits = _elements(dims) * int(re.search(r"\d+", kind)[0])
         for place in places.split(","):
             end = constants[place.strip()] + math.ceil(bits / 8)
             reach[space] = max(reach.get(space, 0), end)
