@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serving.server import Server, serve
-from tests.soak.server import COMPACT
+from tests.serving.server import Server
+from tests.soak.server import Stack, start
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """ON: one of the soak's stacks, such as emulated-9.1; a CPU's without it."""
     from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder: Path = tmp_path_factory.mktemp("clients")
     write_tiny(folder / "model", trained=True, mxfp4=True)
-    with serve(folder / "model", folder / "server.log", *COMPACT, "--max-num-seqs", "32") as running:
+    with start(Stack(os.environ.get("ON") or "cpu"), folder / "model", folder / "server.log") as (running, process):
         yield running
+        assert process.poll() is None, f"the server died during the tests; its log is {running.log}"

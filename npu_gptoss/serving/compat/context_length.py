@@ -23,7 +23,11 @@ BEGINNING = "This model's maximum context length is "
 # the class that refuses -> the field that is too long
 PARAMS = {"OpenAIServingChat": "messages", "OpenAIServingResponses": "input", "OpenAIServingCompletion": "prompt"}
 REFUSAL = "Error in preprocessing prompt inputs"  # what vLLM logs, with a traceback
-OF_0_33 = re.compile(r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.")
+# as 0.23 and 0.33 say it, and as 0.23's /v1/responses does
+TOO_LONG = re.compile(
+    r"Input length \((\d+)\) exceeds model's maximum context length \((\d+)\)\.|"
+    r"The engine prompt length (\d+) exceeds the max_model_len (\d+)\. Please reduce prompt\."
+)
 APIS = ("chat", "completion", "responses", "tokenization")
 
 
@@ -143,8 +147,8 @@ def _with_words(module: ModuleType, copies: tuple[str, ...], protocol: ModuleTyp
     @around(module, "create_error_response", copies=copies)
     def create_error_response(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
         said = str(message)
-        if found := OF_0_33.fullmatch(said):
-            said = _words(int(found[1]), int(found[2]))
+        if found := TOO_LONG.fullmatch(said):
+            said = _words(*map(int, filter(None, found.groups())))
         if not said.startswith(BEGINNING):
             return original(message, *args, **kwargs)
         return response_of(said, HTTPStatus.BAD_REQUEST.value, None)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 from openai.types.responses import (
+    ResponseCompletedEvent,
     ResponseError,
     ResponseFailedEvent,
     ResponseFunctionToolCall,
@@ -24,7 +25,7 @@ from openai.types.responses import (
     ResponseReasoningItem,
     ResponseStreamEvent,
 )
-from pydantic import create_model
+from pydantic import SerializerFunctionWrapHandler, create_model, model_serializer
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
@@ -168,6 +169,26 @@ def _showing(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
             answer.read(output)
 
     return append_output
+
+
+@repair("responses-usage", f"{RESPONSES_SERVING}:ResponsesResponse", lines=("0.23",))
+def install_usage(serving: ModuleType) -> None:
+    """The usage of a response has lists beside OpenAI's numbers, which its agents in JavaScript refuse: every streamed
+    run of theirs ends with an error."""
+    original = serving.ResponsesResponse
+    expect_parameters(original, "usage")
+
+    class ResponsesResponse(original):
+        @model_serializer(mode="wrap")
+        def _with_numbers_alone(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+            told = handler(self)
+            usage = told.get("usage") or {}
+            for part in ("input_tokens_details", "output_tokens_details"):
+                if part in usage:
+                    usage[part] = {name: value for name, value in usage[part].items() if not isinstance(value, list)}
+            return told
+
+    replace(serving, "ResponsesResponse", ResponsesResponse)
 
 
 @repair(
@@ -322,16 +343,17 @@ def _tell_items(serving_responses: ModuleType) -> None:
 def _last_event(event: Any) -> Any:
     """`response.completed` under the name that fits the response's status."""
     response = event.response
+    kind, name = ResponseCompletedEvent, event.type
     if response.status == "incomplete":
-        return _ended(ResponseIncompleteEvent, "response.incomplete", event.sequence_number, response)
-    if response.status in ("cancelled", "failed"):  # there is no event for the first alone
+        kind, name = ResponseIncompleteEvent, "response.incomplete"
+    elif response.status in ("cancelled", "failed"):  # there is no event for the first alone
         response.error = ResponseError(code="server_error", message="The server ended the request before its end.")
-        return _ended(ResponseFailedEvent, "response.failed", event.sequence_number, response)
-    return event
+        kind, name = ResponseFailedEvent, "response.failed"
+    return _ended(kind, name, event.sequence_number, response)
 
 
 def _ended(kind: type, name: str, number: int, response: Any) -> Any:
-    """An event of OpenAI's with the class of response that vLLM's own events have."""
+    """An event of OpenAI's that holds a response of this class, and so tells it as the class does."""
     return _holding(kind, type(response))(type=name, sequence_number=number, response=response)
 
 

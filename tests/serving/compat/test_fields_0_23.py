@@ -59,8 +59,14 @@ def test_the_vocabulary_is_found_without_the_network(
         assert harmony_utils.get_encoding().encode("hello")
 
 
-def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(patched: Any) -> None:
-    said = ValueError("Input length (2126) exceeds model's maximum context length (2048).")
+@pytest.mark.parametrize(
+    "said",
+    [
+        ValueError("Input length (2126) exceeds model's maximum context length (2048)."),
+        "The engine prompt length 2126 exceeds the max_model_len 2048. Please reduce prompt.",  # of /v1/responses
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(patched: Any, said: Any) -> None:
     with patched("context-length"):
         refused = OpenAIServing.create_error_response(said)
         told = refused.model_dump()["error"]

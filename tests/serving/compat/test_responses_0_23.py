@@ -118,6 +118,22 @@ def test_a_forced_call_is_a_function_call(patched: Any, tokens: Callable, writte
         assert told(generated, tool_choice=choice)[0]["output"][-1]["type"] == "message", "stock"
 
 
+def test_a_usage_has_numbers_alone(patched: Any, tokens: Callable) -> None:
+    """@openai/agents in JavaScript ended every streamed run at a list."""
+
+    def lists(bite: int | None) -> list[str]:
+        response, _ = told(tokens(HM + FOUR), bite)
+        usage = response["usage"]
+        assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+        parts = (usage["input_tokens_details"], usage["output_tokens_details"])
+        return [name for part in parts for name, value in part.items() if isinstance(value, list)]
+
+    with patched(*READING, "responses-usage"):
+        assert lists(None) == lists(1) == []
+    with patched(*READING):
+        assert len(lists(1)) == 4, "stock"
+
+
 def test_a_stop_string_is_not_in_the_answer(patched: Any, tokens: Callable) -> None:
     generated = tokens(HM + FOUR[: FOUR.index("<|return|>")])
     with patched(*READING):
