@@ -96,7 +96,7 @@ test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python 
 	"$${PYTHON:-python3}" -m pytest -m cuda $(PYTEST_ARGS)
 
 .PHONY: test-clients
-test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server
+test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server (ON=emulated-9.1)
 	@$(SETUP) clients-2025 clients-2026
 	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS)
 
