@@ -1,6 +1,6 @@
 """The engine tells the server, unasked, that it lives: once a second, how long its step has lasted, and why it died.
 
-vLLM 0.11.0's server knows only whether the engine's process exists. A stopped process, a step that never ends, and the
+vLLM's server knows only whether the engine's process exists. A stopped process, a step that never ends, and the
 reason of a death stay unknown to it. The message travels as the result of a utility call that nobody made: vLLM's own
 channel, without a question, so that `/health` answers at once however busy the engine is.
 
@@ -65,7 +65,7 @@ class Pulse:
         return ""
 
 
-@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__")
+@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11", "0.23"))
 def install_client(core_client: ModuleType) -> None:
     """As engine-pulse, in the server's process."""
     client = core_client.MPClient
@@ -83,7 +83,7 @@ def install_client(core_client: ModuleType) -> None:
         self.npu_gptoss_pulse = Pulse(self.utility_results)
 
 
-@repair("health", f"{ASYNC}:AsyncLLM.check_health")
+@repair("health", f"{ASYNC}:AsyncLLM.check_health", lines=("0.11", "0.23"))
 def install_health(async_llm: ModuleType) -> None:
     """/health answers 200 for an engine that is stopped or hangs."""
     from vllm import envs as vllm_envs
@@ -118,9 +118,14 @@ def _tell(engine: Any, cause: str = "") -> None:
 
     began = getattr(engine, _STEP, None)
     seconds = 0.0 if began is None else time.monotonic() - began
-    for client in range(engine.client_count):
+    for client in range(_clients(engine)):
         output = UtilityOutput(CALL, result=UtilityResult([engine.engine_index, seconds, cause]))
         engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+
+
+def _clients(engine: Any) -> int:
+    """How many servers it has; 0.23 keeps their addresses alone."""
+    return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
 
 
 def _beat(reference: Callable[[], Any]) -> None:
@@ -134,12 +139,13 @@ def _beat(reference: Callable[[], Any]) -> None:
     "engine-pulse",
     f"{CORE}:EngineCoreProc.__init__ ._process_engine_step ._send_engine_dead .run_busy_loop",
     f"{CORE}:DPEngineCoreProc.run_busy_loop",
+    lines=("0.11", "0.23"),
 )
 def install_engine(core: ModuleType) -> None:
     """The server knows neither whether its engine answers nor why it died, and an engine outlives a server that was
     killed."""
     proc = core.EngineCoreProc
-    expect_source(proc.__init__, "self.output_thread = threading.Thread(", "self.client_count = len(addresses.outputs)")
+    expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
     expect_source(proc._process_engine_step, "self.step_fn()")
 
@@ -174,7 +180,7 @@ def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwarg
     original(self, *args, **kwargs)
 
 
-@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__")
+@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11", "0.23"))
 def install_worker(executor: ModuleType) -> None:
     """A worker that hangs in an operation outlives an engine that was killed, and keeps its device."""
     expect_parameters(executor.WorkerProc.__init__, "self", "vllm_config", "rank")

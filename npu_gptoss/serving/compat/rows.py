@@ -1,6 +1,6 @@
 """A row of the runner's batch keeps nothing of the request that was there before.
 
-vLLM 0.11.0 moves the last row into a gap and leaves its mask of allowed tokens behind: the next request there, which
+vLLM moves the last row into a gap and leaves its mask of allowed tokens behind: the next request there, which
 allows all, is bound by it as long as any request of the batch has `allowed_token_ids`. And two rows that change places
 end with one and the same mask, because the mask is exchanged through views. Both answer a neighbour wrongly in silence.
 """
@@ -15,7 +15,7 @@ from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_so
 from npu_gptoss.serving.compat.targets import ASCEND_BATCH, BATCH
 
 
-@repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states")
+@repair("row-masks", f"{BATCH}:InputBatch.add_request .swap_states", lines=("0.11", "0.23"))
 def install(module: ModuleType) -> None:
     """allowed_token_ids of one request bind another one that is given its row of the batch."""
     batch = module.InputBatch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import logging
 import os
 import signal
@@ -94,6 +95,33 @@ def install_server(launcher: ModuleType) -> None:
         await rest
         return _died(engine) if engine.errored else _nothing()
 
+    _look_often(launcher)
+
+
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.23",))
+def install_server_0_23(launcher: ModuleType) -> None:
+    """The engine's death is exit status 0, which whoever starts servers again takes for a regular end.
+
+    A signal this vLLM takes rightly: `--shutdown-timeout` has the requests in flight finish.
+    """
+    expect_source(launcher.serve_http, "return dummy_shutdown()", "watchdog_loop(server, app.state.engine_client)")
+    expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
+
+    @around(launcher, "serve_http", copies=SERVERS)
+    async def serve_http(
+        original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
+    ) -> Coroutine:
+        rest = await original(app, *args, **kwargs)
+        engine = app.state.engine_client
+        if rest.__name__ == "shutdown" or not engine.errored:  # a signal; or nothing
+            return rest
+        await rest
+        return _died(engine)
+
+    _look_often(launcher)
+
+
+def _look_often(launcher: ModuleType) -> None:
     @around(launcher, "watchdog_loop")
     async def watchdog_loop(_: Callable[..., Awaitable[None]], server: Any, engine: EngineClient) -> None:
         while True:
@@ -132,7 +160,7 @@ def _processes(engine: Any) -> list[Any]:
 
 
 def _at_once(engine: Any, number: int, frame: object) -> None:
-    from vllm.utils import kill_process_tree
+    kill_process_tree = importlib.import_module("vllm.utils").kill_process_tree  # line 0.11's
 
     for process in _processes(engine):
         if process.is_alive():
@@ -237,7 +265,7 @@ def install_errors(serving_engine: ModuleType) -> None:
 # -- the port ---------------------------------------------------------------------------------------------------------
 
 
-@repair("server-port", f"{API_SERVER}:create_server_socket")
+@repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11", "0.23"))
 def install_port(api_server: ModuleType) -> None:
     """Two servers take the same port, and each gets some of the requests."""
     create = api_server.create_server_socket

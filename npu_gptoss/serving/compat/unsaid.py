@@ -16,9 +16,23 @@ SECRET = ("api_key", "hf_token")
 @repair("keys-unsaid", f"{API_SERVER}:log_non_default_args")
 def install(module: ModuleType) -> None:
     """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    expect_source(module.log_non_default_args, "isinstance(args, Namespace)")
+    _hide_keys(module)
+
+
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.23",))
+def install_0_23(module: ModuleType) -> None:
+    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+
+    expect_source(get_non_default_args, "isinstance(args, Namespace)")
+    _hide_keys(module)
+
+
+def _hide_keys(module: ModuleType) -> None:
     logs = module.log_non_default_args
     expect_parameters(logs, "args")
-    expect_source(logs, 'logger.info("non-default args: %s", non_default_args)', "isinstance(args, Namespace)")
+    expect_source(logs, 'logger.info("non-default args: %s", non_default_args)')
 
     @around(module, "log_non_default_args")
     def log_non_default_args(original: Callable[..., None], args: Any) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving.compat import pulse
+from tests.serving.compat.of_line import OLD
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.serving
 
 
 def engine(**fields: Any) -> Any:
-    values = {"client_count": 1, "engine_index": 0, "output_queue": queue.Queue(), **fields}
+    values = {"engine_index": 0, "output_queue": queue.Queue(), **fields}
+    values |= {"client_count": 1} if OLD else {"addresses": types.SimpleNamespace(outputs=["the server's"])}
     return types.SimpleNamespace(**values)
 
 
