@@ -28,7 +28,7 @@ from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-CALL = -1  # vLLM numbers its calls by time, all above 0
+CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
 INTERVAL = 1.0  # seconds between two messages
 SILENCE = 10.0  # seconds without a message after which an engine counts as one that does not answer
 GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy

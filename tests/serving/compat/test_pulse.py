@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1 import engine as vllm_engine
 from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, core, core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -59,6 +60,11 @@ def test_the_message_needs_no_question_and_leaves_real_calls_alone() -> None:
     delivered(it, calls)
     assert heart.objection(300) == ""
     assert calls == {pulse.CALL: heart, 7: asked}
+
+
+def test_the_message_is_taken_for_none_of_vllms_own() -> None:
+    """Else each server of data parallel engines on 0.23 takes them for dead at its first message."""
+    assert getattr(vllm_engine, "EEP_NOTIFICATION_CALL_ID", None) != pulse.CALL < 0
 
 
 @pytest.mark.parametrize(
