@@ -1,6 +1,8 @@
-"""Which programs Triton would compile for a warm-up and for random steps, asked of its own keys without a GPU.
+"""Which programs Triton would compile for a warm-up and for random steps, asked of its own keys without a GPU; and
+those in Gluon compiled, to the machine code of a Hopper GPU.
 
 python -m tests.model.programs '[{"experts": 32, "gluon": true, "ranks": 1, "change": "", "reach": {...}}, ...]'
+python -m tests.model.programs --compile '["name", "ring", ""]'
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import CompilationError, make_backend
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, StepMetadata
 from npu_gptoss.attention.triton.decode import decode_kernel
+from npu_gptoss.dense.triton import hopper, launch_hopper
+from npu_gptoss.kernels import triton_launch
 from npu_gptoss.kernels.platform import Platform, platform_override
 from npu_gptoss.model import warm_up as subject
 from npu_gptoss.model.config import GptOssConfig
@@ -32,9 +38,14 @@ from npu_gptoss.moe.triton import layout
 from tests.model.published import published_config
 
 META = torch.device("meta")
-BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
+SHARED_BYTES = 227 << 10  # of a program on Hopper, at most
 BLOCK_SIZE, STEPS = 16, 150
 asked: set[str] = set()
+launches: dict[str, tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = {}  # of each the first
+compile_or_launch = JITFunction.run
+HOPPER_RELEASE = (("triton", "3.6.0"),)  # whatever is installed: the kernels in Gluon are chosen
 
 
 @functools.cache
@@ -45,7 +56,9 @@ def binder(kernel: JITFunction) -> Any:
 def ask(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """In the place of a launch."""
     _, specialization, options = binder(kernel)(*args, **kwargs)
-    asked.add(f"{kernel.fn.__module__}.{kernel.fn.__name__} {specialization} {sorted(options.items())}")
+    program = f"{kernel.fn.__module__}.{kernel.fn.__name__} {specialization} {sorted(options.items())}"
+    launches.setdefault(program, (kernel, args, kwargs))
+    asked.add(program)
 
 
 class Alone(Ranks):
@@ -121,7 +134,7 @@ def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list
     """The programs of random steps beyond those of the warm-up."""
     asked.clear()
     binder.cache_clear()
-    here = Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", "3.6.0" if gluon else "3.9.0"),))
+    here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE if gluon else (("triton", "3.9.0"),))
     with platform_override(here):
         model = model_of(experts, ranks)
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
@@ -136,10 +149,69 @@ def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list
     return sorted(asked - warmed)
 
 
+class NoDriver:
+    """All that Triton asks of a GPU's driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def innermost(error: BaseException) -> BaseException:
+    """A kernel's error tells no more than where it called what failed."""
+    return error if error.__cause__ is None else innermost(error.__cause__)
+
+
+def refused(change: str) -> dict[str, list[str]]:
+    """By kernel in Gluon, what is wrong with each of its programs: what the compiler says, or too much shared memory.
+
+    change: a mistake that must be seen: a `name` that a release of Gluon has not, or a `ring` of too many tiles.
+    """
+    launches.clear()
+    binder.cache_clear()
+    triton_launch.supports_pdl = lambda device: True
+    here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE)
+    found: dict[str, list[str]] = {}
+    with platform_override(here), pytest.MonkeyPatch.context() as patch:
+        if change == "name":
+            patch.delattr(hopper, "barrier")
+        elif change == "ring":
+            ring = launch_hopper._ring
+            patch.setattr(launch_hopper, "_ring", lambda *of: replace(ring(*of), stages=64))
+        model = model_of(32, 1)
+        heads, dim = model.config.num_key_value_heads, model.config.head_dim
+        memory = empty(8, BLOCK_SIZE, heads, 2 * dim, dtype=torch.bfloat16)
+        caches = [(memory[..., :dim], memory[..., dim:])] * len(model.layers)
+        subject.warm_up(model, caches, subject.Reach(rows=2048, decode_rows=32, keys=1024))
+        for kernel, args, kwargs in launches.values():
+            name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+            if not kernel.is_gluon() or (change and "dense" not in name):
+                continue
+            wrong = found.setdefault(name.removeprefix("npu_gptoss."), [])
+            try:
+                made = compile_or_launch(kernel, *args, grid=(1,), warmup=True, **kwargs)
+                made = made.result() if hasattr(made, "result") else made
+            except CompilationError as error:
+                wrong.append(str(innermost(error))[-500:])
+            else:
+                if made.metadata.shared > SHARED_BYTES:
+                    wrong.append(f"{made.metadata.shared} bytes of shared memory of {SHARED_BYTES}")
+    return found
+
+
 def main() -> None:
     JITFunction.run = ask  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]
     layout._check_scales = lambda scales: None  # looks at values
+    if sys.argv[1] == "--compile":
+        driver.set_active(NoDriver())  # type: ignore[arg-type]
+        print(json.dumps([refused(change) for change in json.loads(sys.argv[2])]))
+        return
     answers = []
     for question in json.loads(sys.argv[1]):
         with pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,20 +51,25 @@ QUESTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def missing() -> dict[str, list[str]]:
-    """The programs that steps ask for beyond those of the warm-up; found in a process that interprets no kernel."""
-    questions = {**QUESTIONS, **{mistake: question("eager", change=mistake) for mistake in MISTAKES}}
+def answers_of(*arguments: str, **environment: str) -> list[Any]:
+    """Of a process that interprets no kernel."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.model.programs", json.dumps(list(questions.values()))],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
+        [sys.executable, "-m", "tests.model.programs", *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "0", **environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(questions, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def missing() -> dict[str, list[str]]:
+    """The programs that steps ask for beyond those of the warm-up."""
+    questions = {**QUESTIONS, **{mistake: question("eager", change=mistake) for mistake in MISTAKES}}
+    return dict(zip(questions, answers_of(json.dumps(list(questions.values()))), strict=True))
 
 
 @pytest.mark.slow
@@ -76,6 +82,24 @@ def test_no_step_asks_for_a_program_that_was_not_warmed_up(served: str, missing:
 @pytest.mark.parametrize(("mistake", "kernel"), MISTAKES.items())
 def test_a_program_that_is_left_out_is_seen(mistake: str, kernel: str, missing: dict[str, list[str]]) -> None:
     assert any(kernel in program for program in missing[mistake])
+
+
+@pytest.mark.slow
+def test_every_program_in_gluon_compiles_for_hopper_with_the_triton_that_is_here(tmp_path: Path) -> None:
+    """Triton's interpreter runs no Gluon, so without a GPU nothing else looks at these kernels. The mistakes are first:
+    what has been compiled is not compiled again."""
+    lost_name, large_ring, right = answers_of("--compile", '["name", "ring", ""]', TRITON_CACHE_DIR=str(tmp_path))
+    assert {name for name, wrong in right.items() if wrong} == set()
+    assert right.keys() == {
+        "attention.triton.hopper.prefill_kernel",
+        "dense.triton.hopper.linear_kernel",
+        "dense.triton.hopper.qkv_kernel",
+        "dense.triton.router_hopper.router_kernel",
+        *(f"moe.triton.{module}.{kernel}" for module in ("one_hopper", "few_hopper") for kernel in ("gate_up", "down")),
+        "moe.triton.many_hopper.product",
+    }
+    assert any("barrier is not defined" in error for error in lost_name["dense.triton.hopper.qkv_kernel"])
+    assert any("of shared memory" in error for error in large_ring["dense.triton.hopper.linear_kernel"])
 
 
 @pytest.mark.slow
