@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from npu_gptoss.cli import main
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import TRITON_ASCEND, Priority, Range, accepts, load_kernels, register_kernel
 from npu_gptoss.kernels.registry import registry
@@ -71,13 +72,15 @@ def failed(report: compiled.Report) -> set[str]:
     return {call.call for call in report.calls if call.state == FAILED}
 
 
-def test_a_scale_off_by_one_fails_where_numbers_are_seen(kernel):
+def test_a_scale_off_by_one_fails_where_numbers_are_seen(kernel, capsys):
     report = kernel("(scale - 1) * 2", "scale * 2")
     assert "every byte under every scale" in failed(report.interpreted)
     assert failed(report.lowered) == failed(report.interpreted)
     assert not report.ok
     assert not report.compiled, "a plan says nothing of a kernel that is wrong"
     assert any(line.lstrip().startswith("failed: ") for line in lines(report))
+    assert main(["verify", "--compile", report.kernel, "--cases", "0"]) == 1
+    assert f"wrong: {report.kernel}" in capsys.readouterr().out
 
 
 def test_a_tile_too_large_fails_where_the_memory_is_planned(kernel, monkeypatch):
