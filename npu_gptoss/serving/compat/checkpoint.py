@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
 
 
-@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config")
+@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11", "0.23"))
 def install_check(module: ModuleType) -> None:
     """A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has forked,
     under tracebacks; a broken config.json by words that do not name it."""
@@ -40,7 +40,7 @@ def install_check(module: ModuleType) -> None:
         return original(self, *args, **options)
 
 
-@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd")
+@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11", "0.23"))
 def install_sentence(module: ModuleType) -> None:
     """vllm serve ends with a traceback where a sentence says what to do."""
     owner = module.ServeSubcommand
@@ -106,7 +106,7 @@ def check(options: EngineArgs) -> None:
         return
     from npu_gptoss.model.check import check_directory, check_tokenizer
 
-    rope = {"rope_scaling": options.rope_scaling, "rope_theta": options.rope_theta}
+    rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # 0.11.0's alone
     weights = options.load_format != "dummy"
     config = check_directory(
         directory,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, LAUNCHER, SERVERS
+from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, ERRORS_0_23, ERRORS_0_23_COPIES, LAUNCHER, SERVERS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -102,7 +102,7 @@ def install_server(launcher: ModuleType) -> None:
 def install_server_0_23(launcher: ModuleType) -> None:
     """The engine's death is exit status 0, which whoever starts servers again takes for a regular end.
 
-    A signal this vLLM takes rightly: `--shutdown-timeout` has the requests in flight finish.
+    A signal is this vLLM's own: `--shutdown-timeout` says how long the requests in flight have, without it none.
     """
     expect_source(launcher.serve_http, "return dummy_shutdown()", "watchdog_loop(server, app.state.engine_client)")
     expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
@@ -257,6 +257,23 @@ def install_errors(serving_engine: ModuleType) -> None:
     def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, message, *args, **kwargs)
         if message in final:
+            answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
+            answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+        return answer
+
+
+@repair("server-end-errors", f"{' '.join((ERRORS_0_23, *ERRORS_0_23_COPIES))}:create_error_response", lines=("0.23",))
+def install_errors_0_23(module: ModuleType) -> None:
+    """A request that the engine's end took is told as an internal error, 500."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    expect_parameters(module.create_error_response, "message", "err_type", "status_code", "param")
+    words = str(EngineDeadError())
+
+    @around(module, "create_error_response", copies=ERRORS_0_23_COPIES)
+    def create_error_response(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(message, *args, **kwargs)
+        if isinstance(message, EngineDeadError) or message == words:
             answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
             answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
         return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import types
 from typing import Any
 
@@ -13,6 +14,9 @@ pytest.importorskip("vllm.entrypoints.openai.chat_completion.stream_harmony", re
 import uvicorn
 from vllm.entrypoints import launcher
 from vllm.entrypoints.openai import api_server
+from vllm.entrypoints.openai.engine.serving import OpenAIServing
+from vllm.entrypoints.serve.utils import server_utils
+from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = pytest.mark.serving
 
@@ -53,6 +57,21 @@ def test_an_engine_s_death_is_an_exit_status_and_another_end_is_none(
         ended(monkeypatch, errored=False)
     with patched():
         ended(monkeypatch, errored=True)
+
+
+@pytest.mark.parametrize(("name", "code"), [((), 500), (("server-end-errors",), 503)])
+def test_a_request_that_the_engine_s_end_took_may_be_asked_for_again(
+    patched: Any, name: tuple[str, ...], code: int
+) -> None:
+    request = types.SimpleNamespace(app=types.SimpleNamespace(state=types.SimpleNamespace()), state=None)
+    request.app.state.args = types.SimpleNamespace(log_error_stack=False)
+    request.app.state.server = types.SimpleNamespace()
+    request.app.state.engine_client = types.SimpleNamespace(errored=False, is_running=True)
+    with patched(*name):
+        answer = asyncio.run(server_utils.engine_error_handler(request, EngineDeadError()))
+        streamed = OpenAIServing.create_streaming_error_response(OpenAIServing, EngineDeadError())
+        assert (answer.status_code, json.loads(streamed)["error"]["code"]) == (code, code)
+        assert OpenAIServing.create_error_response("mine").error.code == 400
 
 
 @pytest.mark.parametrize("name", [(), ("server-port",)])
