@@ -111,8 +111,8 @@ def install_server_0_23(launcher: ModuleType) -> None:
     async def serve_http(
         original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
     ) -> Coroutine:
+        engine = app.state.engine_client  # the state is gone when the server has ended
         rest = await original(app, *args, **kwargs)
-        engine = app.state.engine_client
         if rest.__name__ == "shutdown" or not engine.errored:  # a signal; or nothing
             return rest
         await rest

@@ -22,11 +22,12 @@ pytestmark = pytest.mark.serving
 
 
 class Server(uvicorn.Server):
-    """Serves nothing until it shall exit."""
+    """Serves nothing until it shall exit; then vLLM's application has no state any more."""
 
     async def serve(self, sockets: Any = None) -> None:
         while not self.should_exit:
             await asyncio.sleep(0.01)
+        del self.config.app.state
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:

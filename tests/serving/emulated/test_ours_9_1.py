@@ -22,6 +22,7 @@ from tests.serving.emulated.rounds import (
     turn,
 )
 from tests.serving.emulated.test_modes import ORDINARY, PIECES, PURE, SIZES
+from tests.serving.emulated.test_requests import CACHELESS, SEEDED
 from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -132,3 +133,13 @@ def test_a_card_without_triton_ascend_is_refused_before_anything_is_loaded(serve
 def test_without_that_check_the_first_request_ends_the_engine(serve_9_1):
     results, _ = serve_9_1([turn((5,), tokens=1)], options=EAGER, spoil="without_triton_unchecked")
     assert results == ["TypeError: 'function' object is not subscriptable"]
+
+
+@pytest.mark.long
+def test_a_seed_draws_the_same_tokens_when_its_prompt_is_cut(serve_9_1):
+    """As stock 0.23 does on a card; 0.11.0 needs the repair `seed-rows-ascend`."""
+    asked = turn((700,), seed=1, tokens=8) | {"sampling": {"0": SEEDED}}
+    # 1100 tokens a step: the second prompt of 700 is cut
+    beside = {"prompts": prompts((700,), 2) + asked["prompts"], "tokens": 8, "sampling": {"1": SEEDED}}
+    (alone, together), _ = serve_9_1([asked, beside], options=EAGER | CACHELESS)
+    assert together[1]["tokens"] == alone[0]["tokens"]
