@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openai_harmony import HarmonyEncoding, Message, Role
 
 from npu_gptoss.harmony.parser import TOOL_PREFIX, Kind, TolerantParser, kind_of
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import CHAT_SERVING, HARMONY_UTILS, RENDERER_0_23, RESPONSES_CONTEXT
-
-if TYPE_CHECKING:
-    pass
 
 
 def known(role: Role | str | None, channel: str | None, recipient: str | None) -> tuple[str | None, str | None]:
