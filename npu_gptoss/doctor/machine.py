@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from npu_gptoss import cann
-from npu_gptoss.serving.lines import ASCEND_LINES, Line, find_vllm, line_of, line_of_cann
+from npu_gptoss.serving.lines import LINES, Line, find_vllm, line_of, line_of_cann
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
@@ -58,10 +58,12 @@ class Machine:
 
     @property
     def line(self) -> Line:
-        """What an Ascend machine is held to: the line of its vLLM, else of its CANN, else the first."""
+        """What this machine is held to: the line of its vLLM, else of its CANN, else the first, of those for its
+        device."""
+        fitting = [line for line in LINES if DEVICE_TYPES[self.platform()[0]] in line.devices]
         place, _ = cann.find_toolkit(self.environ, self.root)
         of_cann = line_of_cann(cann.series(cann.toolkit_version(place))) if place else None
-        return next((line for line in (line_of(self.vllm), of_cann) if line in ASCEND_LINES), ASCEND_LINES[0])
+        return next((line for line in (line_of(self.vllm), of_cann) if line in fitting), fitting[0])
 
     def device_files(self, pattern: str) -> list[Path]:
         return sorted((self.root / "dev").glob(pattern))

@@ -109,7 +109,7 @@ def platforms(here: Machine) -> Finding:
     if kind == ASCEND:
         return ok(f"vLLM's platform is {ASCENDS}, of vllm-ascend; there is no second one.")
     if kind == CUDA:
-        return ok("On CUDA the platform and gpt-oss are vLLM's own; this package mends its defects.")
+        return ok("vLLM's platform is its own for CUDA.")
     if "empty" not in release and here.version("vllm"):
         return ok(f"vLLM {release} is built for a device and names its own platform.")
     if cpu_platform.NAME not in names:

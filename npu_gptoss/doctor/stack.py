@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from npu_gptoss import plugin
 from npu_gptoss.doctor import cann
 from npu_gptoss.doctor.findings import Finding, failed, ok, on_ascend, warning
-from npu_gptoss.doctor.machine import ASCEND, CPU, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
-from npu_gptoss.serving import lines
+from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, DEVICE_TYPES, PLATFORM_VARIABLE, PLATFORMS, Machine
 from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.lines import TORCH_OLDEST, line_of, silent_defect
 
-PYTHON = lines.here().python
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
 OTHER_WHEELS = {"0.11": " (.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks)"}
@@ -38,24 +36,25 @@ def python(here: Machine) -> Finding:
     release = ".".join(map(str, here.python))
     minor = ".".join(map(str, here.python[:2]))
     ascend = here.platform()[0] == ASCEND
-    if minor in (line.python_on_ascend if ascend else PYTHON):
+    tested = line.python_on_ascend if ascend else line.python
+    if minor in tested:
         return ok(f"Python {release}.")
     if ascend and minor in line.python and here.python < (3, 12):
         return warning(
             f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has wheels for it, but everything here is "
-            f"tested on {line.python_on_ascend[0]}.",
-            f"Use Python {line.python_on_ascend[0]}.",
+            f"tested on {tested[0]}.",
+            f"Use Python {tested[0]}.",
         )
     if ascend:
         return failed(
             f"Python {release}: vllm-ascend {line.vllm_ascend.recommended} has no wheel for it.",
-            f"Make the environment with Python {line.python_on_ascend[0]}.",
+            f"Make the environment with Python {tested[0]}.",
         )
-    if here.python[:2] < tuple(map(int, PYTHON[0].split("."))):
-        return failed(f"Python {release} is older than {PYTHON[0]}.", f"Use Python {' or '.join(PYTHON)}.")
+    if here.python[:2] < tuple(map(int, tested[0].split("."))):
+        return failed(f"Python {release} is older than {tested[0]}.", f"Use Python {' or '.join(tested)}.")
     return warning(
-        f"Python {release} is newer than what is tested ({', '.join(PYTHON)}).",
-        f"Use Python {PYTHON[len(PYTHON) // 2]} when something does not install.",
+        f"Python {release} is newer than what is tested ({', '.join(tested)}).",
+        f"Use Python {tested[len(tested) // 2]} when something does not install.",
     )
 
 
@@ -130,9 +129,10 @@ def vllm(here: Machine) -> Iterator[Finding]:
 
 
 def _vllm(here: Machine) -> Finding:
-    platform, release = here.platform()[0], here.vllm
-    line = here.line if platform == ASCEND else lines.LINES[0]
-    remedy = f"For vLLM {line.vllm.recommended}, {INSTALL_VLLM}."
+    platform, release, wanted = here.platform()[0], here.vllm, here.line.vllm.recommended
+    remedy = f"For vLLM {wanted}, {INSTALL_VLLM}."
+    if platform == CUDA:
+        remedy = f"`pip install vllm=={wanted}`, or `make serve` in a checkout of npu-gptoss, which sets it up."
     if release is None:
         sentence = "vLLM is not installed, so there is no `vllm serve`"
         if platform == ASCEND:
@@ -145,11 +145,10 @@ def _vllm(here: Machine) -> Finding:
         return failed(f"{sentence}.", f"Install{rest}" if rest else remedy)
     served, device = line_of(release), DEVICE_TYPES[platform]
     if device not in served.devices:
-        other = next(line for line in lines.LINES if device in line.devices).vllm.recommended
-        state, stays = (warning, ": gpt-oss stays vLLM's own here") if device == "cuda" else (failed, "")
+        state, stays = (warning, ": gpt-oss stays vLLM's own here") if platform == CUDA else (failed, "")
         return state(
             f"vLLM {release}: this package serves on {' and '.join(served.devices)} under it, not on {device}{stays}.",
-            remedy if other == line.vllm.recommended else f"`pip install vllm=={other}`, in an environment of its own.",
+            remedy,
         )
     if platform in (ASCEND, CPU) and "empty" not in build and "cpu" not in build:
         state = warning if platform == ASCEND else failed

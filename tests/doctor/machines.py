@@ -68,6 +68,11 @@ def ascend(root: Path, packages: Mapping[str, str] = ASCEND_PACKAGES, **more: ob
     return machine(root, packages, **{"plugins": ASCEND_PLUGINS, **more})
 
 
+def gpu(root: Path, packages: Mapping[str, str] = CPU_PACKAGES, **more: object) -> Machine:
+    write(root / "dev/nvidia0")
+    return machine(root, packages, **more)
+
+
 def write(path: Path, text: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

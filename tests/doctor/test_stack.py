@@ -8,7 +8,7 @@ from npu_gptoss.doctor import stack
 from npu_gptoss.doctor.findings import Finding
 from npu_gptoss.serving.lines import ASCEND_LINES
 from scripts.setup import environments
-from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, CPU_PACKAGES, ascend, machine, only, write
+from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, CPU_PACKAGES, ascend, gpu, machine, only, write
 from tests.doctor.test_cann import install_toolkit
 
 
@@ -74,6 +74,9 @@ def test_python(tmp_path, on, python, state, phrase):
         (stack.vllm, ascend, "0.11.0", "warning", "another platform"),
         (stack.vllm, ascend, "0.12.0+empty", "failed", "supports vLLM 0.11.0"),
         (stack.vllm, ascend, None, "failed", "no `vllm serve`"),
+        (stack.vllm, gpu, "0.33.0", "ok", ""),
+        (stack.vllm, gpu, "0.11.0", "warning", "pip install vllm==0.33.0"),
+        (stack.vllm, gpu, None, "warning", "pip install vllm==0.33.0"),
         (stack.vllm_ascend, machine, None, "not applicable", ""),
         (stack.vllm_ascend, ascend, "0.11.0", "ok", ""),
         (stack.vllm_ascend, ascend, "0.11.0rc2", "ok", ""),
