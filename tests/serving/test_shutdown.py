@@ -16,25 +16,24 @@ from docker import healthcheck
 from scripts import serve_here
 from tests.serving.in_flight import InFlight, descendants, engine_of, is_running
 from tests.serving.server import START_LIMIT, free_port, wait_for
+from tests.soak.server import NAME, Stack
 
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
-
-NAME = "gpt-oss-tiny"
 
 
 class Started:
     """A server that is ready; its log, its processes."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, stack: Stack, model: Path, log: Path) -> None:
         self.port = free_port()
         self.log, self.url = log, f"http://127.0.0.1:{self.port}"
-        base = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-        environment = serve_here.serving_environment(
-            model, model, {**base, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        )
-        command = serve_here.serve_command(model, NAME, "127.0.0.1", self.port, ())
+        command, environment = stack.command(model, self.port)
         self.process = serve_here.start(command, environment, log)
-        serve_here.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
+        try:
+            serve_here.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
+        except BaseException:
+            serve_here.stop(self.process)
+            raise
         self.engine = engine_of(self.process.pid)
         self.below = descendants(self.process.pid)
 
@@ -66,9 +65,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def started(model: Path, tmp_path: Path) -> Iterator[Started]:
-    server = Started(model, tmp_path / "log")
+@pytest.fixture(params=["cpu", pytest.param("emulated-9.1", marks=[pytest.mark.emulated, pytest.mark.long])])
+def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Started]:
+    server = Started(Stack(request.param), model, tmp_path / "log")
     try:
         yield server
     finally:

@@ -1,8 +1,8 @@
 """How the server ends: in words for clients, in seconds for whoever waits, with a status for whoever starts it again.
 
 vLLM 0.11.0 takes a signal by ending the engine first and waiting for the connections afterwards, without a limit: the
-requests in flight are never answered. It takes the engine's death for a regular end, exit status 0. And it opens its
-port so that a second server on the same port gets half of the first one's requests.
+requests in flight are never answered. 0.23.0 ends them at once, in words that name no reason. Both take the engine's
+death for a regular end, exit status 0, and open their port so that a second server on it gets half of the requests.
 
 Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends what is left with
 an error, and only then ends the engine. A second signal ends everything at once.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import logging
 import os
 import signal
@@ -25,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import API_SERVER, ENGINE, ERRORS_0_23, ERRORS_0_23_COPIES, LAUNCHER, SERVERS
+from npu_gptoss.serving.compat.targets import (
+    API_SERVER,
+    ENGINE,
+    ERRORS_0_23,
+    ERRORS_0_23_COPIES,
+    LAUNCHER,
+    RESPONSES_ROUTER,
+    SERVERS,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -37,8 +44,6 @@ WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
 STATUS = 1  # of a server whose engine died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# they log each request that fails with a traceback
-TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
 
 
 @functools.cache
@@ -55,7 +60,7 @@ def stopping_error() -> type[Exception]:
     return ServerStoppingError
 
 
-def _is_final(error: BaseException | None) -> bool:
+def _is_final(error: object) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
@@ -68,10 +73,10 @@ def _told_once(record: logging.LogRecord) -> bool:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop")
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11", "0.23"))
 def install_server(launcher: ModuleType) -> None:
-    """A signal ends the engine before the server, so that requests in flight are never answered and the server
-    waits for them without a limit; the engine's death is exit status 0."""
+    """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
+    waits for them without a limit), or in words that name no reason; the engine's death is exit status 0."""
     serve = launcher.serve_http
     expect_parameters(serve, "app", "sock", "uvicorn_kwargs")
     expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
@@ -82,51 +87,33 @@ def install_server(launcher: ModuleType) -> None:
     async def serve_http(
         original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
     ) -> Coroutine:
-        drain = envs.get("NPU_GPTOSS_DRAIN_SECONDS")
-        kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
         engine = app.state.engine_client
+        # 0.23's own --shutdown-timeout asks for the same
+        drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), getattr(engine.vllm_config, "shutdown_timeout", 0))
+        kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
         loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
             loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        rest = await original(app, *args, **kwargs)
-        if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
-            await _stop(rest, engine, drain)
-            return _nothing()
+        engine.shutdown = _not_yet  # 0.23 calls it at a signal; who made the engine does so when the server has ended
+        try:
+            rest = await original(app, *args, **kwargs)
+            if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
+                await _stop(rest, engine, drain)
+                return _nothing()
+        finally:
+            del engine.shutdown
         await rest
         return _died(engine) if engine.errored else _nothing()
 
-    _look_often(launcher)
-
-
-@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.23",))
-def install_server_0_23(launcher: ModuleType) -> None:
-    """The engine's death is exit status 0, which whoever starts servers again takes for a regular end.
-
-    A signal is this vLLM's own: `--shutdown-timeout` says how long the requests in flight have, without it none.
-    """
-    expect_source(launcher.serve_http, "return dummy_shutdown()", "watchdog_loop(server, app.state.engine_client)")
-    expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
-
-    @around(launcher, "serve_http", copies=SERVERS)
-    async def serve_http(
-        original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
-    ) -> Coroutine:
-        engine = app.state.engine_client  # the state is gone when the server has ended
-        rest = await original(app, *args, **kwargs)
-        if rest.__name__ == "shutdown" or not engine.errored:  # a signal; or nothing
-            return rest
-        await rest
-        return _died(engine)
-
-    _look_often(launcher)
-
-
-def _look_often(launcher: ModuleType) -> None:
     @around(launcher, "watchdog_loop")
     async def watchdog_loop(_: Callable[..., Awaitable[None]], server: Any, engine: EngineClient) -> None:
         while True:
             await asyncio.sleep(WATCH)
             launcher.terminate_if_errored(server, engine)
+
+
+def _not_yet(timeout: float | None = None) -> None:
+    pass
 
 
 async def _nothing() -> None:
@@ -145,6 +132,8 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
         count,
         drain,
     )
+    from npu_gptoss.serving.lines.vllm import TALKATIVE
+
     for name in TALKATIVE:
         logging.getLogger(name).addFilter(_told_once)
     ending = asyncio.ensure_future(shutdown)
@@ -160,7 +149,7 @@ def _processes(engine: Any) -> list[Any]:
 
 
 def _at_once(engine: Any, number: int, frame: object) -> None:
-    kill_process_tree = importlib.import_module("vllm.utils").kill_process_tree  # line 0.11's
+    from npu_gptoss.serving.lines.vllm import kill_process_tree
 
     for process in _processes(engine):
         if process.is_alive():
@@ -201,8 +190,7 @@ def install_answers(api_server: ModuleType) -> None:
     expect_source(
         api_server.build_app, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),"
     )
-    events = api_server._convert_stream_to_sse_events
-    expect_source(events, "async for event in generator", "yield event_data")
+    _end_streams(api_server)
 
     @around(api_server, "build_app")
     def build_app(original: Callable[..., FastAPI], *args: Any, **kwargs: Any) -> FastAPI:
@@ -217,7 +205,18 @@ def install_answers(api_server: ModuleType) -> None:
         app.add_exception_handler(HTTPException, told)
         return app
 
-    @around(api_server, "_convert_stream_to_sse_events")
+
+@repair("server-end-answers", f"{RESPONSES_ROUTER}:_convert_stream_to_sse_events", lines=("0.23",))
+def install_answers_0_23(router: ModuleType) -> None:
+    """A streamed response that the engine's end took breaks off."""
+    _end_streams(router)
+
+
+def _end_streams(module: ModuleType) -> None:
+    """A streamed response ends with an event in any case."""
+    expect_source(module._convert_stream_to_sse_events, "async for event in generator", "yield event_data")
+
+    @around(module, "_convert_stream_to_sse_events")
     async def _convert_stream_to_sse_events(
         original: Callable[..., AsyncIterator[str]], generator: AsyncGenerator[Any, None]
     ) -> AsyncIterator[str]:
@@ -249,34 +248,37 @@ def install_errors(serving_engine: ModuleType) -> None:
     serving = serving_engine.OpenAIServing
     expect_parameters(serving.create_error_response, "self", "message", "err_type", "status_code")
     expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
-    from vllm.v1.engine.exceptions import EngineDeadError
 
-    final = {str(stopping_error()()), str(EngineDeadError())}
+    final = _final_words()
 
     @around(serving, "create_error_response")
     def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, message, *args, **kwargs)
-        if message in final:
-            answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
-            answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
-        return answer
+        return _unavailable(answer) if message in final else answer
 
 
 @repair("server-end-errors", f"{' '.join((ERRORS_0_23, *ERRORS_0_23_COPIES))}:create_error_response", lines=("0.23",))
 def install_errors_0_23(module: ModuleType) -> None:
     """A request that the engine's end took is told as an internal error, 500."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     expect_parameters(module.create_error_response, "message", "err_type", "status_code", "param")
-    words = str(EngineDeadError())
+    final = _final_words()
 
     @around(module, "create_error_response", copies=ERRORS_0_23_COPIES)
     def create_error_response(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original(message, *args, **kwargs)
-        if isinstance(message, EngineDeadError) or message == words:
-            answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
-            answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
-        return answer
+        return _unavailable(answer) if _is_final(message) or message in final else answer
+
+
+def _final_words() -> set[str]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return {str(stopping_error()()), str(EngineDeadError())}
+
+
+def _unavailable(answer: Any) -> Any:
+    answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
+    answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+    return answer
 
 
 # -- the port ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ CHAT_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 COMPLETION_PROTOCOL = "vllm.entrypoints.openai.completion.protocol"
 RESPONSES_PROTOCOL = "vllm.entrypoints.openai.responses.protocol"
 RESPONSES_SERVING = "vllm.entrypoints.openai.responses.serving"
+RESPONSES_ROUTER = "vllm.entrypoints.openai.responses.api_router"  # of 0.23
 CHAT = "vllm.entrypoints.openai.serving_chat"
 ENGINE = "vllm.entrypoints.openai.serving_engine"
 RESPONSES = "vllm.entrypoints.openai.serving_responses"

@@ -61,6 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "vllm.platforms": ("current_platform",),
     "vllm.plugins": ("load_general_plugins",),
     "vllm.sequence": ("IntermediateTensors",),
+    "vllm.utils": ("kill_process_tree",),
     "vllm.v1.attention.backends.utils": ("AttentionMetadataBuilder", "CommonAttentionMetadata"),
     "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
     "vllm.v1.metrics.loggers": ("StatLoggerBase",),
@@ -69,6 +70,10 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
+
+
+# Loggers that write a traceback for each stream that fails.
+TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
 
 
 def assistant_parser() -> TolerantParser:

@@ -82,6 +82,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "vllm.platforms": ("current_platform",),
     "vllm.plugins": ("load_general_plugins",),
     "vllm.sequence": ("IntermediateTensors",),
+    "vllm.utils.system_utils": ("kill_process_tree",),
     "vllm.v1.attention.backend": (
         "AttentionBackend",
         "AttentionImpl",
@@ -97,6 +98,10 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 def __getattr__(name: str) -> Any:
     return resolve(MODULES, name)
+
+
+# Loggers that write a traceback for each stream that fails.
+TALKATIVE = tuple(f"vllm.entrypoints.openai.{name}.serving" for name in ("chat_completion", "completion", "responses"))
 
 
 def assistant_parser() -> TolerantParser:

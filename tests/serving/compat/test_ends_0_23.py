@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import types
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,8 +18,11 @@ import uvicorn
 from vllm.entrypoints import launcher
 from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.engine.serving import OpenAIServing
+from vllm.entrypoints.openai.responses import api_router
 from vllm.entrypoints.serve.utils import server_utils
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from npu_gptoss.serving.compat.shutdown import stopping_error
 
 pytestmark = pytest.mark.serving
 
@@ -35,7 +41,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
     process = types.SimpleNamespace(name="EngineCore_DP0", exitcode=-9)
     manager = types.SimpleNamespace(processes=[process])
     core = types.SimpleNamespace(resources=types.SimpleNamespace(engine_manager=manager))
-    engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=core)
+    engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=core, vllm_config=None)
     app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
     monkeypatch.setattr(launcher.uvicorn, "Server", Server)
     monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
@@ -60,17 +66,98 @@ def test_an_engine_s_death_is_an_exit_status_and_another_end_is_none(
         ended(monkeypatch, errored=True)
 
 
+class Engine:
+    """Answers a request after `needs` seconds of the server's end; `seen` has what befell it, in order."""
+
+    vllm_config = types.SimpleNamespace(shutdown_timeout=0)
+    errored, is_running = False, True
+
+    def __init__(self, needs: float) -> None:
+        self.needs, self.seen = needs, []
+        self.output_processor = types.SimpleNamespace(
+            get_num_unfinished_requests=lambda: 1, propagate_error=lambda error: self.seen.append(str(error))
+        )
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.seen.append("engine ended")
+
+
+class Busy(Server):
+    """Its end waits for the engine's request."""
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        engine = self.config.app.state.engine_client
+        deadline = asyncio.get_running_loop().time() + engine.needs
+        while not engine.seen and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        engine.seen.append("server ended")
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "seen"),
+    [
+        ((), 0.2, ["engine ended", "server ended"]),
+        (("server-end",), 0.2, ["server ended"]),  # who made the engine ends it then
+        (("server-end",), 60, [str(stopping_error()()), "server ended"]),
+    ],
+    ids=["stock ends a request at once", "a request finishes", "a longer one is ended in words"],
+)
+def test_a_signal_leaves_requests_the_time_to_finish(
+    patched: Any, monkeypatch: pytest.MonkeyPatch, name: tuple[str, ...], needs: float, seen: list[str]
+) -> None:
+    engine = Engine(needs)
+    app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
+    monkeypatch.setenv("NPU_GPTOSS_DRAIN_SECONDS", "1")
+    monkeypatch.setattr(launcher.uvicorn, "Server", Busy)
+    monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    async def serve() -> None:
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
+        await (await launcher.serve_http(app, None, port=0))
+
+    try:
+        with patched(*name):
+            asyncio.run(asyncio.wait_for(serve(), 20))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert engine.seen == seen
+    assert "shutdown" not in vars(engine), "nobody could end the engine any more"
+
+
+@pytest.mark.parametrize("name", [(), ("server-end-answers",)])
+def test_a_streamed_response_ends_with_an_error_and_does_not_break_off(patched: Any, name: tuple[str, ...]) -> None:
+    async def events() -> AsyncIterator[Any]:
+        yield types.SimpleNamespace(type="first", sequence_number=4, model_dump_json=lambda **options: "{}")
+        raise stopping_error()
+
+    async def texts() -> list[str]:
+        return [text async for text in api_router._convert_stream_to_sse_events(events())]
+
+    with patched(*name):
+        if not name:
+            with pytest.raises(stopping_error()):
+                asyncio.run(texts())
+            return
+        event, data = asyncio.run(texts())[-1].splitlines()[:2]
+        assert event == "event: error"
+        told = json.loads(data.removeprefix("data: "))
+        assert (told["sequence_number"], told["message"]) == (5, str(stopping_error()()))
+
+
+@pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
 @pytest.mark.parametrize(("name", "code"), [((), 500), (("server-end-errors",), 503)])
 def test_a_request_that_the_engine_s_end_took_may_be_asked_for_again(
-    patched: Any, name: tuple[str, ...], code: int
+    patched: Any, name: tuple[str, ...], code: int, error: Exception
 ) -> None:
     request = types.SimpleNamespace(app=types.SimpleNamespace(state=types.SimpleNamespace()), state=None)
     request.app.state.args = types.SimpleNamespace(log_error_stack=False)
     request.app.state.server = types.SimpleNamespace()
     request.app.state.engine_client = types.SimpleNamespace(errored=False, is_running=True)
     with patched(*name):
-        answer = asyncio.run(server_utils.engine_error_handler(request, EngineDeadError()))
-        streamed = OpenAIServing.create_streaming_error_response(OpenAIServing, EngineDeadError())
+        answer = asyncio.run(server_utils.engine_error_handler(request, error))
+        streamed = OpenAIServing.create_streaming_error_response(OpenAIServing, error)
         assert (answer.status_code, json.loads(streamed)["error"]["code"]) == (code, code)
         assert OpenAIServing.create_error_response("mine").error.code == 400
 
