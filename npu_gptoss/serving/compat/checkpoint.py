@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ARGUMENTS, ASYNC, GRAMMARS, SERVE, TOKENIZER
+from npu_gptoss.serving.compat.targets import (
+    ARGUMENTS,
+    ASYNC,
+    GRAMMARS,
+    SERVE,
+    TOKENIZER,
+    TOKENIZERS,
+    TOKENIZERS_COPIES,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -70,21 +78,38 @@ def install_tokenizer(module: ModuleType) -> None:
     ids beyond the vocabulary ends the engine at the first request that has such a token."""
     expect_parameters(module.init_tokenizer_from_configs, "model_config")
 
-    @around(module, "init_tokenizer_from_configs", copies=(ASYNC, "vllm.v1.engine.llm_engine", GRAMMARS))
-    def init_tokenizer_from_configs(original: Callable[..., Any], model_config: ModelConfig) -> Any:
-        from npu_gptoss.model.config_fields import MODEL_TYPE
-        from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
+    around(module, "init_tokenizer_from_configs", (ASYNC, "vllm.v1.engine.llm_engine", GRAMMARS))(_checked_tokenizer)
 
-        if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
-            return original(model_config)
-        path = Path(model_config.tokenizer) / "tokenizer.json"
-        with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
-            tokenizer = original(model_config)
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        if fast is not None:
-            try_tokenizer(path, fast)
-            check_vocabulary(path, fast, model_config.hf_config.vocab_size)
-        return tokenizer
+
+@repair(
+    "tokenizer-check",
+    f"{' '.join((TOKENIZERS, *TOKENIZERS_COPIES))}:cached_tokenizer_from_config",
+    lines=("0.23",),
+)
+def install_tokenizer_0_23(module: ModuleType) -> None:
+    """A tokenizer from the hub that cannot be read ends vLLM with a traceback, or panics at a request; one with ids
+    beyond the vocabulary ends the engine at the first request that has such a token.
+
+    One in a directory is refused before, by checkpoint-check.
+    """
+    expect_parameters(module.cached_tokenizer_from_config, "model_config")
+    around(module, "cached_tokenizer_from_config", TOKENIZERS_COPIES)(_checked_tokenizer)
+
+
+def _checked_tokenizer(original: Callable[..., Any], model_config: ModelConfig, **options: Any) -> Any:
+    from npu_gptoss.model.config_fields import MODEL_TYPE
+    from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
+
+    if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
+        return original(model_config, **options)
+    path = Path(model_config.tokenizer) / "tokenizer.json"
+    with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
+        tokenizer = original(model_config, **options)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        try_tokenizer(path, fast)
+        check_vocabulary(path, fast, model_config.hf_config.vocab_size)
+    return tokenizer
 
 
 def _end(sentence: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -38,6 +41,18 @@ REFUSED_BY_VLLM = {"logits_processors", "best_of"}  # without a look
 
 
 OPENAI = "vllm.entrypoints.openai"
+_SINCE_0_23 = [
+    (f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest", "/v1/chat/completions"),
+    (f"{OPENAI}.chat_completion.protocol:BatchChatCompletionRequest", "/v1/chat/completions/batch"),
+    (f"{OPENAI}.completion.protocol:CompletionRequest", "/v1/completions"),
+    (f"{OPENAI}.responses.protocol:ResponsesRequest", "/v1/responses"),
+    ("vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest", "/tokenize"),
+    ("vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest", "/tokenize"),
+    ("vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest", "/detokenize"),
+    ("vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest", "/v1/messages"),
+    ("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensRequest", "/v1/messages/count_tokens"),
+    ("vllm.entrypoints.generate.generative_scoring.serving:GenerativeScoringRequest", "/generative_scoring"),
+]
 CLASSES = {
     "0.11": [
         (f"{OPENAI}.protocol:ChatCompletionRequest", "/v1/chat/completions"),
@@ -53,21 +68,10 @@ CLASSES = {
         (f"{OPENAI}.protocol:ClassificationRequest", "/classify"),
         (f"{OPENAI}.protocol:PoolingCompletionRequest", "/pooling"),
     ],
+    "0.23": [*_SINCE_0_23, ("vllm.entrypoints.serve.disagg.protocol:GenerateRequest", "/inference/v1/generate")],
     "0.33": [
-        (f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest", "/v1/chat/completions"),
-        (f"{OPENAI}.chat_completion.protocol:BatchChatCompletionRequest", "/v1/chat/completions/batch"),
-        (f"{OPENAI}.completion.protocol:CompletionRequest", "/v1/completions"),
-        (f"{OPENAI}.responses.protocol:ResponsesRequest", "/v1/responses"),
-        ("vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest", "/tokenize"),
-        ("vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest", "/tokenize"),
-        ("vllm.entrypoints.serve.tokenize.protocol:DetokenizeRequest", "/detokenize"),
-        ("vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest", "/v1/messages"),
-        ("vllm.entrypoints.anthropic.protocol:AnthropicCountTokensRequest", "/v1/messages/count_tokens"),
+        *_SINCE_0_23,
         ("vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest", "/inference/v1/generate"),
-        (
-            "vllm.entrypoints.generate.generative_scoring.serving:GenerativeScoringRequest",
-            "/generative_scoring",
-        ),
     ],
 }
 
@@ -155,3 +159,32 @@ def test_a_request_is_checked_in_less_than_a_millisecond() -> None:
         fields.check("/v1/chat/completions", bodies.read(raw), LIMITS)
         times.append(time.perf_counter() - since)
     assert sorted(times)[10] < 1e-3, sorted(times)[10]
+
+
+# where token ids come in, by the name of the field; `sampling_params` has its own of them
+TOKENS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(
+        ("prompt", "items", "token_ids", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "label_token_ids"),
+        lambda wild: [1, wild],
+    ),
+    "logit_bias": lambda wild: {"1": 1, str(wild): 1},
+}
+ENTRANCES = [
+    *((route, (name,)) for route, table in fields.ROUTES.items() for name in TOKENS if name in table),
+    *((fields.INVOCATIONS, (name,)) for name in TOKENS if name in fields.COMPLETION),
+    *(("/inference/v1/generate", ("sampling_params", name)) for name in TOKENS if name in fields.SAMPLING),
+]
+
+
+@pytest.mark.parametrize("wild", [-1, 201_088, "201088", 201_088.0, 2**31, 2**64], ids=repr)
+@pytest.mark.parametrize(
+    ("route", "place"), ENTRANCES, ids=lambda value: value if isinstance(value, str) else value[-1]
+)
+def test_no_entrance_lets_a_token_outside_of_the_vocabulary_by(route: str, place: tuple[str, ...], wild: Any) -> None:
+    for token, passes in ((1, True), (wild, False)):
+        value = TOKENS[place[-1]](token)
+        for name in reversed(place):
+            value = {name: value}
+        with contextlib.nullcontext() if passes else pytest.raises(Refusal, match=place[-1]) as refusal:
+            fields.check(route, {"prompt": "a"} | value, LIMITS)
+    assert refusal.value.status == HTTPStatus.BAD_REQUEST

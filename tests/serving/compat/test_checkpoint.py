@@ -94,29 +94,51 @@ def test_a_good_checkpoint_is_served_as_before_and_others_are_left_to_vllm(direc
             engine_config(directory)
 
 
-@pytest.mark.skipif(not OLD, reason="vLLM 0.23 makes its tokenizer elsewhere")
 def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: Path, patched: Any) -> None:
-    from vllm.transformers_utils import tokenizer
-
     path = directory / "tokenizer.json"
     pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
     path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
+    with patched():
+        assert made_tokenizer(directory)
+    with patched("tokenizer-check"):
+        with pytest.raises(InputError, match="cannot turn a text into tokens"):
+            made_tokenizer(directory)
+        path.write_text("{")
+        with pytest.raises(InputError, match="cannot be read as a tokenizer"):
+            made_tokenizer(directory)
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_found_before_the_engine_meets_one(
+    directory: Path, patched: Any
+) -> None:
+    with patched():
+        assert made_tokenizer(directory, vocabulary=16)
+    with patched("tokenizer-check"):
+        assert made_tokenizer(directory)
+        with pytest.raises(InputError, match=r"expected ids below vocab_size of config.json \(16\)"):
+            made_tokenizer(directory, vocabulary=16)
+
+
+def made_tokenizer(directory: Path, vocabulary: int = VOCABULARY) -> Any:
+    """As a server makes it."""
     config = SimpleNamespace(
         tokenizer=str(directory),
         tokenizer_mode="auto",
         trust_remote_code=False,
         tokenizer_revision=None,
         runner_type="generate",
-        hf_config=SimpleNamespace(model_type="gpt_oss", vocab_size=VOCABULARY),
+        skip_tokenizer_init=False,
+        hf_config=SimpleNamespace(model_type="gpt_oss", vocab_size=vocabulary),
     )
-    with patched():
-        assert tokenizer.init_tokenizer_from_configs(config)
-    with patched("tokenizer-check"):
-        with pytest.raises(InputError, match="cannot turn a text into tokens"):
-            tokenizer.init_tokenizer_from_configs(config)
-        path.write_text("{")
-        with pytest.raises(InputError, match="cannot be read as a tokenizer"):
-            tokenizer.init_tokenizer_from_configs(config)
+    if OLD:
+        from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
+
+        return init_tokenizer_from_configs(config)
+    from vllm import tokenizers
+    from vllm.tokenizers import registry
+
+    registry.cached_get_tokenizer.cache_clear()
+    return tokenizers.cached_tokenizer_from_config(model_config=config)
 
 
 def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):

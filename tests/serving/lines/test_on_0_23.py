@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 def test_the_tests_of_line_0_23_pass(chosen: str, least: int) -> None:
     machine = Machine("9.1")
     place = venv(machine)
-    files = [*(f"tests/serving/compat/{name}" for name in ON_0_23), "tests/serving/lines/test_lines.py"]
+    others = ("admission/test_fields.py", "lines/test_lines.py")
+    files = [f"tests/serving/{name}" for name in (*(f"compat/{name}" for name in ON_0_23), *others)]
     command = [str(place / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
     variables = environment(machine, place) | {
         "OMP_NUM_THREADS": "1",
