@@ -43,7 +43,7 @@ def failure(output: Any) -> Exception | None:
     return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
 
 
-@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11",))
+@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11", "0.23"))
 def install_outputs(module: ModuleType) -> None:
     """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests, and a request
     that the engine core ended has no error for its client."""
@@ -85,10 +85,12 @@ def _end(
     module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
 ) -> None:
     """Take a request out of the output processor. What its client gets goes to its queue, or else into `outputs`."""
-    state = processor.request_states.pop(output.request_id, None)
+    from npu_gptoss.serving.lines.vllm import abort_requests, as_of_request, take_out
+
+    state = processor.request_states.get(output.request_id)
     if state is None:
         return
-    processor.lora_states.abort_request(state)
+    take_out(processor, state)
     if not output.finished:
         aborts.append(output.request_id)
     parent = state.parent_req
@@ -96,7 +98,9 @@ def _end(
         state.queue.put(error)
         if parent is not None:
             parent.child_requests.discard(output.request_id)
-            aborts += processor.abort_requests([parent.request_id])  # what they say comes after the error: nobody reads
+            aborts += abort_requests(
+                processor, [parent.request_id]
+            )  # what they say comes after the error: nobody reads
         return
     completion = module.CompletionOutput(
         index=state.request_index,
@@ -107,22 +111,19 @@ def _end(
         finish_reason="abort",
         stop_reason=str(error),
     )
-    request_id, parts, finished = output.request_id, [completion], True
-    if parent is not None:
-        request_id, parts, finished = parent.get_outputs(request_id, completion)
-        if not parent.child_requests:
-            processor.parent_requests.pop(parent.request_id, None)
+    request_id, parts, finished = as_of_request(state, completion)
+    if parent is not None and not parent.child_requests:
+        processor.parent_requests.pop(parent.request_id, None)
     if parts:
         outputs.append(state._new_request_output(request_id, parts, finished))
 
 
-@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request EngineGenerateError", lines=("0.11",))
+@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", lines=("0.11",))
 def install_sending(module: ModuleType) -> None:
     """A request that cannot be sent to the engine is answered with an empty message, and its other samples run on."""
     engine = module.AsyncLLM
     expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
-    expect_source(engine.generate, "except ValueError:", "raise EngineGenerateError() from e")
     original = engine.add_request
 
     @functools.wraps(original)
@@ -140,17 +141,24 @@ def install_sending(module: ModuleType) -> None:
                 raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
             raise
 
+    replace(engine, "add_request", add_request)
+
+
+@repair("error-words", f"{ASYNC}:EngineGenerateError", lines=("0.11", "0.23"))
+def install_words(module: ModuleType) -> None:
+    """A request that ends with an unexpected error is answered with an empty message."""
+    expect_source(module.AsyncLLM.generate, "except ValueError", "raise EngineGenerateError() from e")
+
     class EngineGenerateError(module.EngineGenerateError):
         """Raised without words, `from` what happened; the client reads these."""
 
         def __str__(self) -> str:
             return super().__str__() or words(self.__cause__ or self)
 
-    replace(engine, "add_request", add_request)
     replace(module, "EngineGenerateError", EngineGenerateError)
 
 
-@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11",))
+@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11", "0.23"))
 def install_statistics(module: ModuleType) -> None:
     """A number of one request that a statistics logger refuses ends the task that answers all requests."""
     manager = module.StatLoggerManager

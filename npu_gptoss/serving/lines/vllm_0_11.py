@@ -208,6 +208,25 @@ def rewritten(state: Any, request: Any) -> Any:
     return None
 
 
+def take_out(processor: Any, state: Any) -> None:
+    """Have an OutputProcessor forget the RequestState of a request that has ended."""
+    processor.request_states.pop(state.request_id)
+    processor.lora_states.abort_request(state)
+
+
+def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
+    """Have it forget requests, and samples of a request, by the ids that the engine knows. Returns those it had."""
+    return processor.abort_requests(request_ids)
+
+
+def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
+    """What a request's last output is told as: the client's id, the outputs, and whether they are all."""
+    parent = state.parent_req
+    return (
+        (state.request_id, [completion], True) if parent is None else parent.get_outputs(state.request_id, completion)
+    )
+
+
 def load_tokenizer(model_config: Any) -> Any:
     from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
 

@@ -164,6 +164,25 @@ def validate_structure(params: Any, vllm_config: Any, tokenizer: Any) -> None:
     validate(params, vllm_config.structured_outputs_config, tokenizer)
 
 
+def take_out(processor: Any, state: Any) -> None:
+    """Have an OutputProcessor forget the RequestState of a request that has ended."""
+    processor._finish_request(state)
+    processor.lora_states.request_finished(state.request_id, state.lora_name)
+
+
+def abort_requests(processor: Any, request_ids: list[str]) -> list[str]:
+    """Have it forget requests, and samples of a request, by the ids that the engine knows. Returns those it had."""
+    return processor.abort_requests(request_ids, internal=True)
+
+
+def as_of_request(state: Any, completion: Any) -> tuple[str, list[Any], bool]:
+    """What a request's last output is told as: the client's id, the outputs, and whether they are all."""
+    parent = state.parent_req
+    if parent is None:
+        return state.external_req_id, [completion], True
+    return parent.external_req_id, *parent.get_outputs(state.request_id, completion)
+
+
 def unavailable(said: str) -> Exception:
     """What a route raises to answer with status 503."""
     from vllm.entrypoints.openai.engine.protocol import GenerationError
