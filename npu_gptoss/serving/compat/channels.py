@@ -76,7 +76,6 @@ def install_parser(harmony_utils: ModuleType) -> None:
         harmony_utils.get_streamable_parser_for_assistant,
         "return StreamableParser(get_encoding(), role=Role.ASSISTANT)",
     )
-    expect_source(harmony_utils.parse_chat_output, 'msg.channel == "final" or (msg.channel == "commentary"')
 
     def get_streamable_parser_for_assistant() -> ChannelParser:
         return ChannelParser(harmony_utils.get_encoding())

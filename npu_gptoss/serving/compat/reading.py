@@ -12,7 +12,15 @@ from openai_harmony import Message, Role, StreamableParser
 
 from npu_gptoss.harmony.parser import Kind, TolerantParser, kind_of, kind_of_message
 from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, REASONING, RESPONSES
+from npu_gptoss.serving.compat.targets import (
+    CHAT,
+    CHAT_SERVING,
+    CONTEXT,
+    HARMONY,
+    HARMONY_UTILS,
+    REASONING,
+    RESPONSES,
+)
 
 
 @repair(
@@ -43,6 +51,14 @@ def install_parser(harmony_utils: ModuleType) -> None:
     )
 
 
+def parse_chat_output(token_ids: Sequence[int]) -> tuple[str | None, str | None, bool]:
+    """Reasoning and answer, each None when the model wrote none, of a turn that may be cut off anywhere."""
+    from npu_gptoss.serving.compat.turn import assistant_turn
+
+    turn = assistant_turn().read(token_ids)
+    return turn.texts(Kind.REASONING), turn.texts(Kind.ANSWER), False
+
+
 @repair(
     "harmony-channels",
     f"{HARMONY} {CHAT} {REASONING}:parse_chat_output",
@@ -54,19 +70,11 @@ def install_parser(harmony_utils: ModuleType) -> None:
 def install_channels(harmony_utils: ModuleType) -> None:
     """vLLM tells reasoning from answer by counting messages: an answer without reasoning, or one that is cut off,
     becomes reasoning, and /v1/responses fails at a preamble."""
-    from npu_gptoss.serving.compat.turn import assistant_turn
-
     original_item = harmony_utils.parse_output_message
     original_rest = harmony_utils.parse_remaining_state
     expect_source(harmony_utils.parse_chat_output, "len(output_msgs) == 1", "output_msgs[:-1]")
     expect_source(original_item, 'raise ValueError(f"Unknown recipient: {recipient}")')
     expect_parameters(original_rest, "parser")
-
-    def parse_chat_output(token_ids: Sequence[int]) -> tuple[str | None, str | None, bool]:
-        """Reasoning and answer, each None when the model wrote none, of a turn that may be cut off anywhere."""
-        turn = assistant_turn().read(token_ids)
-        reasoning, answer = turn.texts(Kind.REASONING), turn.texts(Kind.ANSWER)
-        return reasoning, answer, False
 
     def parse_output_message(message: Message) -> list:
         """An output item of /v1/responses; a message that 0.11.0 would raise for is told under its kind's channel."""
@@ -91,3 +99,11 @@ def install_channels(harmony_utils: ModuleType) -> None:
 
     for function in (parse_chat_output, parse_output_message, parse_remaining_state):
         replace(harmony_utils, function.__name__, function, copies=(CHAT, RESPONSES, REASONING))
+
+
+@repair("harmony-channels", f"{HARMONY_UTILS} {CHAT_SERVING} {REASONING}:parse_chat_output", lines=("0.23",))
+def install_channels_0_23(harmony_utils: ModuleType) -> None:
+    """A whole chat drops what the model says to a built-in tool on commentary, which a streamed one tells as
+    reasoning."""
+    expect_source(harmony_utils.parse_chat_output, 'msg.channel == "final" or (msg.channel == "commentary"')
+    replace(harmony_utils, "parse_chat_output", parse_chat_output, copies=(CHAT_SERVING, REASONING))

@@ -24,7 +24,7 @@ from tests.harmony.test_parser import noisy, spoiled, well_formed
 
 pytestmark = pytest.mark.serving
 
-READING = ("harmony-parser", "tool-answers", "chat-stream-channels", "reasoning-name")
+READING = ("harmony-parser", "harmony-channels", "tool-answers", "chat-stream-channels", "reasoning-name")
 ENDS = (200002, 200012)  # <|return|>, <|call|>
 STREAMS = 100
 HM, NEXT = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant"
@@ -124,6 +124,13 @@ def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100), **fiel
         (TWO_CALLS, ("", "", [PARIS, PARIS], "tool_calls")),
         (CALL.replace("functions.", ""), ("", "", [PARIS], "tool_calls")),
         (CALL.replace('{"city":"Paris"}', ""), ("", "", [["get_weather", "{}"]], "tool_calls")),
+        *(
+            (f"<|channel|>{channel} to={tool}<|message|>1+1<|call|>", ("", "1+1", [], "stop"))
+            for channel in ("commentary", "analysis")
+            for tool in ("python", "browser.search")  # built-in ones, which are not there
+        ),
+        (f"<|channel|>commentary to=python<|message|>1+1<|end|>{FOUR}", ("Four.", "1+1", [], "stop")),
+        ("<|channel|>commentary to=python<|message|>1+", ("", "1+", [], "length")),
         ("<|channel|>analysis<|message|>h", ("", "h", [], "length")),
         (HM + NEXT + "<|channel|>final<|message|>Fou", ("Fou", "hm", [], "length")),
     ],
@@ -131,6 +138,14 @@ def everywhere(tokens: Sequence[int], bites: Sequence[int] = (1, 3, 100), **fiel
 def test_a_turn_is_told_alike_whole_and_streamed(patched: Any, tokens: Callable, text: str, expected: tuple) -> None:
     with patched(*READING):
         assert everywhere(tokens(text)) == expected
+
+
+def test_a_whole_answer_keeps_what_a_built_in_tool_was_told(patched: Any, tokens: Callable) -> None:
+    told = tokens("<|channel|>commentary to=python<|message|>1+1<|call|>")
+    with patched(*(name for name in READING if name != "harmony-channels")):
+        assert (asked(told)["reasoning"], asked(told, 1)["reasoning"]) == ("", "1+1"), "stock"
+    with patched(*READING):
+        assert (asked(told)["reasoning"], asked(told, 1)["reasoning"]) == ("1+1", "1+1")
 
 
 def test_a_call_that_is_cut_off_is_none_to_run(patched: Any, tokens: Callable) -> None:
