@@ -98,9 +98,8 @@ def _end(
         state.queue.put(error)
         if parent is not None:
             parent.child_requests.discard(output.request_id)
-            aborts += abort_requests(
-                processor, [parent.request_id]
-            )  # what they say comes after the error: nobody reads
+            # what they say comes after the error: nobody reads it
+            aborts += abort_requests(processor, [parent.request_id])
         return
     completion = module.CompletionOutput(
         index=state.request_index,
