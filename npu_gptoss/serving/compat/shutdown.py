@@ -88,8 +88,9 @@ def install_server(launcher: ModuleType) -> None:
         original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
     ) -> Coroutine:
         engine = app.state.engine_client
-        # 0.23's own --shutdown-timeout asks for the same
-        drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), getattr(engine.vllm_config, "shutdown_timeout", 0))
+        # 0.23's own --shutdown-timeout asks for the same, and is when the parent of several such servers kills them
+        own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
+        drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), own)
         kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
         loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
@@ -139,7 +140,9 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     ending = asyncio.ensure_future(shutdown)
     await asyncio.wait({ending}, timeout=drain)
     while not ending.done():  # more than once: a request may have been on its way to the engine
+        ended = list(engine.output_processor.request_states)
         engine.output_processor.propagate_error(stopping_error()())
+        await engine.engine_core.abort_requests_async(ended)  # else 0.23's engine takes --shutdown-timeout for them
         await asyncio.wait({ending}, timeout=0.1)
     await ending
 

@@ -74,9 +74,15 @@ class Engine:
 
     def __init__(self, needs: float) -> None:
         self.needs, self.seen = needs, []
+        self.engine_core = types.SimpleNamespace(abort_requests_async=self.abort)
         self.output_processor = types.SimpleNamespace(
-            get_num_unfinished_requests=lambda: 1, propagate_error=lambda error: self.seen.append(str(error))
+            request_states={"a": None},
+            get_num_unfinished_requests=lambda: 1,
+            propagate_error=lambda error: self.seen.append(str(error)),
         )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.seen.append(f"aborted {request_ids}")
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.seen.append("engine ended")
@@ -98,7 +104,7 @@ class Busy(Server):
     [
         ((), 0.2, ["engine ended", "server ended"]),
         (("server-end",), 0.2, ["server ended"]),  # who made the engine ends it then
-        (("server-end",), 60, [str(stopping_error()()), "server ended"]),
+        (("server-end",), 60, [str(stopping_error()()), "aborted ['a']", "server ended"]),
     ],
     ids=["stock ends a request at once", "a request finishes", "a longer one is ended in words"],
 )
