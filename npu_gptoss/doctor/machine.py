@@ -60,7 +60,8 @@ class Machine:
     def line(self) -> Line:
         """What this machine is held to: the line of its vLLM, else of its CANN, else the first, of those for its
         device."""
-        fitting = [line for line in LINES if DEVICE_TYPES[self.platform()[0]] in line.devices]
+        device = DEVICE_TYPES[self.platform()[0]]
+        fitting = [line for line in LINES if device in line.devices]
         place, _ = cann.find_toolkit(self.environ, self.root)
         of_cann = line_of_cann(cann.series(cann.toolkit_version(place))) if place else None
         return next((line for line in (line_of(self.vllm), of_cann) if line in fitting), fitting[0])

@@ -174,10 +174,10 @@ def refused(change: str) -> dict[str, list[str]]:
     """
     launches.clear()
     binder.cache_clear()
-    triton_launch.supports_pdl = lambda device: True
     here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE)
     found: dict[str, list[str]] = {}
     with platform_override(here), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "supports_pdl", lambda device: True)
         if change == "name":
             patch.delattr(hopper, "barrier")
         elif change == "ring":

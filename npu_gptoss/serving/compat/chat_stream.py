@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OLD, NEW = "reasoning_content", "reasoning"  # of a message's reasoning: 0.11.0 has the one, 0.23 the other
 
 
+@functools.cache  # asked for every piece of a stream
 def names_of(kind: type) -> tuple[str, str]:
     """That of vLLM's own field of such messages, and the one that clients look for besides."""
     own, other = (OLD, NEW) if OLD in kind.model_fields else (NEW, OLD)
