@@ -22,11 +22,15 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     CommonAttentionMetadata,
     FullAttentionSpec,
     KVCacheLayout,
+    MultipleOf,
     SlidingWindowSpec,
     VllmConfig,
 )
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)  # of the kernels
+# The kernels take blocks of any size. Said as vLLM's own backends say it, the layer of an EAGLE3 head is of the same kind
+# as the layers without a window. Sizes in a list make another kind of it, and then vLLM gives each layer a group of its
+# own, and at every step a table of blocks and metadata: 25 of each for 20b.
+BLOCK_SIZES = MultipleOf(16)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
             width = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
             self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+            self._behind = torch.arange(1 - self.most_rows, 1, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -83,7 +88,7 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
     def _each_row(self, table: torch.Tensor, lengths: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Table and lengths of rows in place of requests, at addresses that stay."""
         requests, width = table.shape
-        behind = torch.arange(1 - rows, 1, dtype=torch.int32, device=lengths.device)
+        behind = self._behind[self.most_rows - rows :]
         tables, seen = self._table[: requests * rows, :width], self._lengths[: requests * rows]
         tables.view(requests, rows, width).copy_(table[:, None])
         torch.clamp(lengths[:, None] + behind, min=0, out=seen.view(requests, rows))
@@ -126,8 +131,8 @@ class SinkBackend(AttentionBackend):
         return StepBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int]:
-        return list(BLOCK_SIZES)
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int | MultipleOf]:
+        return [BLOCK_SIZES]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

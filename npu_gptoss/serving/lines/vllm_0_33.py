@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "AttentionCGSupport",
         "AttentionMetadataBuilder",
         "CommonAttentionMetadata",
+        "MultipleOf",
     ),
     "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec", "KVCacheLayout", "SlidingWindowSpec"),
     "vllm.v1.metrics.loggers": ("StatLoggerBase",),

@@ -20,6 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.utils import customize_attention_spec
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
 from npu_gptoss.model.config import GptOssConfig
@@ -237,3 +241,28 @@ def test_layers_with_a_window_keep_no_more_than_that(checkpoint):
     specs = [layer.get_kv_cache_spec(config) for layer in model.GptOssForCausalLM(vllm_config=config).caches]
     assert [getattr(spec, "sliding_window", None) for spec in specs] == [128, None, 128, None]
     assert len({spec.page_size_bytes for spec in specs}) == 1, "the groups share their blocks"
+
+
+@pytest.mark.parametrize(("sizes", "groups"), [(None, 3), ([16, 32, 64], 5)], ids=["as it is", "sizes in a list"])
+def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, monkeypatch, sizes, groups):
+    """Two layers with a window, two without, and the head's, in groups of two. Else vLLM gives each layer tables of
+    blocks, and metadata at every step, of its own (the control)."""
+    config = config_of(checkpoint[0])
+    config.attention_config, config.scheduler_config.disable_hybrid_kv_cache_manager = (
+        Having(hisparse_config=None),
+        False,
+    )
+    config.cache_config.get_resolved_kv_cache_layout = lambda: cache.KVCacheLayout.LBNHC
+    if sizes:
+        monkeypatch.setattr(
+            cache.SinkBackend, "get_supported_kernel_block_sizes", staticmethod(lambda spec=None: sizes)
+        )
+    layers = model.GptOssForCausalLM(vllm_config=config).caches
+    specs = {
+        layer.name: customize_attention_spec(layer.get_attn_backend(), layer.get_kv_cache_spec(config))
+        for layer in layers
+    }
+    shape = {"num_kv_heads": layers[0].num_kv_heads, "head_size": layers[0].head_size, "dtype": torch.float32}
+    head = FullAttentionSpec(block_size=BLOCK_SIZE, **shape)
+    specs["head"] = customize_attention_spec(FlashAttentionBackend, head)
+    assert len(get_kv_cache_groups(config, specs)) == groups
