@@ -67,6 +67,8 @@ def test_values_that_follow_their_keys_in_one_tensor_give_the_same_bits(name, sl
         Shape(heads=8, kv_heads=1, head_dim=64, block_size=64),
         Shape(heads=16, kv_heads=1, head_dim=128, block_size=128),
         Shape(heads=32, kv_heads=1, head_dim=16, block_size=256),
+        Shape(heads=4, kv_heads=2, head_dim=16, block_size=48),
+        Shape(heads=4, kv_heads=2, head_dim=16, block_size=512),
     ],
     ids=str,
 )

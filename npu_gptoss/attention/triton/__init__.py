@@ -9,14 +9,14 @@ Triton is imported at the first call, so that a machine without it can list thes
 from __future__ import annotations
 
 from npu_gptoss.attention.operations import KV_DTYPES, PAGED, WRITE_KV
-from npu_gptoss.kernels import ANY, HOPPER, TRITON, Priority, Range, accepts, register_kernel
+from npu_gptoss.kernels import ANY, HOPPER, TRITON, Priority, Range, Where, accepts, register_kernel
 
 LAUNCH = "npu_gptoss.attention.triton.launch"
 BF16 = accepts(query="bfloat16", kv="bfloat16", sinks=KV_DTYPES)
 BOTH = (BF16, accepts(query="float32", kv="float32", sinks=KV_DTYPES))
 TRAITS = {
     "head_dim": frozenset({16, 32, 64, 128}),
-    "block_size": frozenset({16, 32, 64, 128, 256}),
+    "block_size": Where("a multiple of 16", lambda size: size % 16 == 0),
     "sliding_window": ANY,
 }
 

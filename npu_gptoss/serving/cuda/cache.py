@@ -27,9 +27,9 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     VllmConfig,
 )
 
-# The kernels take blocks of any size. Said as vLLM's own backends say it, the layer of an EAGLE3 head is of the same kind
-# as the layers without a window. Sizes in a list make another kind of it, and then vLLM gives each layer a group of its
-# own, and at every step a table of blocks and metadata: 25 of each for 20b.
+# Of the kernels, said as vLLM's own backends say it: so the layer of an EAGLE3 head is of the same kind as the layers
+# without a window. Sizes in a list make another kind of it, and then vLLM gives each layer a group of its own, and at
+# every step a table of blocks and metadata: 25 of each for 20b.
 BLOCK_SIZES = MultipleOf(16)
 
 
