@@ -240,7 +240,7 @@ def cuda_steps(tools: bool) -> list[Step]:
 
 
 # of requirements/cuda.txt: torch has a build for CPUs, and vLLM's Python files are in its source release
-ON_A_GPU_ONLY = ("torch", "triton", "vllm", "nvidia-", "cuda-", "nvtx", "humming-kernels", "quack-kernels")
+ON_A_GPU_ONLY = ("torch", "vllm", "nvidia-", "cuda-", "nvtx", "humming-kernels", "quack-kernels")
 BUILDS_VLLM_0_33 = ("setuptools-rust==1.13.0", "semantic-version==2.10.0")
 
 
@@ -254,7 +254,7 @@ def vllm033_steps(tools: bool) -> list[Step]:
     return [
         Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
         pip_step(
-            *("packages", "what vLLM 0.33.0 imports, and pytest, 250 MB"),
+            *("packages", "what vLLM 0.33.0 imports, Triton, and pytest, 440 MB"),
             *(f"{name}=={version}" for name, version in pins),
             *BUILDS_VLLM_0_33,
         ),
@@ -426,7 +426,7 @@ ENVIRONMENTS = {
     ),
     "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
     "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
-    "vllm033": Recipe(".venv-vllm033", "1.6 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),
+    "vllm033": Recipe(".venv-vllm033", "2.2 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),
     **{
         f"clients-{year}": Recipe(
             f".venv-clients-{year}", "0.8 GB", lambda tools, year=year: clients_steps(year), ("3.11", "3.12")

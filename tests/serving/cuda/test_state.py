@@ -23,7 +23,7 @@ from npu_gptoss.serving.cuda import state
 from npu_gptoss.serving.cuda.state import PlainSampler, StepState
 from tests.triton import TRITON_HERE
 
-VOCABULARY, SLOTS = 5000, 8
+VOCABULARY, SLOTS = 5000, 16
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 1.0, "seed": 3}
 
 
@@ -37,7 +37,7 @@ def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
 class Step:
     """Requests in slots of vLLM's tables, each with a row of logits, and both samplers over the same tables."""
 
-    def __init__(self, *wanted: dict[str, Any], slots: Sequence[int] = (5, 2, 7)) -> None:
+    def __init__(self, *wanted: dict[str, Any], slots: Sequence[int] = (5, 2, 7, 3, 11, 0, 1, 15, 4)) -> None:
         self.states = RequestState(SLOTS, 64, 64, 0, VOCABULARY, torch.device("cpu"))
         config = Having(reasoning_config=None)
         self.long = Sampler(config, SLOTS, VOCABULARY, torch.device("cpu"), self.states)
@@ -80,8 +80,11 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+MANY = (GREEDY,) * state.GREEDY_ROWS
+
+
 @TRITON_HERE
-@pytest.mark.parametrize("wanted", [(GREEDY,), (GREEDY, DRAWN, GREEDY), (DRAWN, DRAWN | {"seed": 4})])
+@pytest.mark.parametrize("wanted", [(GREEDY,), (GREEDY, DRAWN, GREEDY), (DRAWN, DRAWN | {"seed": 4}), MANY])
 def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
     step = Step(*wanted)
     for _ in range(2):
@@ -96,6 +99,20 @@ def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
     step.batch.positions += 1
     step.logits = torch.randn(len(wanted), VOCABULARY).bfloat16()
     assert tokens(step.short(step.logits, step.batch)) == tokens(step.long(step.logits, step.batch))
+
+
+@TRITON_HERE
+def test_only_steps_of_greedy_requests_alone_are_picked_by_our_kernels(monkeypatch):
+    """A token that is drawn by a temperature of 0 would be the same at every seed."""
+    monkeypatch.setattr(state.dense, "greedy", lambda logits: torch.full((len(logits),), -1))
+    step = Step(*MANY, GREEDY)
+    assert step.short(step.logits, step.batch).sampled_token_ids.unique().tolist() == [0], "ours, -1 as a token"
+    step.short.add_request(step.slots[4], SamplingParams(**DRAWN))  # in the place of one that ended
+    step.short.apply_staged_writes()
+    long, short = step.both()
+    assert tokens(short) == tokens(long)
+    few = Step(*MANY[1:])
+    assert tokens(few.both()[1]) == tokens(few.both()[0])
 
 
 @TRITON_HERE
