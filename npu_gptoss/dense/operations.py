@@ -39,7 +39,11 @@ ROUTER = define_operation(
 )
 ADD_NORM = define_operation("dense", "add_norm", roles=("hidden",), summary="residual add and RMSNorm")
 LOGITS = define_operation(
-    "dense", "logits", roles=("hidden", "weight"), sizes=("rows",), summary="the vocabulary's logits of normed rows"
+    "dense",
+    "logits",
+    roles=("hidden", "weight"),
+    sizes=("rows", "aligned"),
+    summary="the vocabulary's logits of normed rows",
 )
 GREEDY = define_operation(
     "dense", "greedy", roles=("logits",), summary="the largest logit of each row, if all are finite"
@@ -68,4 +72,4 @@ def router_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Describ
 
 
 def logits_call(rows: int, hidden: torch.dtype, weight: torch.Tensor) -> Described:
-    return signature(hidden=hidden, weight=weight.dtype), {"rows": rows}
+    return output_call(rows, hidden, weight)

@@ -35,6 +35,9 @@ CASES = [
     (ODD, 5, 3, Ring(128, 3, splits=2)),
     (ODD, 30, 20, Ring(256, 2, splits=4)),
     (ODD, 70, 24, Ring(64, 4, splits=3)),
+    (FULL, 7, 7, Ring(64, 3, splits=2, rows=128)),
+    (FULL, 32, 24, Ring(64, 5, rows=128)),
+    (ODD, 17, 17, Ring(128, 2, rows=128)),
 ]
 
 
@@ -96,9 +99,8 @@ class TestSelected:
 
     def test_the_operations_as_registered_agree_with_plain_torch(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
-        qkv, output = cpu.triton_kernel("qkv.gluon"), cpu.triton_kernel("output.gluon")
-        compare(case.run("qkv", qkv), case.run("qkv", small_ops.qkv))
-        compare(case.run("output", output), case.run("output", small_ops.output))
+        for name in ("qkv", "output", "logits"):
+            compare(case.run(name, cpu.triton_kernel(f"{name}.gluon")), case.run(name, getattr(small_ops, name)))
 
     def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
@@ -117,6 +119,13 @@ class TestSelected:
         shifted.copy_(case.attended)
         output = cpu.triton_kernel("output.gluon")
         assert torch.equal(case.run("output", output)[0], case.run("output", output, attended=shifted)[0])
+
+    def test_logits_of_rows_that_begin_elsewhere_are_the_same(self, rows):
+        case = make_case(rows, sizes=FULL, device="cuda")
+        logits = cpu.triton_kernel("logits.gluon")
+        shifted = torch.empty(case.delta.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:].view_as(case.delta)
+        shifted.copy_(case.delta)
+        assert torch.equal(case.run("logits", logits)[0], case.run("logits", logits, normed=shifted)[0])
 
 
 MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -303,6 +312,8 @@ def test_what_the_kernels_cannot_multiply_is_left_to_others():
     }
     for what, each in others.items():
         assert names(dense.bind_output(bf16, each)) == [(1, "output.triton_gemv")], what
+        assert names(dense.bind_logits(bf16, each)) == [(1, "logits.triton_gemv")], what
+    assert names(dense.bind_logits(bf16, weight)) == [(1, "logits.triton_gemv"), (32, "logits.gluon")]
     assert names(dense.bind_output(torch.float32, weight.float())) == []
 
 

@@ -44,7 +44,7 @@ ROUTER = [small_ops.router, *map(triton_kernel, ("router.triton", "router.triton
 ADD_NORM = [small_ops.add_norm, triton_kernel("add_norm.triton")]
 LOGITS = [small_ops.logits, triton_kernel("logits.triton_gemv")]
 GREEDY = [small_ops.greedy, triton_kernel("greedy.triton")]
-IN_GLUON = {"dense.qkv.gluon", "dense.output.gluon", "dense.router.gluon"}
+IN_GLUON = {"dense.qkv.gluon", "dense.output.gluon", "dense.logits.gluon", "dense.router.gluon"}
 
 
 def marks_of(kernel: Callable) -> list[pytest.MarkDecorator]:

@@ -92,7 +92,7 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
             ("dense.output", "hidden bfloat16, weight float32", other),
             ("dense.router", "hidden bfloat16, weight bfloat16", {"rows": rows, "logits": 8 * rows, **experts}),
             ("dense.add_norm", "hidden bfloat16", {}),
-            ("dense.logits", "hidden bfloat16, weight float32", {"rows": rows}),
+            ("dense.logits", "hidden bfloat16, weight float32", other),
             ("dense.greedy", "logits float32", {}),
         ]
 

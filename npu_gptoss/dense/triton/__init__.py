@@ -98,6 +98,7 @@ _register(
     ROUTER, "triton_norm", "Add and norm fused, then cuBLAS and the MoE family's routing.", {}, priority=ABOVE - 2
 )
 _register(ADD_NORM, "triton", "One launch, a program a row.", {})
+_register(LOGITS, "gluon", "One launch.", {"rows": Range(2, GLUON_ROWS.most), **ALIGNED})
 _register(LOGITS, "triton_gemv", "A matrix-vector product.", {"rows": ONE}, priority=Priority.SPECIALISED)
 register_kernel(
     GREEDY,

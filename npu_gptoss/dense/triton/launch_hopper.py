@@ -23,7 +23,8 @@ ROUTER_WARPS = 16
 
 @dataclass(frozen=True)
 class Ring:
-    """A program's tiles under way: `stages` of 64 rows by `inputs`. splits: programs that share a tile's inputs.
+    """A program's tiles under way: `stages` of `rows` (64 or 128) by `inputs`. splits: programs that share a tile's
+    inputs.
 
     The smaller the ring, the sooner a program finds a multiprocessor that the kernel before has left room on.
     """
@@ -31,6 +32,7 @@ class Ring:
     inputs: int
     stages: int
     splits: int = 1
+    rows: int = 64
 
 
 TOKENS = (16, 32)  # up to how many a ring of the table counts
@@ -58,10 +60,19 @@ def qkv(
 
 
 def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """As `dense.output`. The tensor memory accelerator wants rows that begin at multiples of 16 bytes."""
-    if not attended.is_contiguous() or attended.data_ptr() % 16:
-        attended = attended.clone(memory_format=torch.contiguous_format)
-    return linear(attended, **rest)
+    """As `dense.output`. rest: of `linear`."""
+    return linear(_aligned(attended), **rest)
+
+
+def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """As `dense.logits`."""
+    linear(_aligned(normed), weight, None, None, _ring("logits", len(normed)), out)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor memory accelerator wants rows that begin at multiples of 16 bytes."""
+    unmoved = x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x if unmoved else x.clone(memory_format=torch.contiguous_format)
 
 
 def router(
@@ -129,21 +140,27 @@ def linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     ring: Ring | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias + residual. ring: to measure others than the chosen one."""
+    """x [tokens, in] @ weight [out, in].T + bias + residual, into `out` where given.
+
+    ring: others than the one of `dense.output`.
+    """
     from npu_gptoss.dense.triton import hopper
 
     tokens, inputs = x.shape
     outputs = weight.shape[0]
     ring, columns = ring or _ring("output", tokens), _columns(tokens)
-    tiles, token_tiles = triton.cdiv(outputs, 64), triton.cdiv(tokens, columns)
-    out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
+    tiles, token_tiles = triton.cdiv(outputs, ring.rows), triton.cdiv(tokens, columns)
+    if out is None:
+        out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
     shares = arrived = x  # not touched
     if ring.splits > 1:
-        shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)
+        series = token_tiles * tiles * ring.splits
+        shares = torch.empty(series * columns * ring.rows, dtype=torch.float32, device=x.device)
         arrived = arrivals(token_tiles * tiles, x.device)
     hopper.linear_kernel[(tiles, token_tiles, ring.splits)](
-        hopper.descriptor(weight, 64, ring.inputs),
+        hopper.descriptor(weight, ring.rows, ring.inputs),
         hopper.descriptor(x, columns, ring.inputs),
         x if bias is None else bias,
         x if residual is None else residual.contiguous(),
@@ -155,6 +172,7 @@ def linear(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SPLITS=ring.splits,
+        ROWS=ring.rows,
         BLOCK_T=columns,
         BLOCK_K=ring.inputs,
         STEPS=triton.cdiv(inputs, ring.inputs * ring.splits),
