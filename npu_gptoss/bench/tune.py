@@ -36,7 +36,6 @@ DECODE: Choices = {"keys": (32, 64, 128), "warps": (2, 4, 8), "stages": (1, 2, 3
 PREFILL: Choices = {"rows": (32, 64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
 QKV: Choices = {"inputs": (64, 128, 256), "stages": (3, 4, 5, 6)}
 OUTPUT: Choices = {**QKV, "splits": (1, 2, 4)}
-LOGITS: Choices = {"rows": (64, 128), **QKV}
 SINGLE: Choices = {"deep": (3, 4, 5, 6), "down_deep": (4, 5, 6), "splits": (1, 2, 4), "registers": (128, 168)}
 FEW: Choices = {"deep": (3, 4, 5, 6), "registers": (96, 128, 168), "rows": (32, 64, 128)}
 MANY: Choices = {"stages": (3, 4, 5, 6, 7)}
@@ -80,8 +79,8 @@ SITES = (
     Site("dense.qkv.32", "dense.qkv.gluon", Points((32,)), QKV),
     Site("dense.output.16", "dense.output.gluon", Points((1, 8, 16)), OUTPUT),
     Site("dense.output.32", "dense.output.gluon", Points((32,)), OUTPUT),
-    Site("dense.logits.16", "dense.logits.gluon", Points((2, 8, 16)), LOGITS),
-    Site("dense.logits.32", "dense.logits.gluon", Points((32,)), LOGITS),
+    Site("dense.logits.16", "dense.logits.gluon", Points((2, 8, 16)), QKV),
+    Site("dense.logits.32", "dense.logits.gluon", Points((32,)), QKV),
     _experts("one", "gluon_one", SINGLE, 1),
     _experts("few.3", "gluon_few", FEW, 3),
     _experts("few.6", "gluon_few", FEW, 6),

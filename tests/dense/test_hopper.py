@@ -35,9 +35,7 @@ CASES = [
     (ODD, 5, 3, Ring(128, 3, splits=2)),
     (ODD, 30, 20, Ring(256, 2, splits=4)),
     (ODD, 70, 24, Ring(64, 4, splits=3)),
-    (FULL, 7, 7, Ring(64, 3, splits=2, rows=128)),
-    (FULL, 32, 24, Ring(64, 5, rows=128)),
-    (ODD, 17, 17, Ring(128, 2, rows=128)),
+    (FULL, 32, 24, Ring(128, 6)),
 ]
 
 

@@ -134,7 +134,7 @@ def missing(experts: int, gluon: bool, ranks: int, reach: subject.Reach) -> list
     """The programs of random steps beyond those of the warm-up."""
     asked.clear()
     binder.cache_clear()
-    here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE if gluon else (("triton", "3.9.0"),))
+    here = Platform("cuda", frozenset({"triton"}), (9, 0), HOPPER_RELEASE if gluon else (("triton", "3.8.0"),))
     with platform_override(here):
         model = model_of(experts, ranks)
         heads, dim = model.config.num_key_value_heads, model.config.head_dim

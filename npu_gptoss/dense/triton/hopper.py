@@ -1,7 +1,7 @@
 """Projections of a few rows for Hopper, in Gluon: much of the weights is in shared memory before the kernel waits.
 
-The weight's rows are the long side of the product (out.T = weight @ x.T), 64 or 128 of them in one program, and each
-weight is read once: a handful of tokens wastes little of a tile.
+The weight's rows are the long side of the product (out.T = weight @ x.T), 64 of them a program, and each weight is read
+once: a handful of tokens wastes little of a tile.
 Here the schedule is written out. The tensor memory accelerator fills a ring of tiles; its first round is asked for
 before the kernel waits for its predecessor, so that the memory works while that one ends, and what is left to read
 afterwards is the lesser part. A library's kernel would begin with all of it.
@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from npu_gptoss.kernels.gluon_names import barrier, load_tile
 
-ROWS = gl.constexpr(64)  # of the weight, of one head: what one matrix instruction takes
+ROWS = gl.constexpr(64)  # of the weight, in one program: what one matrix instruction takes
 
 # fmt: off
 # (lists of many arguments are shorter to read filled than one a line)
@@ -34,8 +34,7 @@ ROWS = gl.constexpr(64)  # of the weight, of one head: what one matrix instructi
 
 @gluon.jit
 def begin(
-    weights, x, row, first, ROWS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    weights, x, row, first, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The ring and its barriers, for weights and for x; the weights of its first round are asked for."""
     tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK_K], weights.layout)
@@ -57,7 +56,7 @@ def begin(
 @gluon.jit
 def product(
     weights, x, tiles, columns, tiles_full, columns_full, row, token, first, LAYOUT: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """[ROWS, BLOCK_T] fp32: weights @ x.T over STEPS * BLOCK_K inputs from `first` on; beyond the last are zeros."""
     for each in gl.static_range(min(STAGES, STEPS)):
@@ -115,7 +114,7 @@ def qkv_kernel(
     head = gl.program_id(0)
     row = head * ROWS
     first_token = gl.program_id(1) * BLOCK_T
-    tiles, columns, tiles_full, columns_full = begin(weights, x, row, 0, ROWS, BLOCK_T, BLOCK_K, STEPS, STAGES)
+    tiles, columns, tiles_full, columns_full = begin(weights, x, row, 0, BLOCK_T, BLOCK_K, STEPS, STAGES)
     shift = gl.load(bias + row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))).to(gl.float32)
     lane = gl.arange(0, HALF, gl.SliceLayout(1, PAIRS))[:, None]
     token = first_token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, PAIRS))
@@ -129,8 +128,7 @@ def qkv_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sums = product(
-        weights, x, tiles, columns, tiles_full, columns_full, row, first_token, 0, SUMS, ROWS, BLOCK_T, BLOCK_K, STEPS,
-        STAGES,
+        weights, x, tiles, columns, tiles_full, columns_full, row, first_token, 0, SUMS, BLOCK_T, BLOCK_K, STEPS, STAGES
     )
     packed = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BLOCK_T], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     packed.store((sums + shift[:, None]).to(gl.bfloat16))
@@ -156,19 +154,19 @@ def qkv_kernel(
 
 @gluon.jit(do_not_specialize=["tokens"])
 def linear_kernel(
-    weights,  # descriptor of [rows, inputs] in tiles of [ROWS, BLOCK_K]
+    weights,  # descriptor of [rows, inputs] in tiles of [64, BLOCK_K]
     x,  # descriptor of [tokens, inputs] in tiles of [BLOCK_T, BLOCK_K]
     bias,  # [rows], if HAS_BIAS
     residual,  # [tokens, rows], if HAS_RESIDUAL
     out,  # [tokens, rows]
-    shares,  # [tiles of tokens, tiles of rows, SPLITS, BLOCK_T, ROWS] float32, if SPLITS > 1
+    shares,  # [tiles of tokens, tiles of rows, SPLITS, BLOCK_T, 64] float32, if SPLITS > 1
     arrived,  # [tiles of tokens, tiles of rows] int32, zeros
     tokens,
     rows,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr, BLOCK_T: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLITS: gl.constexpr, BLOCK_T: gl.constexpr,
     BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):
-    """x @ weights.T + bias + residual; a program ROWS rows and one of SPLITS shares of the inputs."""
+    """x @ weights.T + bias + residual; a program 64 rows and one of SPLITS shares of the inputs."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_T, 16]
     )
@@ -178,7 +176,7 @@ def linear_kernel(
     row = tile * ROWS
     first_token = gl.program_id(1) * BLOCK_T
     first = split * (STEPS * BLOCK_K)
-    tiles, columns, tiles_full, columns_full = begin(weights, x, row, first, ROWS, BLOCK_T, BLOCK_K, STEPS, STAGES)
+    tiles, columns, tiles_full, columns_full = begin(weights, x, row, first, BLOCK_T, BLOCK_K, STEPS, STAGES)
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     column = gl.arange(0, BLOCK_T, gl.SliceLayout(0, WIDE))
     inside = (first_token + column < tokens)[None, :] & (row + lane < rows)[:, None]
@@ -191,8 +189,8 @@ def linear_kernel(
     if HAS_RESIDUAL:
         before = gl.load(residual + target, mask=inside, other=0.0).to(gl.float32)
     sums = product(
-        weights, x, tiles, columns, tiles_full, columns_full, row, first_token, first, SUMS, ROWS, BLOCK_T, BLOCK_K,
-        STEPS, STAGES,
+        weights, x, tiles, columns, tiles_full, columns_full, row, first_token, first, SUMS, BLOCK_T, BLOCK_K, STEPS,
+        STAGES,
     )
     total = gl.convert_layout(sums, WIDE)
     last = gl.to_tensor(True)

@@ -23,8 +23,7 @@ ROUTER_WARPS = 16
 
 @dataclass(frozen=True)
 class Ring:
-    """A program's tiles under way: `stages` of `rows` (64 or 128) by `inputs`. splits: programs that share a tile's
-    inputs.
+    """A program's tiles under way: `stages` of 64 rows by `inputs`. splits: programs that share a tile's inputs.
 
     The smaller the ring, the sooner a program finds a multiprocessor that the kernel before has left room on.
     """
@@ -32,7 +31,6 @@ class Ring:
     inputs: int
     stages: int
     splits: int = 1
-    rows: int = 64
 
 
 TOKENS = (16, 32)  # up to how many a ring of the table counts
@@ -151,16 +149,15 @@ def linear(
     tokens, inputs = x.shape
     outputs = weight.shape[0]
     ring, columns = ring or _ring("output", tokens), _columns(tokens)
-    tiles, token_tiles = triton.cdiv(outputs, ring.rows), triton.cdiv(tokens, columns)
+    tiles, token_tiles = triton.cdiv(outputs, 64), triton.cdiv(tokens, columns)
     if out is None:
         out = torch.empty(tokens, outputs, dtype=x.dtype if residual is None else torch.float32, device=x.device)
     shares = arrived = x  # not touched
     if ring.splits > 1:
-        series = token_tiles * tiles * ring.splits
-        shares = torch.empty(series * columns * ring.rows, dtype=torch.float32, device=x.device)
+        shares = torch.empty(token_tiles * tiles * ring.splits * columns * 64, dtype=torch.float32, device=x.device)
         arrived = arrivals(token_tiles * tiles, x.device)
     hopper.linear_kernel[(tiles, token_tiles, ring.splits)](
-        hopper.descriptor(weight, ring.rows, ring.inputs),
+        hopper.descriptor(weight, 64, ring.inputs),
         hopper.descriptor(x, columns, ring.inputs),
         x if bias is None else bias,
         x if residual is None else residual.contiguous(),
@@ -172,7 +169,6 @@ def linear(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SPLITS=ring.splits,
-        ROWS=ring.rows,
         BLOCK_T=columns,
         BLOCK_K=ring.inputs,
         STEPS=triton.cdiv(inputs, ring.inputs * ring.splits),
