@@ -29,7 +29,7 @@ from typing import Any
 
 from npu_gptoss.errors import short
 from npu_gptoss.serving.compat import gate
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, holder, repair, replace
 from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -123,22 +123,23 @@ def _unreadable(frames: Any, error: BaseException) -> Refused:
     "request-input",
     f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
     f"{CORE}:EngineCoreProc.process_output_sockets",
+    lines=("0.11", "0.23"),
     upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
 )
 def install_input(module: ModuleType) -> None:
     """A request that the engine core cannot read, make or add ends the engine, or its input thread, after which
     every request waits for ever; and one with a wild token id ends a step of everybody."""
     core, process, stock_decoder = module.EngineCore, module.EngineCoreProc, module.MsgpackDecoder
-    expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest)")
-    expect_source(process.process_input_sockets, "request = self.preprocess_add_request(request)")
+    expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest")
+    expect_source(process.process_input_sockets, "request = self.preprocess_add_request(req")
     expect_source(process._handle_client_request, "req, request_wave = request", "self.add_request(req, request_wave)")
     expect_parameters(core.preprocess_add_request, "self", "request")
     expect_parameters(core.add_request, "self", "request", "request_wave")
     expect_parameters(process.process_output_sockets, "self")
 
     class MsgpackDecoder(stock_decoder):
-        def __init__(self, t: Any = None) -> None:
-            super().__init__(t)
+        def __init__(self, t: Any = None, **options: Any) -> None:
+            super().__init__(t, **options)
             self._requests = t is module.EngineCoreRequest
 
         def decode(self, bufs: Any) -> Any:
@@ -172,7 +173,8 @@ def install_input(module: ModuleType) -> None:
             tell(self, request)
             return
         reason = vars(request).get(_REASON)
-        if reason is None and request.request_id in self.scheduler.requests:
+        there = self.scheduler.requests.get(request.request_id)
+        if reason is None and there is not None and getattr(there, "streaming_queue", None) is None:
             # another API server's, with the same X-Request-Id: two requests of one name free each other's blocks
             reason = f"{REFUSED}another one with its id, {request.request_id!r}, is being served"
         if reason is None:
@@ -182,8 +184,10 @@ def install_input(module: ModuleType) -> None:
             except PASSES:
                 raise
             except BaseException as error:
-                self.scheduler.waiting.remove_requests([request])  # heapq and deque add before they may raise
-                self.scheduler.requests.pop(request.request_id, None)
+                for name in ("waiting", "skipped_waiting"):  # heapq and deque add before they may raise
+                    getattr(self.scheduler, name, self.scheduler.waiting).remove_requests([request])
+                if self.scheduler.requests.get(request.request_id) is request:
+                    del self.scheduler.requests[request.request_id]
                 reason = REFUSED + words(error)
         tell(self, Refused(request.request_id, request.client_index, reason))
 
@@ -201,7 +205,12 @@ def install_input(module: ModuleType) -> None:
         around(process, name)(thread)
 
 
-@repair("request-steps", f"{CORE}:EngineCore.step .step_with_batch_queue", upstream="vllm PR 47312, for grammars")
+@repair(
+    "request-steps",
+    f"{CORE}:EngineCore.step .step_with_batch_queue",
+    lines=("0.11", "0.23"),
+    upstream="vllm PR 47312, for grammars",
+)
 def install_steps(module: ModuleType) -> None:
     """What goes wrong with one request in the engine core has no way to end that request alone."""
     core, names = module.EngineCore, ("step", "step_with_batch_queue")
@@ -227,10 +236,34 @@ def install_scheduler(module: ModuleType) -> None:
     """An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a
     request that was preempted."""
     scheduler = module.Scheduler
-    expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
-    expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
     # a grammar of None, which `grammars.py` makes of one that does not compile, is never ready
     expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
+    expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
+    _guard_updates(scheduler)
+
+    @around(scheduler, "update_from_output")
+    def update_from_output(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        # A request that was preempted computes its prompt again. What it says of it has been sent with its first token;
+        # when the chunk yields no token, stock vLLM asserts that there is nothing to say, and ends the engine.
+        said = model_runner_output.prompt_logprobs_dict
+        for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
+            del said[request_id]
+        return original(self, scheduler_output, model_runner_output)
+
+
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", lines=("0.23",))
+def install_scheduler_0_23(module: ModuleType) -> None:
+    """An exception in one request's stop conditions ends the engine."""
+    scheduler = holder(module.Scheduler, "update_from_output")
+    grammar = "if not (structured_output_req and structured_output_req.grammar): return False"  # as on 0.11
+    expect_source(scheduler._try_promote_blocked_waiting_request, grammar)
+    _guard_updates(scheduler)
+
+
+def _guard_updates(scheduler: type) -> None:
+    expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
 
     @around(scheduler, "_update_request_with_output")
     def _update_request_with_output(
@@ -243,14 +276,3 @@ def install_scheduler(module: ModuleType) -> None:
         except BaseException as error:
             report(failures_of(self.structured_output_manager), request, FAILED + words(error))
             return new_token_ids, False
-
-    @around(scheduler, "update_from_output")
-    def update_from_output(
-        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
-    ) -> Any:
-        # A request that was preempted computes its prompt again. What it says of it has been sent with its first token;
-        # when the chunk yields no token, stock vLLM asserts that there is nothing to say, and ends the engine.
-        said = model_runner_output.prompt_logprobs_dict
-        for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
-            del said[request_id]
-        return original(self, scheduler_output, model_runner_output)

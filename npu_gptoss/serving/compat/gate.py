@@ -20,6 +20,7 @@ INDICES: dict[str, Callable[[Any], Collection[int] | None]] = {
     "logit_bias": lambda sampling: sampling.logit_bias,
     "allowed_token_ids": lambda sampling: sampling.allowed_token_ids,
     "bad_words": lambda sampling: list(chain.from_iterable(sampling.bad_words_token_ids or ())),
+    "logprob_token_ids": lambda sampling: getattr(sampling, "logprob_token_ids", None),  # of 0.23
 }
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 COUNTS = ("logprobs", "prompt_logprobs")  # of tokens, -1 for the whole vocabulary
@@ -92,8 +93,8 @@ def _about_sampling(sampling: Any, vocabulary: int) -> str | None:
 def _about_ascend_scheduler(request: Any, vllm_config: Any) -> str | None:
     """vllm-ascend's own scheduler without chunked prefill raises at a grammar and forgets a prompt that is too long."""
     settings = vllm_config.scheduler_config
-    scheduler = settings.scheduler_cls
-    if "AscendScheduler" not in (scheduler if isinstance(scheduler, str) else scheduler.__name__):
+    scheduler = settings.scheduler_cls  # None on 0.23, whose vllm-ascend has no such scheduler
+    if "AscendScheduler" not in (scheduler if isinstance(scheduler, str) else getattr(scheduler, "__name__", "")):
         return None
     if settings.chunked_prefill_enabled:
         return None

@@ -70,17 +70,36 @@ class GuardedGrammar:
 )
 def install_guard(module: ModuleType) -> None:
     """A grammar that does not compile, or raises later, ends the engine."""
-    from vllm.v1.structured_output.request import StructuredOutputRequest
+    manager = module.StructuredOutputManager
+    _guard(manager, manager.grammar_init, "_async_create_grammar")
+
+
+@repair(
+    "grammar-errors",
+    f"{GRAMMARS}:StructuredOutputManager._create_grammar .should_fill_bitmask .should_advance",
+    lines=("0.23",),
+    upstream="vllm PR 47312",
+)
+def install_guard_0_23(module: ModuleType) -> None:
+    """A grammar that does not compile, or raises later, ends the engine."""
+    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
-    expect_parameters(manager._async_create_grammar, "self", "request")
-    expect_parameters(manager.should_fill_bitmask, "self", "request")
-    expect_parameters(manager.should_advance, "self", "request")
-    expect_source(manager.grammar_init, "self.executor.submit(self._async_create_grammar, request)")
-    expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
-    compile_grammar = manager._async_create_grammar
+    _guard(manager, vllms_own(manager, "grammar_init"), "_create_grammar")
 
-    def _async_create_grammar(self: Any, request: Any) -> GuardedGrammar | None:
+
+def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
+    """compiling: the name of the method that returns a grammar, in a thread of its own."""
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    for name in (compiling, "should_fill_bitmask", "should_advance"):
+        expect_parameters(getattr(manager, name), "self", "request")
+    expect_source(grammar_init, f"self.executor.submit(self.{compiling}, request)")
+    expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
+    compile_grammar = getattr(manager, compiling)
+
+    @functools.wraps(compile_grammar)
+    def guarded(self: Any, request: Any) -> GuardedGrammar | None:
         """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
 
@@ -98,7 +117,7 @@ def install_guard(module: ModuleType) -> None:
 
         return method
 
-    replace(manager, "_async_create_grammar", _async_create_grammar)
+    replace(manager, compiling, guarded)
     for name in ("should_fill_bitmask", "should_advance"):
         replace(manager, name, asked(name))
 

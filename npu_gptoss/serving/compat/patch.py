@@ -93,6 +93,11 @@ def stock(value: Any) -> Any:
     return value
 
 
+def holder(found: type, name: str) -> type:
+    """The class that has this name as its own: vllm-ascend puts a subclass in the place of vLLM's scheduler."""
+    return next(cls for cls in found.__mro__ if name in vars(cls))
+
+
 def expect_source(function: Any, *markers: str) -> None:
     """Raise Mismatch unless each marker occurs in the function's source (white space does not count).
 

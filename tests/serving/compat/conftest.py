@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from npu_gptoss.serving import compat
-from npu_gptoss.serving.compat.patch import stock
+from npu_gptoss.serving.compat.patch import holder, stock
 from tests.serving.compat import of_line
 
 collect_ignore = [
@@ -32,19 +32,19 @@ with contextlib.suppress(ImportError):
     importlib.import_module("vllm_ascend.worker.worker")
 
 
-def _owner(target: str) -> tuple[Any, str]:
+def owner_of(target: str) -> tuple[Any, str]:
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    return owner, name
+    return holder(owner, name) if isinstance(owner, type) else owner, name
 
 
 @contextlib.contextmanager
 def _patched(*names: str) -> Iterator[None]:
     compat.apply()  # so that a plugin loaded by vLLM inside the block finds its work done
-    targets = [_owner(target) for patch in HERE for target in patch.touches]
+    targets = [owner_of(target) for patch in HERE for target in patch.touches]
     before = [(owner, name, vars(owner)[name]) for owner, name in targets]
     for owner, name, value in before:
         setattr(owner, name, stock(value))
@@ -72,16 +72,14 @@ def patched() -> Callable[..., contextlib.AbstractContextManager[None]]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """See `in_process.py`. Requests reach its core whatever they are: nothing that refuses them stands in front."""
-    from vllm.v1.engine.processor import Processor
-
     from tests.serving.compat import in_process
     from tests.serving.conftest import ENVIRONMENT
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setattr(Processor, "_validate_params", lambda self, params: None)
-        patch.setattr(Processor, "_validate_model_inputs", lambda self, *inputs: None)
+        for name in ("_validate_params", "_validate_model_inputs"):
+            patch.setattr(of_line.input_processor(), name, lambda self, *_: None)
         yield in_process.start(tmp_path_factory.mktemp("engine") / "model")
 
 

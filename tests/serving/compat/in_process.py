@@ -14,11 +14,12 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.checkpoints import write_random_checkpoint
+from tests.serving.compat.of_line import OLD
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 VOCABULARY = 128
 LENGTH = 256
-BLOCKS = 40  # of 16 tokens: two of the longest requests and a half
+BLOCK, BLOCKS = (16, 40) if OLD else (128, 6)  # two of the longest requests and a half
 HONEST = list(range(3, 43))
 
 
@@ -27,12 +28,13 @@ def start(directory: Path) -> LLM:
     return LLM(
         str(directory),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype="float32" if OLD else "bfloat16",  # of 0.23 is vllm-ascend's
+        enforce_eager=not OLD,
         max_model_len=LENGTH,
         max_num_seqs=8,
         max_logprobs=-1,
         enable_prefix_caching=False,
-        block_size=16,
+        block_size=BLOCK,
         num_gpu_blocks_override=BLOCKS,
     )
 
@@ -46,6 +48,15 @@ def greedy(**fields: Any) -> SamplingParams:
         **{"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False, "output_kind": FINAL_ONLY}
         | fields
     )
+
+
+def sent(engine: LLM, name: str, prompt: list[int], **fields: Any) -> Any:
+    """The `EngineCoreRequest` of this name."""
+    llm = engine.llm_engine
+    if OLD:
+        return llm.processor.process_inputs(name, {"prompt_token_ids": prompt}, greedy(), **fields)[1]
+    tasks = llm.get_supported_tasks()
+    return llm.input_processor.process_inputs(name, {"prompt_token_ids": prompt}, greedy(), tasks, **fields)
 
 
 def run(engine: LLM, *requests: tuple[list[int], SamplingParams]) -> list[Any]:

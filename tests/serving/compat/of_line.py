@@ -21,6 +21,7 @@ ON_0_33 = (
 ON_0_23 = (
     *("test_admission.py", "test_channels.py", "test_checkpoint.py", "test_compat.py", "test_encoding.py"),
     *(
+        "test_barrier.py",
         "test_ending.py",
         "test_ends_0_23.py",
         "test_fields_0_23.py",
@@ -70,6 +71,17 @@ def application(arguments: Any) -> Any:
     from vllm.entrypoints.launchers import app
 
     return app.build_app(arguments, ("generate",), None)
+
+
+def input_processor() -> Any:
+    """The class that makes a request for the engine core of what came in."""
+    if OLD:
+        from vllm.v1.engine.processor import Processor
+
+        return Processor
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return InputProcessor
 
 
 def validate(params: Any, model_config: Any, structured_outputs_config: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.machinery
 import json
@@ -18,7 +17,7 @@ import pytest
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import compat, lines
 from npu_gptoss.serving.compat import patch as machinery
-from tests.serving.compat.conftest import HERE
+from tests.serving.compat.conftest import HERE, owner_of
 from tests.serving.compat.of_line import OLD
 
 pytestmark = pytest.mark.serving
@@ -75,9 +74,7 @@ def test_every_name_of_the_table_is_replaced(patched):
     with patched(*(patch.name for patch in HERE)):
         for patch in HERE:
             for target in patch.touches:
-                module, _, path = target.partition(":")
-                *parents, name = path.split(".")
-                owner = functools.reduce(getattr, parents, importlib.import_module(module))
+                owner, name = owner_of(target)
                 assert hasattr(vars(owner)[name], "__npu_gptoss_replaces__"), target
 
 
