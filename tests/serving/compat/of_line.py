@@ -23,6 +23,7 @@ ON_0_23 = (
     *(
         "test_barrier.py",
         "test_ending.py",
+        "test_ends.py",
         "test_ends_0_23.py",
         "test_fields_0_23.py",
         "test_grammars.py",

@@ -1,4 +1,4 @@
-"""How vLLM 0.23's server ends, and that its port is its own."""
+"""How vLLM 0.23's server ends. Real ends: tests/serving/test_shutdown.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import types
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,12 @@ pytest.importorskip("vllm.entrypoints.openai.chat_completion.stream_harmony", re
 
 import uvicorn
 from vllm.entrypoints import launcher
-from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.engine.serving import OpenAIServing
-from vllm.entrypoints.openai.responses import api_router
 from vllm.entrypoints.serve.utils import server_utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.serving.compat.shutdown import stopping_error
+from tests.serving.compat.test_ends import dead_core
 
 pytestmark = pytest.mark.serving
 
@@ -38,10 +36,7 @@ class Server(uvicorn.Server):
 
 def ended(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
     """A server whose engine dies, or that is told to end by a program, as vLLM awaits it."""
-    process = types.SimpleNamespace(name="EngineCore_DP0", exitcode=-9)
-    manager = types.SimpleNamespace(processes=[process])
-    core = types.SimpleNamespace(resources=types.SimpleNamespace(engine_manager=manager))
-    engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=core, vllm_config=None)
+    engine = types.SimpleNamespace(errored=errored, is_running=not errored, engine_core=dead_core(-9), vllm_config=None)
     app = types.SimpleNamespace(routes=[], state=types.SimpleNamespace(engine_client=engine))
     monkeypatch.setattr(launcher.uvicorn, "Server", Server)
     monkeypatch.setattr(launcher.uvicorn.Config, "load", lambda self: None)
@@ -132,26 +127,6 @@ def test_a_signal_leaves_requests_the_time_to_finish(
     assert "shutdown" not in vars(engine), "nobody could end the engine any more"
 
 
-@pytest.mark.parametrize("name", [(), ("server-end-answers",)])
-def test_a_streamed_response_ends_with_an_error_and_does_not_break_off(patched: Any, name: tuple[str, ...]) -> None:
-    async def events() -> AsyncIterator[Any]:
-        yield types.SimpleNamespace(type="first", sequence_number=4, model_dump_json=lambda **options: "{}")
-        raise stopping_error()
-
-    async def texts() -> list[str]:
-        return [text async for text in api_router._convert_stream_to_sse_events(events())]
-
-    with patched(*name):
-        if not name:
-            with pytest.raises(stopping_error()):
-                asyncio.run(texts())
-            return
-        event, data = asyncio.run(texts())[-1].splitlines()[:2]
-        assert event == "event: error"
-        told = json.loads(data.removeprefix("data: "))
-        assert (told["sequence_number"], told["message"]) == (5, str(stopping_error()()))
-
-
 @pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
 @pytest.mark.parametrize(("name", "code"), [((), 500), (("server-end-errors",), 503)])
 def test_a_request_that_the_engine_s_end_took_may_be_asked_for_again(
@@ -166,15 +141,3 @@ def test_a_request_that_the_engine_s_end_took_may_be_asked_for_again(
         streamed = OpenAIServing.create_streaming_error_response(OpenAIServing, error)
         assert (answer.status_code, json.loads(streamed)["error"]["code"]) == (code, code)
         assert OpenAIServing.create_error_response("mine").error.code == 400
-
-
-@pytest.mark.parametrize("name", [(), ("server-port",)])
-def test_a_second_server_does_not_share_the_port(patched: Any, name: tuple[str, ...]) -> None:
-    with patched(*name), api_server.create_server_socket(("127.0.0.1", 0)) as first:
-        first.listen()
-        port = first.getsockname()[1]
-        if not name:
-            api_server.create_server_socket(("127.0.0.1", port)).close()  # the kernel would deal the connections out
-            return
-        with pytest.raises(SystemExit, match=f"127.0.0.1 port {port}: Address already in use"):
-            api_server.create_server_socket(("127.0.0.1", port))
