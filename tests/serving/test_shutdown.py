@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.serving, pytest.mark.slow]
 class Started:
     """A server that is ready; its log, its processes."""
 
-    def __init__(self, stack: Stack, model: Path, log: Path) -> None:
+    def __init__(self, stack: Stack, model: Path, log: Path, *flags: str) -> None:
         self.port = free_port()
         self.log, self.url = log, f"http://127.0.0.1:{self.port}"
         command, environment = stack.command(model, self.port)
-        self.process = serve_here.start(command, environment, log)
+        self.process = serve_here.start([*command, *flags], environment, log)
         try:
             serve_here.wait_until_ready(self.process, self.url, log, timeout=START_LIMIT)
         except BaseException:
@@ -86,6 +86,11 @@ def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_ever
         os.kill(started.engine, signal.SIGCONT)
     assert wait_for(lambda: started.health() == 200, 5)
 
+    told_to_stop(started)
+
+
+def told_to_stop(started: Started) -> None:
+    """A signal under load: every client is told, and nothing is left."""
     requests = started.busy()
     assert started.health() == 200, "busy is not dead"
     started.process.send_signal(signal.SIGTERM)
@@ -112,3 +117,14 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
         assert answer.error()["message"]
     assert "SIGKILL" in serve_here.likely_reason(started.log)
     assert wait_for(lambda: not any(map(is_running, started.below)), 5)
+
+
+@pytest.mark.emulated
+@pytest.mark.long
+def test_a_signal_to_several_servers_is_told_to_every_client(model: Path, tmp_path: Path) -> None:
+    """Stock 0.23: their parent kills them, and every connection breaks off."""
+    started = Started(Stack("emulated-9.1"), model, tmp_path / "log", "--api-server-count", "2")
+    try:
+        told_to_stop(started)
+    finally:
+        serve_here.stop(started.process)

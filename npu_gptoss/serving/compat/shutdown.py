@@ -5,7 +5,8 @@ requests in flight are never answered. 0.23.0 ends them at once, in words that n
 death for a regular end, exit status 0, and open their port so that a second server on it gets half of the requests.
 
 Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends what is left with
-an error, and only then ends the engine. A second signal ends everything at once.
+an error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
+`--api-server-count`, and data parallel engines) each does so, and their parent waits for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -30,6 +32,7 @@ from npu_gptoss.serving.compat.targets import (
     ERRORS_0_23,
     ERRORS_0_23_COPIES,
     LAUNCHER,
+    MANAGERS,
     RESPONSES_ROUTER,
     SERVERS,
 )
@@ -42,6 +45,7 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 WATCH = 0.5  # seconds between two looks at the engine
 LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
+GRACE = 5.0  # more seconds until a parent kills its API servers: vLLM's own, where it has not been told
 STATUS = 1  # of a server whose engine died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -88,7 +92,7 @@ def install_server(launcher: ModuleType) -> None:
         original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
     ) -> Coroutine:
         engine = app.state.engine_client
-        # 0.23's own --shutdown-timeout asks for the same, and is when the parent of several such servers kills them
+        # 0.23's own --shutdown-timeout asks for the same
         own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
         drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), own)
         kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
@@ -124,9 +128,10 @@ async def _nothing() -> None:
 async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     """Wait for the requests in flight, then end them; the engine is there until this returns."""
     loop = asyncio.get_running_loop()
+    one_of_several = multiprocessing.parent_process() is not None  # its parent ends it, and sends this signal on
     for number in SIGNALS:
         loop.remove_signal_handler(number)
-        signal.signal(number, functools.partial(_at_once, engine))
+        signal.signal(number, signal.SIG_IGN if one_of_several else functools.partial(_at_once, engine))
     count = engine.output_processor.get_num_unfinished_requests()
     logger.info(
         "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.",
@@ -157,6 +162,30 @@ def _at_once(engine: Any, number: int, frame: object) -> None:
     for process in _processes(engine):
         if process.is_alive():
             kill_process_tree(process.pid)
+    os._exit(128 + number)
+
+
+@repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", lines=("0.23",))
+def install_servers(managers: ModuleType) -> None:
+    """Several API servers are killed at a signal, and their requests are not answered."""
+    manager = managers.APIServerProcessManager
+    expect_parameters(manager.shutdown, "self", "timeout")
+    expect_parameters(manager.__init__, "self", "sock")
+    expect_source(managers.shutdown, "proc.terminate()", "proc.join(remaining)", "kill_process_tree(pid)")
+
+    @around(manager, "shutdown")
+    def shutdown(original: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+        for number in SIGNALS:
+            signal.signal(number, _all_at_once)
+        self.sock.close()  # or the kernel takes connections that nobody will answer
+        original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
+
+
+def _all_at_once(number: int, frame: object) -> None:
+    from npu_gptoss.serving.lines.vllm import kill_process_tree
+
+    for process in multiprocessing.active_children():
+        kill_process_tree(process.pid)
     os._exit(128 + number)
 
 

@@ -62,6 +62,7 @@ ERRORS_0_23_COPIES = (
     "vllm.entrypoints.openai.models.serving",
 )
 LAUNCHER_0_33 = "vllm.entrypoints.launchers.launcher"
+MANAGERS = "vllm.v1.utils"
 LOGGERS = "vllm.v1.metrics.loggers"
 SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 GRAMMARS = "vllm.v1.structured_output"

@@ -1,4 +1,4 @@
-"""How vLLM 0.23's server ends. Real ends: tests/serving/test_shutdown.py."""
+"""How vLLM 0.23's server ends, and several of them. Real ends: tests/serving/test_shutdown.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import textwrap
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -17,10 +22,12 @@ import uvicorn
 from vllm.entrypoints import launcher
 from vllm.entrypoints.openai.engine.serving import OpenAIServing
 from vllm.entrypoints.serve.utils import server_utils
+from vllm.v1 import utils
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from npu_gptoss.serving.compat.shutdown import stopping_error
 from tests.serving.compat.test_ends import dead_core
+from tests.serving.in_flight import is_running
 
 pytestmark = pytest.mark.serving
 
@@ -125,6 +132,44 @@ def test_a_signal_leaves_requests_the_time_to_finish(
             signal.signal(number, handler)
     assert engine.seen == seen
     assert "shutdown" not in vars(engine), "nobody could end the engine any more"
+
+
+# takes a second for its requests when it is told to stop
+SLOW = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit())); print(); time.sleep(60)"
+
+
+@pytest.mark.parametrize(("name", "status"), [((), -9), (("servers-end",), 0)])
+def test_a_signal_leaves_several_servers_the_time_to_finish(patched: Any, name: tuple[str, ...], status: int) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    server = subprocess.Popen([sys.executable, "-u", "-c", SLOW], stdout=subprocess.PIPE)
+    server.stdout.readline()
+    manager = object.__new__(utils.APIServerProcessManager)
+    manager.processes, manager._address_pipes = [utils._SubprocessWrapper(server, "ApiServer_0")], []
+    manager._finalizer = weakref.finalize(manager, lambda: None)
+    with patched(*name), socket.socket() as manager.sock:
+        try:
+            manager.shutdown(timeout=0)
+            assert server.wait(20) == status
+            assert (manager.sock.fileno() == -1) == bool(name), "the port is open, and nobody answers there"
+        finally:
+            server.kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def test_another_signal_ends_several_servers_and_their_engines_at_once() -> None:
+    code = """
+        import multiprocessing, signal, time
+        from npu_gptoss.serving.compat import shutdown
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        print("child", child.pid, flush=True)
+        signal.signal(signal.SIGTERM, shutdown._all_at_once)
+        signal.raise_signal(signal.SIGTERM)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert not is_running(int(done.stdout.partition("child ")[2].split()[0]))
 
 
 @pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
