@@ -7,7 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,14 +86,14 @@ def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_ever
         os.kill(started.engine, signal.SIGCONT)
     assert wait_for(lambda: started.health() == 200, 5)
 
-    told_to_stop(started)
+    told_to_stop(started, lambda: started.process.send_signal(signal.SIGTERM))
 
 
-def told_to_stop(started: Started) -> None:
-    """A signal under load: every client is told, and nothing is left."""
+def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
+    """Under load: every client is told, and nothing is left."""
     requests = started.busy()
     assert started.health() == 200, "busy is not dead"
-    started.process.send_signal(signal.SIGTERM)
+    stop()
     status, seconds = started.ended(40)
     assert status == 0
     assert seconds < 10
@@ -121,10 +121,12 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
 
 @pytest.mark.emulated
 @pytest.mark.long
-def test_a_signal_to_several_servers_is_told_to_every_client(model: Path, tmp_path: Path) -> None:
-    """Stock 0.23: their parent kills them, and every connection breaks off."""
+def test_ctrl_c_in_the_terminal_of_several_servers_is_told_to_every_client(model: Path, tmp_path: Path) -> None:
+    """It reaches all their processes. Stock 0.23: engines end every request at once, whatever has come of it is its
+    answer, 200; and when only the parent is told, it kills the servers, and every connection breaks off.
+    """
     started = Started(Stack("emulated-9.1"), model, tmp_path / "log", "--api-server-count", "2")
     try:
-        told_to_stop(started)
+        told_to_stop(started, lambda: os.killpg(started.process.pid, signal.SIGINT))
     finally:
         serve_here.stop(started.process)

@@ -4,7 +4,8 @@ vLLM's server knows only whether the engine's process exists. A stopped process,
 reason of a death stay unknown to it. The message travels as the result of a utility call that nobody made: vLLM's own
 channel, without a question, so that `/health` answers at once however busy the engine is.
 
-It also watches the other way: an engine or a worker whose parent is gone ends itself.
+It also watches the other way: an engine or a worker whose parent is gone ends itself. Until then its parent says when:
+Ctrl-C in a terminal reaches all processes of a server, and the requests in flight need theirs.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _beat(reference: Callable[[], Any]) -> None:
     lines=("0.11", "0.23"),
 )
 def install_engine(core: ModuleType) -> None:
-    """The server knows neither whether its engine answers nor why it died, and an engine outlives a server that was
-    killed."""
+    """The server knows neither whether its engine answers nor why it died, an engine outlives a server that was killed,
+    and Ctrl-C in the server's terminal ends the engine before the requests in flight."""
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
@@ -166,6 +167,7 @@ def install_engine(core: ModuleType) -> None:
     def run_busy_loop(original: Callable[..., None], self: Any) -> None:
         reference = weakref.ref(self)
         threading.Thread(target=_beat, args=(reference,), name="npu-gptoss pulse", daemon=True).start()
+        leave_interrupts_to_parent()
         original(self)
 
     around(proc, "__init__")(_within_parent)
@@ -182,9 +184,15 @@ def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwarg
 
 @repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11", "0.23"))
 def install_worker(executor: ModuleType) -> None:
-    """A worker that hangs in an operation outlives an engine that was killed, and keeps its device."""
+    """A worker that hangs in an operation outlives an engine that was killed, and keeps its device; Ctrl-C in the
+    server's terminal ends it before the requests in flight."""
     expect_parameters(executor.WorkerProc.__init__, "self", "vllm_config", "rank")
-    around(executor.WorkerProc, "__init__")(_within_parent)
+
+    @around(executor.WorkerProc, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_interrupts_to_parent()
+        _within_parent(original, self, *args, **kwargs)
+
     end_with_parent()
 
 
@@ -202,7 +210,17 @@ def _watch(pid: int) -> None:
     threading.Thread(target=outlive, name="npu-gptoss parent", daemon=True).start()
 
 
+def _is_child() -> bool:
+    return bool(multiprocessing.parent_process()) and multiprocessing.current_process().name.startswith(CHILDREN)
+
+
 def end_with_parent() -> None:
     """In an engine or a worker of vLLM: end when the parent is gone. Elsewhere, and the second time: nothing."""
-    if multiprocessing.parent_process() and multiprocessing.current_process().name.startswith(CHILDREN):
+    if _is_child():
         _watch(os.getpid())
+
+
+def leave_interrupts_to_parent() -> None:
+    """In an engine or a worker of vLLM, which ends its requests at Ctrl-C: do not."""
+    if _is_child():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

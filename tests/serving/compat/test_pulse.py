@@ -170,3 +170,25 @@ def test_an_engine_ends_with_its_server_and_a_users_process_does_not(name: str, 
         process.stdout.close()
         for child in filter(is_running, children):
             os.kill(child, signal.SIGKILL)
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, time
+from npu_gptoss.serving.compat import pulse
+
+def child():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pulse.leave_interrupts_to_parent()
+    os.kill(os.getpid(), signal.SIGINT)
+
+process = multiprocessing.get_context("fork").Process(target=child, name=sys.argv[1])
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("EngineCore_DP0", 0), ("VllmWorker-1", 0), ("Process-1", -2)])
+def test_an_interrupt_ends_no_engine_whose_requests_have_time_and_a_users_process_as_ever(name, status):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, name], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1:] == [str(status)], done.stderr
