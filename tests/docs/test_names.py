@@ -24,6 +24,7 @@ FOREIGN_OPTIONS = {
     *("--pdb", "--constraint", "--no-deps", "--require-hashes", "--privileged", "--build", "--restart", "--use-cache"),
     *("--warmup-num", "--nginx", "--no-binary", "--max-concurrency", "--request-rate", "--save-result"),
     *("--reasoning-effort-map", "--shutdown-timeout"),  # of vLLM 0.33
+    "--data-parallel-multi-port-external-lb",  # of vLLM 0.23
     "--num-cpus",  # of Ray
 }
 VLLM_PARSER = """
