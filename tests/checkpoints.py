@@ -7,12 +7,16 @@ the same bits from both.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from npu_gptoss.model.checkpoint import write_checkpoint
 from npu_gptoss.model.config import GptOssConfig, published_config
 from npu_gptoss.tiny import random_weights
+
+if TYPE_CHECKING:
+    import pytest
 
 SIZES = {"vocab_size": 512, "layers": 4, "hidden": 96, "intermediate": 64, "heads": 8, "kv_heads": 2, "experts": 8}
 # large enough that each tensor moves the logits, small enough that comparisons in fp32 stay sharp
@@ -34,3 +38,10 @@ def write_random_checkpoint(directory: Path, *, seed: int = 0, **sizes: object) 
     config = random_config(**sizes)
     write_checkpoint(directory, config, random_tensors(config, seed))
     return config
+
+
+def new_checkpoint(tmp_path_factory: pytest.TempPathFactory, **sizes: object) -> Path:
+    """The same in a folder of its own, for fixtures that several tests share."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_random_checkpoint(path, **sizes)
+    return path

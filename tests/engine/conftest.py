@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from npu_gptoss.engine import Engine
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint, write_random_checkpoint
 from tests.oracle import load_oracle
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")  # ids 0 to 4 of the test
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(path)
-    return path
+    return new_checkpoint(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

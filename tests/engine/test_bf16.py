@@ -14,7 +14,6 @@ import torch
 from npu_gptoss.dense import small_ops
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.moe import route
-from tests.checkpoints import write_random_checkpoint
 from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
 
 if TYPE_CHECKING:
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
 
 LENGTHS = (1, 5, 16, 40, 127, 128, 130, 255, 300)
 GREEDY = 32
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bf16") / "checkpoint"
-    write_random_checkpoint(path)
-    return path
 
 
 @pytest.fixture(scope="module")

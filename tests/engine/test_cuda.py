@@ -15,7 +15,7 @@ from npu_gptoss.engine import engine as engine_module
 from npu_gptoss.errors import InputError
 from npu_gptoss.graphs.recorder import Recorder
 from npu_gptoss.graphs.state import DecodeState
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.engine.test_decode import MODES, advance_without, load_without, tokens
 from tests.oracle import random_prompts
@@ -31,9 +31,7 @@ SHAPE = {"layers": 4, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cuda") / "checkpoint"
-    write_random_checkpoint(path, mxfp4=True, **SHAPE)
-    return path
+    return new_checkpoint(tmp_path_factory, mxfp4=True, **SHAPE)
 
 
 @pytest.fixture(scope="module")

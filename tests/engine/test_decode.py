@@ -19,7 +19,7 @@ from npu_gptoss.graphs.advance import advance
 from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.kernels.profiling import observing
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint, write_random_checkpoint
 from tests.engine.recording import RerunRecorder
 from tests.oracle import random_prompts
 
@@ -30,9 +30,7 @@ MODES = ("full", "piecewise")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("decode") / "checkpoint"
-    write_random_checkpoint(path, layers=2, window=20)
-    return path
+    return new_checkpoint(tmp_path_factory, layers=2, window=20)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from npu_gptoss.engine.launched import device_and_ranks
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.ranks import Ranks
 from npu_gptoss.model.sharding import EXPERT, TENSOR
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint, write_random_checkpoint
 from tests.engine.on_ranks import answers
 from tests.engine.recording import RerunRecorder
 from tests.serving.server import free_port
@@ -35,9 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parallel") / "checkpoint"
-    write_random_checkpoint(path, layers=2, window=20)
-    return path
+    return new_checkpoint(tmp_path_factory, layers=2, window=20)
 
 
 @pytest.fixture(scope="module")

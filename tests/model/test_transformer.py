@@ -19,7 +19,7 @@ from npu_gptoss.model.checkpoint import iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import expected_tensors, split_layer
 from npu_gptoss.model.transformer import GptOss
-from tests.checkpoints import random_config, write_random_checkpoint
+from tests.checkpoints import new_checkpoint, random_config, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
@@ -31,9 +31,7 @@ SUFFIXES = sorted({split_layer(name)[1] for name in expected_tensors(random_conf
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(path)
-    return path
+    return new_checkpoint(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +259,7 @@ def test_layers_that_arrive_interleaved_are_put_together(config, tensors, prompt
 
 @pytest.fixture(scope="module")
 def mxfp4_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mxfp4")
-    write_random_checkpoint(path, mxfp4=True, layers=2)
-    return path
+    return new_checkpoint(tmp_path_factory, mxfp4=True, layers=2)
 
 
 @pytest.fixture(scope="module")

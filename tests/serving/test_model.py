@@ -43,7 +43,7 @@ from npu_gptoss.serving import compat, loading
 from npu_gptoss.serving import model as serving_model
 from npu_gptoss.serving.model import GptOssForCausalLM
 from npu_gptoss.serving.moe import GptOssExpertsMethod
-from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
+from tests.checkpoints import new_checkpoint, random_config, random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
 from tests.serving.asking import TOLERANCE, VOCABULARY, next_logits, worst
 from tests.tolerances import assert_close
@@ -55,9 +55,7 @@ LAYERS = 3
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    write_random_checkpoint(path, layers=LAYERS, vocab_size=VOCABULARY)
-    return path
+    return new_checkpoint(tmp_path_factory, layers=LAYERS, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.rope import rotation_cache
 from npu_gptoss.serving import attention as serving_attention
 from npu_gptoss.serving import moe as serving_moe
-from tests.checkpoints import random_tensors, write_random_checkpoint
+from tests.checkpoints import new_checkpoint, random_tensors, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_greedy, oracle_logits, random_prompts
 from tests.serving.asking import TOLERANCE, VOCABULARY, ask, next_logits, prompt_logprobs, table, tokens, worst
 
@@ -36,9 +36,7 @@ CHUNK = 160  # tokens a step: the longer prompts come in chunks, which end on ei
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parity") / "bf16"
-    write_random_checkpoint(path, vocab_size=VOCABULARY)
-    return path
+    return new_checkpoint(tmp_path_factory, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")

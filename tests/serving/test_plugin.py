@@ -28,7 +28,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving import limits, lines, platform, quantization
 from npu_gptoss.serving.ascend import limits as ascend_limits
 from npu_gptoss.serving.ascend import sizes as ascend_sizes
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint
 
 pytestmark = pytest.mark.serving
 
@@ -306,9 +306,7 @@ def test_another_models_mxfp4_layer_is_refused_in_words() -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plugin") / "checkpoint"
-    write_random_checkpoint(path, layers=1)
-    return path
+    return new_checkpoint(tmp_path_factory, layers=1)
 
 
 def create_config(directory: Path, options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 from ascend_emulator.launch import Machine, environment
 
 from emulator.tests.machine import venv
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint
 from tests.oracle import load_oracle, oracle_logits
 from tests.serving.emulated.rounds import VOCABULARY
 
@@ -28,9 +28,7 @@ SCRIPT = Path(__file__).with_name("on_ascend.py")
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("emulated") / "bf16"
-    write_random_checkpoint(path, vocab_size=VOCABULARY)
-    return path
+    return new_checkpoint(tmp_path_factory, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="session")

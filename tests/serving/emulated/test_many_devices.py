@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.checkpoints import write_random_checkpoint
-from tests.oracle import load_oracle, oracle_logits
+from tests.checkpoints import new_checkpoint
+from tests.oracle import load_oracle
+from tests.serving.emulated.conftest import of_oracle
 from tests.serving.emulated.rounds import THREE_IN_A_BUCKET_OF_FOUR, VOCABULARY, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -29,20 +28,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many key heads as the published models have."""
-    path = tmp_path_factory.mktemp("wide") / "bf16"
-    write_random_checkpoint(path, vocab_size=VOCABULARY, kv_heads=8)
-    return path
+    return new_checkpoint(tmp_path_factory, vocab_size=VOCABULARY, kv_heads=8)
 
 
 @pytest.fixture(scope="module")
 def expected_of_wide(wide: Path) -> Any:
-    model = load_oracle(wide)
-
-    @functools.cache
-    def logprobs(prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
-        return torch.log_softmax(oracle_logits(model, prompt + answer[:-1])[len(prompt) - 1 :], -1)
-
-    return logprobs
+    return of_oracle(load_oracle(wide))
 
 
 @pytest.mark.parametrize(

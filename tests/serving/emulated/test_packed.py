@@ -18,7 +18,7 @@ from emulator.tests.test_triton import PACKAGES, needs_compiler
 from npu_gptoss.doctor.memory import CARD
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.device_memory import VARIABLE, Part, room_bytes, weight_bytes
-from tests.checkpoints import write_random_checkpoint
+from tests.checkpoints import new_checkpoint, write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
 from tests.serving.emulated.rounds import (
     EAGER,
@@ -54,9 +54,7 @@ Serve = Callable[..., tuple[list[Any], str]]
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("packed") / "mxfp4"
-    write_random_checkpoint(path, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True)
-    return path
+    return new_checkpoint(tmp_path_factory, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True)
 
 
 @pytest.fixture(scope="module")
