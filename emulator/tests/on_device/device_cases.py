@@ -8,11 +8,9 @@ import os
 import torch
 import torch_npu
 from ascend_emulator.stacks import CANN
-from tools import refused
+from tools import acl, refused
 
 npu = torch.npu
-acl = ctypes.CDLL("libascendcl.so")
-acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 
 def case_it_is_a_910B3() -> None:

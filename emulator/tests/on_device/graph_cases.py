@@ -6,14 +6,13 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
+from collections.abc import Iterator
 
 import torch
 import torch_npu
-from tools import captured, refused
+from tools import acl, captured, refused
 
 npu = torch.npu
-acl = ctypes.CDLL("libascendcl.so")
-acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 
 def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,68 +105,71 @@ def case_two_graphs_share_a_pool() -> None:
     assert z.tolist() == [3, 5]
 
 
-def external_graph(x: torch.Tensor, out: torch.Tensor, after: torch.Tensor) -> tuple:
-    """after = (out = x + alpha * x) * 10, with alpha updatable behind an external event."""
-    graph, event = npu.NPUGraph(), npu.ExternalEvent()
-    with npu.graph(graph):
-        stream = npu.current_stream()
-        event.wait(stream)
-        event.reset(stream)
-        npu.graph_task_group_begin(stream)
-        torch.add(x, x, alpha=1, out=out)
-        handle = npu.graph_task_group_end(stream)
-        torch.mul(out, 10, out=after)
-    return graph, event, handle
+class External:
+    """A graph of after = (out = x + alpha * x) * 10, whose alpha is updated on `side` behind an external event."""
 
+    def __init__(self) -> None:
+        self.x, self.out, self.after, self.side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
+        self.graph, self.event = npu.NPUGraph(), npu.ExternalEvent()
+        with npu.graph(self.graph):
+            stream = npu.current_stream()
+            self.event.wait(stream)
+            self.event.reset(stream)
+            npu.graph_task_group_begin(stream)
+            torch.add(self.x, self.x, alpha=1, out=self.out)
+            self.handle = npu.graph_task_group_end(stream)
+            torch.mul(self.out, 10, out=self.after)
 
-def update(stream: object, event: object, handle: object, x: torch.Tensor, out: torch.Tensor, alpha: int) -> None:
-    with npu.stream(stream):
-        npu.graph_task_update_begin(stream, handle)
-        torch.add(x, x, alpha=alpha, out=out)
-        npu.graph_task_update_end(stream)
-        event.record(stream)
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside of an update, which the block may end."""
+        with npu.stream(self.side):
+            npu.graph_task_update_begin(self.side, self.handle)
+            yield
+
+    def update(self, alpha: int) -> None:
+        with self.updating():
+            torch.add(self.x, self.x, alpha=alpha, out=self.out)
+            npu.graph_task_update_end(self.side)
+            self.event.record(self.side)
 
 
 def case_replay_waits_for_the_external_event() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, event, handle = external_graph(x, out, after)
+    it = External()
     for alpha in (2, 5):
-        graph.replay()  # suspended: the update comes afterwards, as vllm-ascend does it
-        update(side, event, handle, x, out, alpha)
-        assert after.tolist() == [10 * (1 + alpha), 20 * (1 + alpha)]
+        it.graph.replay()  # suspended: the update comes afterwards, as vllm-ascend does it
+        it.update(alpha)
+        assert it.after.tolist() == [10 * (1 + alpha), 20 * (1 + alpha)]
 
 
 def case_update_before_the_replay() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, event, handle = external_graph(x, out, after)
-    update(side, event, handle, x, out, 3)
-    graph.replay()
-    assert after.tolist() == [40, 80]
+    it = External()
+    it.update(3)
+    it.graph.replay()
+    assert it.after.tolist() == [40, 80]
 
 
 def case_work_behind_a_suspended_replay_queues() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, event, handle = external_graph(x, out, after)
-    graph.replay()
-    late = after + 1  # a launch behind the replay: its result must not be of now
+    it = External()
+    it.graph.replay()
+    late = it.after + 1  # a launch behind the replay: its result must not be of now
     late_host = torch.empty(2).pin_memory()
     late_host.copy_(late, non_blocking=True)
-    x_late = x.clone()
-    x.add_(100)
-    update(side, event, handle, x, out, 2)
+    x_late = it.x.clone()
+    it.x.add_(100)
+    it.update(2)
     npu.synchronize()
     assert late.tolist() == [31, 61], late
     assert late_host.tolist() == [31, 61], late_host
     assert x_late.tolist() == [1, 2]
-    assert x.tolist() == [101, 102]
+    assert it.x.tolist() == [101, 102]
 
 
 def case_a_dropped_update_leaves_the_captured_arguments() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, event, _ = external_graph(x, out, after)
-    graph.replay()
-    event.record(side)
-    assert after.tolist() == [20, 40]
+    it = External()
+    it.graph.replay()
+    it.event.record(it.side)
+    assert it.after.tolist() == [20, 40]
 
 
 def case_a_graph_that_was_not_replayed_leaves_its_output() -> None:
@@ -246,11 +248,10 @@ def case_R81_replay_before_capture() -> None:
 
 
 def case_a_graph_that_runs_is_not_replayed_on_a_second_stream() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, _ = external_graph(x, out, after)
-    graph.replay()
-    with refused("107037"), npu.stream(side):
-        graph.replay()
+    it = External()
+    it.graph.replay()
+    with refused("107037"), npu.stream(it.side):
+        it.graph.replay()
 
 
 # --- R82
@@ -612,67 +613,53 @@ def case_R85_group_outside_of_a_capture() -> None:
 
 
 def case_R86_update_with_another_operator() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    with refused("207019", "R86"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        torch.sub(x, x, alpha=2, out=out)
+    it = External()
+    with refused("207019", "R86"), it.updating():
+        torch.sub(it.x, it.x, alpha=2, out=it.out)
 
 
 def case_R86_update_with_another_address() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    other = x.clone()
-    with refused("207019", "R86", "fill the captured tensor in place"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        torch.add(other, x, alpha=2, out=out)
+    it = External()
+    other = it.x.clone()
+    with refused("207019", "R86", "fill the captured tensor in place"), it.updating():
+        torch.add(other, it.x, alpha=2, out=it.out)
 
 
 def case_R86_update_without_an_operator() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    with refused("207019", "R86"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        npu.graph_task_update_end(side)
+    it = External()
+    with refused("207019", "R86"), it.updating():
+        npu.graph_task_update_end(it.side)
 
 
 def case_R86_update_with_two_operators() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    with refused("207019", "R86"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        torch.add(x, x, alpha=2, out=out)
-        torch.add(x, x, alpha=2, out=out)
+    it = External()
+    with refused("207019", "R86"), it.updating():
+        torch.add(it.x, it.x, alpha=2, out=it.out)
+        torch.add(it.x, it.x, alpha=2, out=it.out)
 
 
 def case_R86_update_with_a_copy() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    source = torch.ones(2).pin_memory()
-    with refused("207019", "R86", "operators only"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        out.copy_(source, non_blocking=True)
+    it, source = External(), torch.ones(2).pin_memory()
+    with refused("207019", "R86", "operators only"), it.updating():
+        it.out.copy_(source, non_blocking=True)
 
 
 def case_R86_updates_do_not_nest_and_end_once() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, event, handle = external_graph(x, out, after)
-    with refused("107033", "R86", "inside another"):
-        npu.graph_task_update_begin(side, handle)
-        npu.graph_task_update_begin(side, handle)
-    other = npu.Stream()
-    update(other, event, handle, x, out, 2)
+    it = External()
+    with refused("107033", "R86", "inside another"), it.updating(), it.updating():
+        pass
+    it.side = npu.Stream()
+    it.update(2)
     with refused("107033", "R86", "not begun"):
-        npu.graph_task_update_end(other)
+        npu.graph_task_update_end(it.side)
 
 
 def case_R86_a_capture_inside_an_update_and_an_update_inside_a_capture() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    with refused("107025", "R86"), npu.graph(npu.NPUGraph(), stream=side):
-        npu.graph_task_update_begin(side, handle)
+    it = External()
+    with refused("107025", "R86"), npu.graph(npu.NPUGraph(), stream=it.side):
+        npu.graph_task_update_begin(it.side, it.handle)
     other = npu.Stream()
-    npu.graph_task_update_begin(other, handle)
+    npu.graph_task_update_begin(other, it.handle)
     assert acl.aclmdlRICaptureBegin(ctypes.c_void_p(other.npu_stream), 0) == 107033
     assert b"R86" in acl.aclGetRecentErrMsg()
 
@@ -702,17 +689,15 @@ def case_R86_update_on_the_captured_stream() -> None:
 
 
 def case_R86_handle_of_a_destroyed_graph() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, _, handle = external_graph(x, out, after)
-    graph.reset()
-    with refused("R86"):
-        npu.graph_task_update_begin(side, handle)
+    it = External()
+    it.graph.reset()
+    with refused("R86"), it.updating():
+        pass
 
 
 def case_R86_event_that_is_never_recorded_deadlocks() -> None:
-    x, out, after = tensor(1, 2), tensor(0, 0), tensor(0, 0)
-    graph, _, _ = external_graph(x, out, after)
-    graph.replay()
+    it = External()
+    it.graph.replay()
     with refused("107020", "deadlock", "R86"):
         npu.synchronize()
 
@@ -748,11 +733,10 @@ def case_a_view_keeps_the_captured_tensor() -> None:
 
 def case_R87_an_error_behind_a_wait_is_told_by_the_next_synchronisation() -> None:
     """The replay has returned by then, and who records the event is somebody else."""
-    holder, out, after, side = [tensor(1, 2)], tensor(0, 0), tensor(0, 0), npu.Stream()
-    graph, event, _ = external_graph(holder[0], out, after)
-    holder.clear()
-    graph.replay()
-    event.record(side)
+    it = External()
+    del it.x
+    it.graph.replay()
+    it.event.record(it.side)
     with refused("507015", "R87"):
         npu.synchronize()
 
@@ -807,11 +791,9 @@ def case_R88_streams_come_back() -> None:
 
 
 def case_R89_update_with_another_shape() -> None:
-    x, out, after, side = tensor(1, 2), tensor(0, 0), tensor(0, 0), npu.Stream()
-    _graph, _, handle = external_graph(x, out, after)
-    with refused("207019", "R89"), npu.stream(side):
-        npu.graph_task_update_begin(side, handle)
-        torch.add(x[:1], x[:1], alpha=2, out=out[:1])
+    it = External()
+    with refused("207019", "R89"), it.updating():
+        torch.add(it.x[:1], it.x[:1], alpha=2, out=it.out[:1])
 
 
 def updatable(x: torch.Tensor, out: torch.Tensor) -> tuple[object, object]:

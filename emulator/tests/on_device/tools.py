@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 
 import torch
+
+acl = ctypes.CDLL("libascendcl.so")
+acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
 
 @contextlib.contextmanager
