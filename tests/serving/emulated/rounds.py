@@ -7,6 +7,8 @@ log-probabilities must be transformers' to 1e-4.
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,3 +59,11 @@ def worst(of_round: list[torch.Tensor]) -> float:
 def right(rounds: list[dict[str, Any]], results: list[Any], expected: Any) -> list[bool]:
     """Which rounds were answered as transformers does in float32."""
     return [worst(of_round) < TOLERANCE for of_round in errors(rounds, results, expected)]
+
+
+def graphs(printed: str) -> tuple[list[int], list[int]]:
+    """How many an engine had captured when it had started and after each round; how many each round replayed."""
+    lines = [line.removeprefix("GRAPHS ") for line in printed.splitlines() if line.startswith("GRAPHS ")]
+    counts = [json.loads(line) for line in lines]
+    replayed = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    return [count["captured"] for count in counts], replayed

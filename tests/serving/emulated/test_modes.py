@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.serving.emulated.rounds import (
     VOCABULARY,
     WORKSPACE,
     errors,
+    graphs,
     prompts,
     right,
     turn,
@@ -78,9 +78,8 @@ def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
     assert right(rounds, results, expected) == [True] * len(rounds)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
     assert ("decode, FULL" in printed) == ("full" in mode)
-    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
-    assert [count["captured"] for count in counts] == [len(SIZES) * graphs_a_step] * (len(rounds) + 1), "at the start"
-    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    captured, replays = graphs(printed)
+    assert captured == [len(SIZES) * graphs_a_step] * (len(rounds) + 1), "at the start"
     decode_steps = TOKENS - 1  # a prompt's own step has more rows than a graph
     assert replays[len(ORDINARY) : -len(DRAWN)] == [decode_steps * graphs_a_step] * len(PURE)
     (alone,), together = results[-len(DRAWN) :]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from itertools import pairwise
 
 import pytest
 
@@ -17,12 +15,13 @@ from tests.serving.emulated.rounds import (
     THREE_IN_A_BUCKET_OF_FOUR,
     TOKENS,
     VOCABULARY,
-    prompts,
+    graphs,
     right,
     turn,
 )
+from tests.serving.emulated.test_full_graphs import SHARED_PREFIX, SMALL_CACHE
 from tests.serving.emulated.test_modes import ORDINARY, PIECES, PURE, SIZES
-from tests.serving.emulated.test_requests import CACHELESS, SEEDED
+from tests.serving.emulated.test_requests import ALONE, CACHELESS, CUT
 from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -46,9 +45,8 @@ def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
     results, printed = serve_9_1(rounds, options=options)
     assert right(rounds, results, expected) == [True] * len(rounds)
     assert not re.findall(r"Warning: .*\[R\d\d\]", printed), "a rule was broken that no card complains about"
-    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
-    assert [count["captured"] for count in counts] == [len(SIZES) * graphs_a_size] * (len(rounds) + 1), "at the start"
-    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
+    captured, replays = graphs(printed)
+    assert captured == [len(SIZES) * graphs_a_size] * (len(rounds) + 1), "at the start"
     assert replays[len(ORDINARY) :] == [(TOKENS - 1) * graphs_a_step] * len(PURE)
 
 
@@ -71,20 +69,14 @@ def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expecte
 
 
 def test_full_graphs_follow_each_steps_lengths_and_what_fits_no_call_leaves_them(serve_9_1, expected):
-    """Dropped and late updates are seen. Then eight requests read two shared blocks and their own one: 24 by the
-    operator's count, in a cache of 14 (R32)."""
-    (prefix,) = prompts((256,))
-    shared = {"prompts": [prefix + tail for tail in prompts(tuple(range(3, 11)), seed=2)], "tokens": TOKENS}
+    """Dropped and late updates are seen, and a call with more blocks than the cache has."""
     rounds = [turn(SPOILT), turn(SPOILT, seed=3, spoil="updates_dropped"), turn(SPOILT, seed=4)]
     rounds += [turn(SPOILT, seed=5, spoil="updates_late"), turn(SPOILT, seed=6)]
-    rounds += [{"prompts": [[*prefix, 7]], "tokens": 1}, shared, {**shared, "spoil": "one_call_for_all"}]
-    options = {"num_gpu_blocks_override": 14, "max_model_len": 512, "max_num_batched_tokens": 512, **FULL}
-    results, printed = serve_9_1(rounds, options=options)
+    rounds += SHARED_PREFIX
+    results, printed = serve_9_1(rounds, options=SMALL_CACHE | FULL)
     assert right(rounds[:-1], results[:-1], expected) == [True, False, True, False, True, True, True]
     assert "[R32]" in results[-1]
-    counts = [json.loads(line.removeprefix("GRAPHS ")) for line in printed.splitlines() if line.startswith("GRAPHS ")]
-    replays = [after["replayed"] - before["replayed"] for before, after in pairwise(counts)]
-    assert replays == [TOKENS - 1] * 5 + [0, 0]
+    assert graphs(printed)[1] == [TOKENS - 1] * 5 + [0, 0]
 
 
 @pytest.mark.long
@@ -138,8 +130,5 @@ def test_without_that_check_the_first_request_ends_the_engine(serve_9_1):
 @pytest.mark.long
 def test_a_seed_draws_the_same_tokens_when_its_prompt_is_cut(serve_9_1):
     """As stock 0.23 does on a card; 0.11.0 needs the repair `seed-rows-ascend`."""
-    asked = turn((700,), seed=1, tokens=8) | {"sampling": {"0": SEEDED}}
-    # 1100 tokens a step: the second prompt of 700 is cut
-    beside = {"prompts": prompts((700,), 2) + asked["prompts"], "tokens": 8, "sampling": {"1": SEEDED}}
-    (alone, together), _ = serve_9_1([asked, beside], options=EAGER | CACHELESS)
+    (alone, together), _ = serve_9_1([ALONE, CUT], options=EAGER | CACHELESS)
     assert together[1]["tokens"] == alone[0]["tokens"]

@@ -10,6 +10,9 @@ pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 CACHELESS = {"enable_prefix_caching": False}
 SEEDED = {"temperature": 1.0, "seed": 11}
+ALONE = turn((700,), seed=1, tokens=8) | {"sampling": {"0": SEEDED}}
+# 1100 tokens a step: the second prompt of 700 is cut
+CUT = {"prompts": prompts((700,), 2) + ALONE["prompts"], "tokens": 8, "sampling": {"1": SEEDED}}
 WILD = 5 * VOCABULARY
 HOSTILE = {
     "1": {"min_tokens": 3, "stop_token_ids": [WILD, 2**40, -1]},
@@ -21,15 +24,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("mode", [{"options": EAGER | CACHELESS}, {"options": FULL | CACHELESS, "machine": WORKSPACE}])
 def test_hostile_requests_end_alone_and_a_seed_stands_a_cut_prompt(mode, serve):
-    asked = turn((700,), seed=1, tokens=8) | {"sampling": {"0": SEEDED}}
-    # 1100 tokens a step: the second prompt of 700 is cut
-    beside = {"prompts": prompts((700,), 2) + asked["prompts"], "tokens": 8, "sampling": {"1": SEEDED}}
     honest = turn((40,), seed=3)
     mixed = turn((41, 42, 43, 44, 45, 46), seed=4)
     mixed["prompts"][0] = honest["prompts"][0]
     mixed["prompts"][4][7] = -WILD
     again = turn((40,), seed=3)
-    results, _ = serve([asked, beside, honest, mixed | {"sampling": HOSTILE}, again], **mode)
+    results, _ = serve([ALONE, CUT, honest, mixed | {"sampling": HOSTILE}, again], **mode)
     assert [type(said) for said in results] == [list] * 5, results
     alone, together, calm, stormy, after = results
     assert together[1]["tokens"] == alone[0]["tokens"]
