@@ -67,7 +67,9 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "parts": {"messages": [user([{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}])]},
     "tools": {"messages": [user()], "tools": [WEATHER]},
     "tools and instructions": {"messages": [system("Be brief."), user()], "tools": [WEATHER, NOW]},
+    "a tool without parameters": {"messages": [user()], "tools": [{"name": "now", "description": "The time"}]},
     "a call": {"messages": [user(), call(), result()], "tools": [WEATHER]},
+    "a call beside an empty text": {"messages": [user(), call(""), result()], "tools": [WEATHER]},
     "a call after reasoning": {"messages": [user(), call(reasoning_content="I look."), result()], "tools": [WEATHER]},
     "a preamble": {"messages": [user(), call("Let me look."), result()], "tools": [WEATHER]},
     "two calls": {
@@ -108,7 +110,7 @@ def items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [text]})
         if isinstance(content, list):
             content = [{"type": "input_text", "text": part["text"]} for part in content]
-        if content is not None:
+        if content or (content is not None and "tool_calls" not in message):
             found.append({"role": role, "content": content})
         for made in message.get("tool_calls", ()):
             function = made["function"]

@@ -1,11 +1,10 @@
-"""The tokenizer of a tiny checkpoint: same tokens as the official encoders, harmony chats included."""
+"""The tokenizer of a tiny checkpoint: same tokens as the official encoders."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import random
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from npu_gptoss.harmony.vocabulary import VocabularyError, parse_ranks
 from npu_gptoss.tiny import tokenizer_files
 from npu_gptoss.tiny.tokenizer_files import (
-    CHAT_TEMPLATE_FILE,
     O200K_PATTERN,
     SPECIAL_TOKENS,
     packaged_vocabulary,
@@ -124,67 +122,6 @@ def test_transformers_reads_the_tokenizer(directory):
     ids = ids if isinstance(ids, list) else list(ids["input_ids"])
     assert ids[0] == 200_006
     assert tokenizer.decode(ids).endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
-
-
-TOOL = {
-    "name": "get_weather",
-    "description": "Get the weather",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "The city"},
-            "unit": {"type": "string", "enum": ["c", "f"], "default": "c"},
-            "days": {"type": "array", "items": {"type": "string"}},
-        },
-        "required": ["city"],
-    },
-}
-
-
-@pytest.mark.parametrize("instructions", ["", "Be brief."])
-@pytest.mark.parametrize("tools", [[], [TOOL], [TOOL, {"name": "now", "description": "Time now"}]])
-def test_chat_template_renders_what_openai_harmony_renders(directory, monkeypatch, instructions, tools):
-    jinja2 = pytest.importorskip("jinja2")
-    harmony = pytest.importorskip("openai_harmony")
-    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(directory))
-    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    chat = [{"role": "system", "content": instructions}] if instructions else []
-    chat.append({"role": "user", "content": "Weather?"})
-    if tools:
-        call = {"type": "function", "id": "1", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}
-        chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        chat.append({"role": "tool", "tool_call_id": "1", "content": '{"temp":3}'})
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    rendered = environment.from_string(CHAT_TEMPLATE_FILE.read_text()).render(
-        messages=chat,
-        tools=[{"type": "function", "function": tool} for tool in tools] or None,
-        add_generation_prompt=True,
-        strftime_now=lambda _: today,
-    )
-    message, role = harmony.Message, harmony.Role
-    turns = [
-        message.from_role_and_content(role.SYSTEM, harmony.SystemContent.new().with_conversation_start_date(today))
-    ]
-    developer = harmony.DeveloperContent.new()
-    if instructions:
-        developer = developer.with_instructions(instructions)
-    if tools:
-        developer = developer.with_function_tools(
-            [harmony.ToolDescription.new(**{"parameters": None, **t}) for t in tools]
-        )
-    if instructions or tools:
-        turns.append(message.from_role_and_content(role.DEVELOPER, developer))
-    turns.append(message.from_role_and_content(role.USER, "Weather?"))
-    if tools:
-        call = message.from_role_and_content(role.ASSISTANT, '{"city":"Paris"}').with_channel("commentary")
-        turns.append(call.with_recipient("functions.get_weather").with_content_type("json"))
-        author = harmony.Author.new(role.TOOL, "functions.get_weather")
-        result = message.from_author_and_content(author, '{"temp":3}').with_channel("commentary")
-        turns.append(result.with_recipient("assistant"))
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    want = encoding.render_conversation_for_completion(harmony.Conversation.from_messages(turns), role.ASSISTANT)
-    assert rendered == encoding.decode_utf8(want)
 
 
 def test_files_are_small_texts_with_the_published_fields(directory):
