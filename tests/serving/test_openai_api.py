@@ -265,27 +265,20 @@ def test_health_answers_while_a_long_prompt_is_read(client: OpenAI, server: Serv
     assert max(waits) < 1.0, f"/health waited {max(waits):.2f} s"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{not json",
-        b"",
-        b'{"model": "gpt-oss-tiny"}',
-        b'{"model": "gpt-oss-tiny", "messages": "hello"}',
-        b'{"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": -1}',
-        b'{"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": "warm"}',
-        b'{"model": "another", "messages": [{"role": "user", "content": "hi"}]}',
-    ],
-    ids=[
-        "broken",
-        "empty",
-        "no messages",
-        "messages a text",
-        "negative",
-        "temperature a text",
-        "no such model",
-    ],
-)
+MALFORMED = {
+    "broken": b"{not json",
+    "empty": b"",
+    "no messages": b'{"model": "gpt-oss-tiny"}',
+    "messages a text": b'{"model": "gpt-oss-tiny", "messages": "hello"}',
+    "negative": b'{"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": -1}',
+    "temperature a text": (
+        b'{"model": "gpt-oss-tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": "warm"}'
+    ),
+    "no such model": b'{"model": "another", "messages": [{"role": "user", "content": "hi"}]}',
+}
+
+
+@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_requests_are_the_clients_error(server: Server, body: bytes) -> None:
     import httpx
 

@@ -247,33 +247,22 @@ def test_R51_sizes():
         gmm(**case(x=[torch.zeros(1, INNER).bfloat16()] * 129))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: weight_only(8, antiquant_offset=None),
-        lambda: weight_only(
-            8, **dict.fromkeys(("antiquant_scale", "antiquant_offset"), (torch.ones(EXPERTS, COLUMNS),))
-        ),
-        lambda: weight_only(8, antiquant_scale=None),
-        lambda: weight_only(8, antiquant_offset=[torch.zeros(EXPERTS, 1).bfloat16()]),
-        lambda: per_group(8, 2),
-        lambda: per_group(4, 3),
-        lambda: scaled(4, EXPERTS, 2, COLUMNS + 8),
-        lambda: scaled(4, EXPERTS, 0, COLUMNS),
-        lambda: scaled(4, EXPERTS),
-    ],
-    ids=[
-        "no offset",
-        "scale dtype",
-        "no scale",
-        "offset shape",
-        "int8 per group",
-        "ragged int4 groups",
-        "columns",
-        "no group",
-        "one dimension",
-    ],
-)
+WRONG_SCALES = {
+    "no offset": lambda: weight_only(8, antiquant_offset=None),
+    "scale dtype": lambda: weight_only(
+        8, **dict.fromkeys(("antiquant_scale", "antiquant_offset"), (torch.ones(EXPERTS, COLUMNS),))
+    ),
+    "no scale": lambda: weight_only(8, antiquant_scale=None),
+    "offset shape": lambda: weight_only(8, antiquant_offset=[torch.zeros(EXPERTS, 1).bfloat16()]),
+    "int8 per group": lambda: per_group(8, 2),
+    "ragged int4 groups": lambda: per_group(4, 3),
+    "columns": lambda: scaled(4, EXPERTS, 2, COLUMNS + 8),
+    "no group": lambda: scaled(4, EXPERTS, 0, COLUMNS),
+    "one dimension": lambda: scaled(4, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("make", WRONG_SCALES.values(), ids=WRONG_SCALES)
 def test_R52_weight_only_scales(make):
     with rejects(52):
         gmm(**make())

@@ -25,43 +25,26 @@ def case(**changes: object) -> dict:
     }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"antiquant_group_size": 16},
-        {"antiquant_group_size": 128},
-        {"antiquant_group_size": 48},
-        {"antiquant_scale": torch.ones(3, 16).bfloat16()},
-        {"antiquant_offset": torch.ones(1, 16).bfloat16()},
-        {"x": torch.zeros(1, 2, 128).bfloat16()},
-        {"weight": torch.ones(128, 16, 1, dtype=torch.int8)},
-        {"x": torch.zeros(0, 128).bfloat16()},
-        {"weight": torch.ones(128, 0, dtype=torch.int8), "antiquant_scale": torch.ones(4, 0).bfloat16()},
-        {"weight": torch.ones(129, 16, dtype=torch.int8)},
-        {"antiquant_group_size": 16, "antiquant_scale": torch.ones(8, 16).bfloat16()},
-        {"antiquant_group_size": 128, "antiquant_scale": torch.ones(1, 16).bfloat16()},
-        {"antiquant_group_size": 48, "antiquant_scale": torch.ones(3, 16).bfloat16()},
-        {"bias": torch.zeros(16).bfloat16()},
-        {"antiquant_scale": torch.ones(4, 16, dtype=torch.int64), "quant_scale": torch.ones(1)},
-    ],
-    ids=[
-        "small group",
-        "group K",
-        "group 48",
-        "scales",
-        "offset",
-        "rank",
-        "weight rank",
-        "empty",
-        "no columns",
-        "K",
-        "small group with its scales",
-        "group K with its scales",
-        "group 48 with its scales",
-        "bias",
-        "quantised",
-    ],
-)
+WRONG_OPERANDS = {
+    "small group": {"antiquant_group_size": 16},
+    "group K": {"antiquant_group_size": 128},
+    "group 48": {"antiquant_group_size": 48},
+    "scales": {"antiquant_scale": torch.ones(3, 16).bfloat16()},
+    "offset": {"antiquant_offset": torch.ones(1, 16).bfloat16()},
+    "rank": {"x": torch.zeros(1, 2, 128).bfloat16()},
+    "weight rank": {"weight": torch.ones(128, 16, 1, dtype=torch.int8)},
+    "empty": {"x": torch.zeros(0, 128).bfloat16()},
+    "no columns": {"weight": torch.ones(128, 0, dtype=torch.int8), "antiquant_scale": torch.ones(4, 0).bfloat16()},
+    "K": {"weight": torch.ones(129, 16, dtype=torch.int8)},
+    "small group with its scales": {"antiquant_group_size": 16, "antiquant_scale": torch.ones(8, 16).bfloat16()},
+    "group K with its scales": {"antiquant_group_size": 128, "antiquant_scale": torch.ones(1, 16).bfloat16()},
+    "group 48 with its scales": {"antiquant_group_size": 48, "antiquant_scale": torch.ones(3, 16).bfloat16()},
+    "bias": {"bias": torch.zeros(16).bfloat16()},
+    "quantised": {"antiquant_scale": torch.ones(4, 16, dtype=torch.int64), "quant_scale": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_OPERANDS.values(), ids=WRONG_OPERANDS)
 def test_R78_weight_quant_batchmatmul(changes):
     matmul(**case(), bias=torch.zeros(16))
     with rejects(78):

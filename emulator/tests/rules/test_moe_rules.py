@@ -58,43 +58,26 @@ def test_logits_that_are_not_numbers_leave_the_choice_undefined(rule, op):
         op(x, k=2)
 
 
-@pytest.mark.parametrize(
-    ("x", "extra"),
-    [
-        (LOGITS[None], {}),
-        (torch.zeros(1, 2049), {}),
-        (LOGITS, {"bias": torch.zeros(7)}),
-        (LOGITS, {"renorm": 1}),
-        (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
-        (LOGITS, {"group_count": 3}),
-        (LOGITS, {"group_count": 0}),
-        (LOGITS, {"group_count": 2, "k_group": 3}),
-        (LOGITS, {"k_group": 0}),
-        (LOGITS, {"k": 9}),
-        (LOGITS, {"k": 5, "group_count": 2}),
-        (LOGITS, {"k": 0}),
-        (LOGITS, {"norm_type": 2}),
-        (LOGITS, {"group_select_mode": 2}),
-        (LOGITS.long(), {}),
-    ],
-    ids=[
-        "rank",
-        "experts",
-        "bias",
-        "renorm",
-        "bias dtype",
-        "groups",
-        "no group",
-        "more groups than there are",
-        "none of the groups",
-        "k",
-        "k of one group of two",
-        "k = 0",
-        "norm",
-        "selection",
-        "integers",
-    ],
-)
+WRONG_LOGITS = {
+    "rank": (LOGITS[None], {}),
+    "experts": (torch.zeros(1, 2049), {}),
+    "bias": (LOGITS, {"bias": torch.zeros(7)}),
+    "renorm": (LOGITS, {"renorm": 1}),
+    "bias dtype": (LOGITS, {"bias": torch.zeros(8).bfloat16()}),
+    "groups": (LOGITS, {"group_count": 3}),
+    "no group": (LOGITS, {"group_count": 0}),
+    "more groups than there are": (LOGITS, {"group_count": 2, "k_group": 3}),
+    "none of the groups": (LOGITS, {"k_group": 0}),
+    "k": (LOGITS, {"k": 9}),
+    "k of one group of two": (LOGITS, {"k": 5, "group_count": 2}),
+    "k = 0": (LOGITS, {"k": 0}),
+    "norm": (LOGITS, {"norm_type": 2}),
+    "selection": (LOGITS, {"group_select_mode": 2}),
+    "integers": (LOGITS.long(), {}),
+}
+
+
+@pytest.mark.parametrize(("x", "extra"), WRONG_LOGITS.values(), ids=WRONG_LOGITS)
 def test_R58_gating_top_k(x, extra):
     with rejects(58):
         gating(x, **{"k": 2, **extra})

@@ -67,31 +67,20 @@ def test_R68_swiglu_needs_halves():
         swiglu(torch.zeros(2, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("x", "extra"),
-    [
-        (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1}),
-        (torch.zeros(2, 128).bfloat16(), {"group_index": torch.tensor([2])}),
-        (torch.zeros(2, 127).bfloat16(), {"quant_mode": 1}),
-        (torch.zeros(2, 64).bfloat16(), {"quant_mode": 1}),
-        (torch.zeros(1, 2 * 10560).bfloat16(), {"quant_mode": 1}),
-        (torch.zeros(2, 128), {"quant_mode": 1}),
-        (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "weight_scale": torch.ones(128)}),
-        (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "activation_scale": torch.ones(2)}),
-        (torch.zeros(2, 129).bfloat16(), {"quant_mode": 1}),
-    ],
-    ids=[
-        "no scales",
-        "static groups",
-        "odd",
-        "unaligned",
-        "wide",
-        "float32",
-        "no activation scale",
-        "no weight scale",
-        "odd with an aligned half",
-    ],
-)
+WRONG_QUANTISED = {
+    "no scales": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1}),
+    "static groups": (torch.zeros(2, 128).bfloat16(), {"group_index": torch.tensor([2])}),
+    "odd": (torch.zeros(2, 127).bfloat16(), {"quant_mode": 1}),
+    "unaligned": (torch.zeros(2, 64).bfloat16(), {"quant_mode": 1}),
+    "wide": (torch.zeros(1, 2 * 10560).bfloat16(), {"quant_mode": 1}),
+    "float32": (torch.zeros(2, 128), {"quant_mode": 1}),
+    "no activation scale": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "weight_scale": torch.ones(128)}),
+    "no weight scale": (torch.zeros(2, 128, dtype=torch.int32), {"quant_mode": 1, "activation_scale": torch.ones(2)}),
+    "odd with an aligned half": (torch.zeros(2, 129).bfloat16(), {"quant_mode": 1}),
+}
+
+
+@pytest.mark.parametrize(("x", "extra"), WRONG_QUANTISED.values(), ids=WRONG_QUANTISED)
 def test_R69_dequant_swiglu_quant(x, extra):
     with rejects(69):
         dequant(x, **extra)
@@ -206,41 +195,25 @@ def test_R73_rotary_mul(x, cos, sin):
         rotary_mul(bf16(*x), bf16(*cos), bf16(*sin))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"query": bf16(3, 2, 64)},
-        {"cos_sin_cache": torch.randn(9, 64)},
-        {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48)},
-        {"cos_sin_cache": bf16(9, 128)},
-        {"query": bf16(4, 128)},
-        {"query": bf16(3, 64, 2)},
-        {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48), "cos_sin_cache": bf16(9, 32)},
-        {"key": bf16(4, 64)},
-        {"query": bf16(3, 96)},
-        {"key": bf16(3, 96)},
-        {"cos_sin_cache": bf16(9, 48)},
-        {"positions": torch.arange(3)[None]},
-        {"positions": torch.arange(4)},
-        {"positions": torch.arange(3.0)},
-    ],
-    ids=[
-        "rank",
-        "dtype",
-        "head size",
-        "rotary_dim",
-        "rows",
-        "rank with whole heads",
-        "head size % 32",
-        "key's rows",
-        "query's heads",
-        "key's heads",
-        "rotary_dim % 32",
-        "positions of two dimensions",
-        "a position too many",
-        "positions as floats",
-    ],
-)
+WRONG_MROPE = {
+    "rank": {"query": bf16(3, 2, 64)},
+    "dtype": {"cos_sin_cache": torch.randn(9, 64)},
+    "head size": {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48)},
+    "rotary_dim": {"cos_sin_cache": bf16(9, 128)},
+    "rows": {"query": bf16(4, 128)},
+    "rank with whole heads": {"query": bf16(3, 64, 2)},
+    "head size % 32": {"head_size": 48, "query": bf16(3, 96), "key": bf16(3, 48), "cos_sin_cache": bf16(9, 32)},
+    "key's rows": {"key": bf16(4, 64)},
+    "query's heads": {"query": bf16(3, 96)},
+    "key's heads": {"key": bf16(3, 96)},
+    "rotary_dim % 32": {"cos_sin_cache": bf16(9, 48)},
+    "positions of two dimensions": {"positions": torch.arange(3)[None]},
+    "a position too many": {"positions": torch.arange(4)},
+    "positions as floats": {"positions": torch.arange(3.0)},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG_MROPE.values(), ids=WRONG_MROPE)
 def test_R74_mrope(changes):
     legal = {"positions": torch.arange(3), "query": bf16(3, 128), "key": bf16(3, 64), "cos_sin_cache": bf16(9, 64),
              "head_size": 64}  # fmt: skip
