@@ -5,7 +5,6 @@ The sets are as small as docs/accuracy.md shows them, in the layout of the hub.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.scripts.evalscope_files import write_lines
 from tests.scripts.fake_server import Reply, fake_server
 from tests.scripts.shell import needs_evalscope, report, run
 
@@ -29,22 +29,18 @@ def thinks(asked: dict[str, Any]) -> Reply:
     return rf"The sum is \boxed{{{first + second}}}.", "stop"
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmarks")
     rows = [{"question": f"What is {a} + {b}?", "answer": f"Add them.\n#### {a + b:,}"} for a, b in SUMS]
-    write(folder / "gsm8k/main/test.jsonl", rows)
-    write(folder / "gsm8k/main/train.jsonl", [{**row, "question": f"Ann asks: {row['question']}"} for row in rows[:4]])
+    write_lines(folder / "gsm8k/main/test.jsonl", rows)
+    examples = [{**row, "question": f"Ann asks: {row['question']}"} for row in rows[:4]]
+    write_lines(folder / "gsm8k/main/train.jsonl", examples)
     files = "".join(f"  - {{split: {split}, path: main/{split}.jsonl}}\n" for split in ("train", "test"))
     (folder / "gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
     problems = [{"problem": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS]
     problems[10]["answer"] = str(sum(SUMS[10]) + 1)
-    write(folder / "aime25/test.jsonl", problems)
+    write_lines(folder / "aime25/test.jsonl", problems)
     return folder
 
 

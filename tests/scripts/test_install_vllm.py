@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,17 @@ import pytest
 from scripts.setup import install_vllm
 from scripts.setup.install_vllm import SERVED, InstallError
 from scripts.setup.machine import ROOT
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, packages: Mapping[str, str]) -> None:
+    """Nothing else is."""
+
+    def version(name: str) -> str:
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.parametrize(
@@ -26,12 +38,7 @@ from scripts.setup.machine import ROOT
 def test_a_users_other_vllm_is_never_replaced_and_ours_is_not_fetched_twice(
     package: str, version: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def read(name: str) -> str:
-        if name != package:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", read)
+    installed(monkeypatch, {package: version})
     monkeypatch.setattr(install_vllm, "fetch", lambda *_: pytest.fail("it downloaded"))
     assert install_vllm.main(["--no-deps"]) == status
     assert (f"pip uninstall {package}" in capsys.readouterr().err) == bool(status)
@@ -41,13 +48,8 @@ def test_a_users_other_vllm_is_never_replaced_and_ours_is_not_fetched_twice(
 def test_beside_a_vllm_ascend_its_own_vllm_is_installed(
     ascend: str, release: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def read(name: str) -> str:
-        if name != "vllm-ascend":
-            raise metadata.PackageNotFoundError(name)
-        return ascend
-
     fetched = []
-    monkeypatch.setattr(metadata, "version", read)
+    installed(monkeypatch, {"vllm-ascend": ascend})
     monkeypatch.setenv("VLLM_SDIST", "mine")
     monkeypatch.setattr(install_vllm, "install", lambda *_: None)
     monkeypatch.setattr(
@@ -75,10 +77,7 @@ def test_a_damaged_file_is_not_installed_from_a_path_or_a_url(as_url: bool, targ
 def test_a_file_that_cannot_be_had_ends_it_before_anything_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", absent)
+    installed(monkeypatch, {})
     monkeypatch.setattr(install_vllm, "install", lambda *_: pytest.fail("it installed"))
     monkeypatch.setenv("VLLM_SDIST", "/nowhere/vllm.tar.gz")
     assert install_vllm.main([]) == 1

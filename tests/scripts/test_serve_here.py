@@ -23,7 +23,8 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving import platform
 from scripts import serve_here
 from scripts.serve_here import ServeError
-from tests.serving.server import free_port
+from tests.serving.in_flight import is_running
+from tests.serving.server import free_port, wait_for
 
 SLEEPS = "import time; time.sleep(60)"
 
@@ -244,24 +245,14 @@ time.sleep(60)
 """
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_stopping_leaves_no_child_behind(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started(log, "-c", STUBBORN) as process:
         child = int(read_when_written(log))
-        assert _is_running(child)
+        assert is_running(child)
         serve_here.stop(process, patience=0.5)
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 5
-    while _is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_running(child)
+    assert wait_for(lambda: not is_running(child), 5)
 
 
 def test_the_printed_request_survives_the_shell() -> None:

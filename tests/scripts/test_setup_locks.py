@@ -114,6 +114,15 @@ def test_javascript_s_lock_is_of_its_list_and_names_no_host(year: str) -> None:
     assert not [name for name, package in packages.items() if name and not package.get("integrity")]
 
 
+def pip_says(name: str) -> tuple[Path, str]:
+    """The environment, and what `pip check` says of it."""
+    venv = ROOT / ENVIRONMENTS[name].folder
+    if not (venv / "bin/python").exists():
+        pytest.skip(f"{venv.name} is not set up")
+    check = [str(venv / "bin/python"), "-m", "pip", "check"]
+    return venv, subprocess.run(check, capture_output=True, text=True, check=False).stdout
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -124,11 +133,7 @@ def test_javascript_s_lock_is_of_its_list_and_names_no_host(year: str) -> None:
 )
 def test_nothing_is_missing_and_versions_fit(name: str) -> None:
     """The locks are installed without a resolver, so pip has to be asked whether they are complete."""
-    venv = ROOT / ENVIRONMENTS[name].folder
-    if not (venv / "bin/python").exists():
-        pytest.skip(f"{venv.name} is not set up")
-    check = [str(venv / "bin/python"), "-m", "pip", "check"]
-    said = subprocess.run(check, capture_output=True, text=True, check=False).stdout
+    venv, said = pip_says(name)
     missing = set(re.findall(r"requires ([\w-]+), which is not installed", said))
     unlocked = (venv / ".npu-gptoss/unlocked").exists()  # by the resolver, which left nothing out
     assert missing == (LEFT_OUT if name == "evalscope" and not unlocked else set()), said
@@ -137,11 +142,7 @@ def test_nothing_is_missing_and_versions_fit(name: str) -> None:
 
 
 def test_the_environment_for_a_gpu_lacks_nothing_but_what_its_lock_names() -> None:
-    venv = ROOT / ENVIRONMENTS["cuda"].folder
-    if not (venv / "bin/python").exists():
-        pytest.skip(f"{venv.name} is not set up")
-    check = [str(venv / "bin/python"), "-m", "pip", "check"]
-    said = subprocess.run(check, capture_output=True, text=True, check=False).stdout
+    _, said = pip_says("cuda")
     assert set(re.findall(r"requires ([\w-]+), which is not installed", said)) == LEFT_OUT_ON_CUDA, said
     assert set(re.findall(r"has requirement (\w+)", said)) <= {"torch", "certifi"}, said
 

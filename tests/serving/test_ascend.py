@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ def operator(*arguments: str) -> SimpleNamespace:
     ],
 )
 def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, operators, sentence):
-    monkeypatch.setitem(__import__("sys").modules, "torch_npu", SimpleNamespace(__version__="2.5.1"))
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.5.1"))
     monkeypatch.setattr(torch.ops, "npu", SimpleNamespace(**operators), raising=False)
     objection = limits.operator_objection()
     assert objection is None if sentence is None else ("torch-npu 2.5.1" in objection and sentence in objection)
@@ -220,6 +221,13 @@ def test_a_graphs_call_needs_a_block_for_each_padding_row(blocks, fits):
     assert captured.fits_one_call((256, 129), config) is fits
 
 
+@pytest.fixture
+def no_workspaces(monkeypatch):
+    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
+        monkeypatch.setattr(captured, name, empty)
+
+
+@pytest.mark.usefixtures("no_workspaces")
 def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeypatch):
     """Graphs hold its address, so what they were captured with is never let go."""
     asked = []
@@ -229,9 +237,7 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
         return torch.empty(100 * len(arguments["query"]))
 
     operators = SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=most)
-    monkeypatch.setitem(__import__("sys").modules, "torch_npu", operators)
-    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
-        monkeypatch.setattr(captured, name, empty)
+    monkeypatch.setitem(sys.modules, "torch_npu", operators)
 
     def given(rows: int, window: int | None) -> torch.Tensor:
         return captured.workspace({"query": torch.empty(rows, 8, 64)}, window)
@@ -244,6 +250,7 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
     assert asked == [4, 8, 2, 1], "once for each size"
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
     """Of 8.5's kernel the need is another, so what it refuses stays refused."""
 
@@ -251,12 +258,10 @@ def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
         raise RuntimeError("PFA TND ... acl graph not supported at present")
 
     monkeypatch.setitem(
-        __import__("sys").modules,
+        sys.modules,
         "torch_npu",
         SimpleNamespace(_npu_fused_infer_attention_score_v2_get_max_workspace=refused),
     )
-    for name, empty in (("_workspaces", {}), ("_kept", []), ("_asked", set())):
-        monkeypatch.setattr(captured, name, empty)
     query = {"query": torch.empty(4, 8, 64)}
     monkeypatch.setattr(captured.importlib.metadata, "version", lambda name: "2.7.1")
     brought = captured.workspace(query, None)
@@ -276,9 +281,7 @@ def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FU
 
 def test_full_graphs_that_do_not_work_become_piecewise_as_vllm_ascend_prepares_them(monkeypatch):
     counted = []
-    monkeypatch.setitem(
-        __import__("sys").modules, "vllm_ascend.utils", SimpleNamespace(update_aclgraph_sizes=counted.append)
-    )
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", SimpleNamespace(update_aclgraph_sizes=counted.append))
     monkeypatch.setattr(full_graph, "_objection", lambda config, device: "no reason")
     monkeypatch.setattr(start_check, "rest", lambda config, device: None)
     config = decoding()
@@ -364,7 +367,7 @@ def test_full_graphs_without_their_patch_are_refused(monkeypatch):
         "vllm_ascend.worker.model_runner_v1": {"update_attn_params": lambda *_: None},
     }
     for name, contents in modules.items():
-        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(__path__=[], **contents))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[], **contents))
     with pytest.raises(RuntimeError, match="FULL_DECODE_ONLY needs the patch ascend-full-graph"):
         captured.capture(None, "layer", *[None] * 5)
 
