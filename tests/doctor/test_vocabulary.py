@@ -10,7 +10,6 @@ import pytest
 from npu_gptoss.doctor import vocabulary as checked
 from npu_gptoss.doctor.vocabulary import vocabulary
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
-from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 from tests.doctor.machines import ascend, machine, only, write
 
 
@@ -26,11 +25,9 @@ def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with gpt-oss's tokenizer."""
-    pytest.importorskip("bpe_openai", reason="the published ranks: make setup installs them")
-    pytest.importorskip("openai_harmony", reason="make setup installs it")
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer_files(folder)
-    return folder
+    from tests.harmony.conftest import tokenizer_files  # skips where openai-harmony is not installed
+
+    return tokenizer_files(tmp_path_factory.getbasetemp())
 
 
 def test_a_vocabulary_that_lies_beside_the_model_is_loaded(tmp_path, model):

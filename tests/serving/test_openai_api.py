@@ -21,6 +21,7 @@ import pytest
 
 from tests.markdown import ROOT, code_blocks
 from tests.serving.server import Server, serve, wait_for
+from tests.soak.honest import OBJECT, TOOLS, WEATHER
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.serving, pytest.mark.slow]
 
 MAX_LEN = 2048
-WEATHER = {
-    "name": "get_weather",
-    "description": "Get the weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-TOOLS = [{"type": "function", "function": WEATHER}]
-# closed values: a free number or text could go on until max_tokens
-SCHEMA = {
-    "type": "object",
-    "properties": {"season": {"enum": ["spring", "autumn"]}, "even": {"type": "boolean"}},
-    "required": ["season", "even"],
-    "additionalProperties": False,
-}
 
 
 def user(text: str) -> dict[str, str]:
@@ -312,7 +300,7 @@ def test_metrics_count_what_was_served(client: OpenAI, server: Server) -> None:
 
 def test_structured_output_in_bfloat16_follows_the_schema(client: OpenAI, server: Server) -> None:
     """vLLM 0.11.0's grammar mask took float32 logits only on a CPU, and the first such request ended the engine."""
-    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": OBJECT}}
     answer = chat(client, user("What is 3 + 4?"), response_format=form).choices[0]
     found = json.loads(answer.message.content)
     assert set(found) == {"season", "even"}

@@ -25,8 +25,10 @@ WEATHER = {
     "description": "Get the weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+TOOLS = [{"type": "function", "function": WEATHER}]
 CITIES = ("Paris", "London", "Rome", "Oslo", "Berlin", "Tokyo", "Madrid", "Cairo")
 SEASONS = ["spring", "autumn"]
+# closed values: a free number or text could go on until max_tokens
 OBJECT = {
     "type": "object",
     "properties": {"season": {"enum": SEASONS}, "even": {"type": "boolean"}},
@@ -242,8 +244,6 @@ def read_response_stream(pieces: list[Any]) -> Answer:
 
 
 # --- the kinds: a seed -> a request ---
-
-TOOLS = [{"type": "function", "function": WEATHER}]
 
 
 def _logprobs(seed: int) -> Body:
