@@ -10,7 +10,6 @@ import torch
 from npu_gptoss.dense import reference, small_ops
 from npu_gptoss.verify.calls import Check
 from npu_gptoss.verify.mutations import Mutation
-from tests.attention.cases import in_one_tensor
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Sizes, make_case
 from tests.tolerances import assert_close
@@ -71,12 +70,7 @@ def test_bf16_is_as_near_to_the_definition_as_plain_torch_in_bf16(
 def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(
     kernel: Callable, cases: Callable[[int, int], Case]
 ) -> None:
-    case = cases(*ROWS[0])
-    keys, values = in_one_tensor(*case.caches())
-    for mine, theirs in zip(
-        case.run("qkv", kernel, key_cache=keys, value_cache=values), case.run("qkv", kernel), strict=True
-    ):
-        assert torch.equal(mine, theirs)
+    cpu.assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel, cases(*ROWS[0]))
 
 
 @pytest.mark.parametrize(("rows", "real"), ROWS)

@@ -13,7 +13,6 @@ from npu_gptoss import dense
 from npu_gptoss.dense import reference, small_ops
 from npu_gptoss.kernels import Bound, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
-from tests.attention.cases import in_one_tensor
 from tests.attention.triton_run import mutated
 from tests.dense import test_kernels as cpu
 from tests.dense.cases import Case, Outputs, Sizes, make_case
@@ -102,12 +101,7 @@ class TestSelected:
 
     def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
-        keys, values = in_one_tensor(*case.caches())
-        qkv = cpu.triton_kernel("qkv.gluon")
-        for mine, theirs in zip(
-            case.run("qkv", qkv, key_cache=keys, value_cache=values), case.run("qkv", qkv), strict=True
-        ):
-            assert torch.equal(mine, theirs)
+        cpu.assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(cpu.triton_kernel("qkv.gluon"), case)
 
     def test_rows_that_begin_elsewhere_are_moved(self, rows):
         """The tensor memory accelerator would read them from the multiple of 16 bytes before."""

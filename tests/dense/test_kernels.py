@@ -109,14 +109,17 @@ def test_a_row_of_nan_chooses_experts_that_are_there(kernel: Callable) -> None:
     assert_that_nan_chooses_experts_that_are_there(kernel, make_case(3, dtype=torch.float32), 8)
 
 
-@pytest.mark.parametrize("kernel", each(QKV))
-def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(kernel: Callable) -> None:
-    case = make_case(1, dtype=torch.float32)
+def assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel: Callable, case: Case) -> None:
     keys, values = in_one_tensor(*case.caches())
     for mine, theirs in zip(
         case.run("qkv", kernel, key_cache=keys, value_cache=values), case.run("qkv", kernel), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kernel", each(QKV))
+def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(kernel: Callable) -> None:
+    assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel, make_case(1, dtype=torch.float32))
 
 
 def test_every_registered_kernel_is_compared() -> None:

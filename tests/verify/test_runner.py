@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from npu_gptoss.attention import small_ops
 from npu_gptoss.dense import small_ops as dense_small_ops
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import ANY, Capability, Priority, accepts, define_operation, load_kernels
+from npu_gptoss.kernels import ANY, Capability, Priority, accepts, define_operation
 from npu_gptoss.kernels import register_kernel as register
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import small_ops as moe_small_ops
@@ -20,20 +20,10 @@ from npu_gptoss.verify import calls
 from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
 from npu_gptoss.verify.mutations import Mutation
 from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, Target, targets, verify
+from tests.kernels.conftest import own_registry  # noqa: F401
 
 CPU = torch.device("cpu")
 TRAITS = {"head_dim": ANY, "block_size": ANY, "sliding_window": ANY}
-
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone after it."""
-    load_kernels()
-    monkeypatch.setattr(registry, "operations", dict(registry.operations))
-    monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
-    registry.generation += 1
-    yield
-    registry.generation += 1
 
 
 def attention(function: Callable[..., Any], dtype: str = "float32", **traits: Any) -> None:
