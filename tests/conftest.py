@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ascend_emulator.launch import EmulationError, find_venv
-from ascend_emulator.settings import VENV_VARIABLE, with_new_names
+
+from emulator.tests.conftest import pytest_configure  # noqa: F401  an emulated 910B that was promised must be there
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, which reads it once
 if not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -33,15 +33,6 @@ def the_run_s_environment() -> Iterator[None]:
     for name in set(os.environ) - set(AT_THE_START) - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update(AT_THE_START)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """`make test` names the emulated environment: then no test may skip because it is missing."""
-    if with_new_names(os.environ).get(VENV_VARIABLE):
-        try:
-            find_venv()
-        except EmulationError as error:
-            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
