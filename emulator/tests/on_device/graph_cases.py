@@ -19,6 +19,17 @@ def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype).npu()
 
 
+def capturing() -> contextlib.AbstractContextManager[None]:
+    return npu.graph(npu.NPUGraph())
+
+
+@contextlib.contextmanager
+def task_group() -> Iterator[None]:
+    npu.graph_task_group_begin(npu.current_stream())
+    yield
+    npu.graph_task_group_end(npu.current_stream())
+
+
 # --- what capture and replay do
 
 
@@ -214,14 +225,10 @@ def case_R81_end_on_another_stream() -> None:
 def case_R81_end_on_a_stream_that_joined() -> None:
     """torch_npu itself looks at streams of its own only."""
     side = npu.Stream()
-
-    def body() -> None:
+    with refused("107025", "R81", "another stream than it began on"), capturing():
         side.wait_stream(npu.current_stream())
         stream, model = ctypes.c_void_p(side.npu_stream), ctypes.c_void_p()
         assert acl.aclmdlRICaptureEnd(stream, ctypes.byref(model)) == 107036
-
-    with refused("107025", "R81", "another stream than it began on"):
-        captured(body)
 
 
 def case_R81_end_in_another_thread() -> None:
@@ -377,14 +384,11 @@ def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
         except RuntimeError as error:
             errors.append(str(error))
 
-    def body() -> None:
+    with refused("107025"), capturing():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
         x + 1
-
-    with refused("107025"):
-        captured(body)
     assert "107030" in errors[0]
     assert "R82" in errors[0]
 
@@ -392,11 +396,8 @@ def case_R82_another_threads_synchronous_copy_in_global_mode() -> None:
 def case_R82_memset() -> None:
     """torch_npu's C++ zeroes some buffers so."""
     buffer = tensor(1)
-
-    def body() -> None:
+    with refused("107025", "memset", "R82"), capturing():
         assert acl.aclrtMemset(ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(4), 0, ctypes.c_size_t(4)) == 107030
-
-    refused_while_capturing(body, "107025", "memset")
 
 
 def copied_by_another_thread(mode: str) -> tuple[object, int]:
@@ -447,14 +448,10 @@ def case_R83_in_place_random_numbers() -> None:
 
 def case_R83_aclop_launched_below_the_dispatcher() -> None:
     """torch_npu's C++ fills and pads so; operands are not looked at before the refusal."""
-
-    def body() -> None:
+    with refused("107025", "aclop operator Fill", "R83"), capturing():
         stream = ctypes.c_void_p(npu.current_stream().npu_stream)
         nothing = [None] * 3
         assert acl.aclopCompileAndExecute(b"Fill", 0, *nothing[:2], 0, *nothing, 0, 0, None, stream) == 107030
-
-    with refused("107025", "aclop operator Fill", "R83"):
-        captured(body)
 
 
 def case_R83_operator_without_aclnn() -> None:
@@ -467,17 +464,11 @@ def case_R83_operator_without_aclnn() -> None:
 
 
 def case_R84_stream_not_joined() -> None:
-    x, side = tensor(1, 2), npu.Stream()
-
-    source = torch.ones(2).pin_memory()
-
-    def body() -> None:
+    x, side, source = tensor(1, 2), npu.Stream(), torch.ones(2).pin_memory()
+    with refused("107025", "R84"), capturing():
         side.wait_stream(npu.current_stream())
         with npu.stream(side):
             x.copy_(source, non_blocking=True)
-
-    with refused("107025", "R84"):
-        captured(body)
 
 
 def case_R84_wait_for_an_event_from_outside() -> None:
@@ -504,15 +495,9 @@ def case_R84_wait_for_an_event_of_another_capture() -> None:
 
 def group_of(count: int) -> None:
     x, out = tensor(1, 2), tensor(0, 0)
-
-    def body() -> None:
-        stream = npu.current_stream()
-        npu.graph_task_group_begin(stream)
+    with capturing(), task_group():
         for _ in range(count):
             torch.add(x, x, out=out)
-        npu.graph_task_group_end(stream)
-
-    captured(body)
 
 
 def case_a_group_of_one_operator_is_captured() -> None:
@@ -522,16 +507,11 @@ def case_a_group_of_one_operator_is_captured() -> None:
 def case_a_workspace_query_is_no_operator() -> None:
     query, cache = (torch.ones(1, n, 128, device="npu", dtype=torch.bfloat16) for n in (1, 128))
     table, x, out = torch.zeros(1, 1, dtype=torch.int32, device="npu"), tensor(1, 2), tensor(0, 0)
-
-    def body() -> None:
-        npu.graph_task_group_begin(npu.current_stream())
+    with capturing(), task_group():
         torch_npu._npu_fused_infer_attention_score_get_max_workspace(
             query, cache, cache, actual_seq_lengths_kv=[1], block_table=table, num_heads=2, block_size=128
         )
         torch.add(x, x, out=out)
-        npu.graph_task_group_end(npu.current_stream())
-
-    captured(body)
 
 
 def case_R85_empty_group() -> None:
@@ -545,63 +525,38 @@ def case_R85_two_operators_in_a_group() -> None:
 
 
 def case_R85_nested_groups() -> None:
-    def body() -> None:
-        npu.graph_task_group_begin(npu.current_stream())
-        npu.graph_task_group_begin(npu.current_stream())
-
-    with refused("107033", "R85", "inside another"):
-        captured(body)
+    with refused("107033", "R85", "inside another"), capturing(), task_group(), task_group():
+        pass
 
 
 def case_R85_group_ends_on_another_stream() -> None:
     x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
-
-    def body() -> None:
-        main = npu.current_stream()
-        side.wait_stream(main)
-        npu.graph_task_group_begin(main)
+    with refused("107033", "R85"), capturing():
+        side.wait_stream(npu.current_stream())
+        npu.graph_task_group_begin(npu.current_stream())
         torch.add(x, x, out=out)
         npu.graph_task_group_end(side)
-
-    with refused("107033", "R85"):
-        captured(body)
 
 
 def case_R85_another_streams_operator_in_a_group() -> None:
     x, out, side = tensor(1, 2), tensor(0, 0), npu.Stream()
-
-    def body() -> None:
-        main = npu.current_stream()
-        side.wait_stream(main)
-        npu.graph_task_group_begin(main)
-        with npu.stream(side):
+    with refused("107034", "R85"), capturing():
+        side.wait_stream(npu.current_stream())
+        with task_group(), npu.stream(side):
             torch.add(x, x, out=out)
-
-    with refused("107034", "R85"):
-        captured(body)
 
 
 def case_R85_group_of_a_copy() -> None:
     x, source = tensor(0, 0), torch.ones(2).pin_memory()
-
-    def body() -> None:
-        npu.graph_task_group_begin(npu.current_stream())
+    with refused("107033", "R85", "something else than an operator"), capturing(), task_group():
         x.copy_(source, non_blocking=True)
-        npu.graph_task_group_end(npu.current_stream())
-
-    with refused("107033", "R85", "something else than an operator"):
-        captured(body)
 
 
 def case_R85_group_that_is_open_at_the_end() -> None:
     x, out = tensor(1, 2), tensor(0, 0)
-
-    def body() -> None:
+    with refused("107033", "R85", "inside a task group"), capturing():
         npu.graph_task_group_begin(npu.current_stream())
         torch.add(x, x, out=out)
-
-    with refused("107033", "R85", "inside a task group"):
-        captured(body)
 
 
 def case_R85_group_outside_of_a_capture() -> None:
