@@ -52,16 +52,21 @@ def run(
     return done
 
 
+def write_program(path: Path, text: str) -> Path:
+    """A script of sh that can be run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 def beside_a_fake_evalscope(folder: Path, status: int) -> Path:
     """A copy of the scripts with an evalscope beside it that does nothing and ends with `status`."""
     scripts, programs = folder / "scripts", folder / ".venv-evalscope" / "bin"
     shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    programs.mkdir(parents=True)
-    (programs / "evalscope").write_text(f"#!/bin/sh\nexit {status}\n")
-    (programs / "evalscope").chmod(0o755)
+    write_program(programs / "evalscope", f"exit {status}")
     # not a link: an interpreter of an environment that is called by another name looks for its packages elsewhere
-    (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (programs / "python").chmod(0o755)
+    write_program(programs / "python", f'exec "{sys.executable}" "$@"')
     return scripts
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emulator.tests.machine import emulate
-from tests.scripts.shell import ROOT, following, printed_command, run
+from tests.scripts.shell import ROOT, following, printed_command, run, write_program
 
 GRAPHS, BINDING, AIV = "--compilation-config", "--additional-config", "HCCL_OP_EXPANSION_MODE"
 HUB = ("--model", "openai/gpt-oss-20b")
@@ -129,8 +129,7 @@ for missing in (*os.listdir(folder), None):
 @pytest.mark.emulated
 def test_vllm_ascend_binds_with_the_three_programs_and_not_without_one_of_them(tmp_path: Path) -> None:
     for name, text in TOLD.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
     done = emulate("-c", BIND, str(tmp_path))
     said = sorted(line.removeprefix("BOUND ") for line in done.stdout.splitlines() if line.startswith("BOUND "))
     assert said == ["None [0]", *(f"{name} {name} True" for name in sorted(TOLD))], done.stderr[-3000:]
@@ -193,9 +192,7 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
 def test_vllm_ascend_is_told_which_vllm_it_has(
     installed: str, set_by_user: str | None, expected: str | None, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python3"
-    python.write_text(f"#!/bin/sh\necho {installed}\n")
-    python.chmod(0o755)
+    write_program(tmp_path / "python3", f"echo {installed}")
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({"VLLM_VERSION": set_by_user} if set_by_user else {})}
     assert serve(*HUB, **variables)[0].get("VLLM_VERSION") == expected
 
@@ -238,8 +235,7 @@ def test_an_incomplete_checkpoint_is_refused(missing: str, words: str, tmp_path:
 
 
 def test_a_taken_port_is_told_before_vllm_starts(tmp_path: Path) -> None:
-    (tmp_path / "vllm").write_text("#!/bin/sh\necho started\n")
-    (tmp_path / "vllm").chmod(0o755)
+    write_program(tmp_path / "vllm", "echo started")
     path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.setup import accelerator
 from scripts.setup.accelerator import choose, gpu
-from tests.scripts.shell import ROOT, make
+from tests.scripts.shell import ROOT, make, write_program
 
 
 class Driver:
@@ -105,7 +105,6 @@ int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
 int cuDeviceGet(int *d, int i) { *d = i; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : 0; return 0; }
 """
-TELLS = '#!/bin/sh\necho {} "$@"\n'
 
 
 @pytest.fixture
@@ -116,10 +115,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "scripts/setup/environments.py").write_text("import sys; print('set-up', sys.argv[-1])")
     for venv in (".venv", ".venv-cuda"):
-        python = tmp_path / venv / "bin/python"
-        python.parent.mkdir(parents=True)
-        python.write_text(TELLS.format(venv))
-        python.chmod(0o755)
+        write_program(tmp_path / venv / "bin/python", f'echo {venv} "$@"')
     return tmp_path
 
 

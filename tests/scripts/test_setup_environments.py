@@ -16,7 +16,7 @@ import pytest
 from scripts.setup import environments
 from scripts.setup.environments import ENVIRONMENTS, TORCH, TORCH_CPU_INDEX
 from scripts.setup.machine import Environment, Run, SetupError, Step, lock_step, read_pins
-from tests.scripts.shell import SCRIPTS
+from tests.scripts.shell import SCRIPTS, write_program
 from tests.serving.server import free_port
 
 NAME, VERSION = "mkdocs", "1.6.1"
@@ -82,9 +82,7 @@ def env(tmp_path: Path) -> Environment:
     """An environment whose Python is that of the tests."""
     env = Environment(tmp_path / "venv")
     env.state.mkdir(parents=True)
-    env.python.parent.mkdir()
-    env.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    env.python.chmod(0o755)
+    write_program(env.python, f'exec "{sys.executable}" "$@"')
     return env
 
 

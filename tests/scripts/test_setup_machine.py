@@ -15,6 +15,7 @@ import pytest
 
 from scripts.setup import machine
 from scripts.setup.machine import Environment, SetupError, Step, bring_up_to_date, choose_python, prepare
+from tests.scripts.shell import write_program
 
 
 @pytest.fixture
@@ -126,10 +127,7 @@ def test_a_broken_environment_is_made_anew_and_a_foreign_one_left_alone(tmp_path
 
 def test_an_environment_of_another_python_than_the_wanted_is_made_anew(env: Environment) -> None:
     for name, version in (("bin/python", "3.11.7"), ("wanted", "3.12.1")):
-        program = env.path / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\necho Python {version}\n")
-        program.chmod(0o755)
+        write_program(env.path / name, f"echo Python {version}")
     prepare(env, str(env.python))
     assert env.path.exists()
     prepare(env, str(env.path / "wanted"))
@@ -148,8 +146,7 @@ def test_an_environment_of_another_python_than_the_wanted_is_made_anew(env: Envi
 def test_no_usable_python_is_told_with_the_reason(tmp_path: Path, program: str | None, words: str) -> None:
     path = tmp_path / "python3.11"
     if program:
-        path.write_text(f"#!/bin/sh\n{program}\n")
-        path.chmod(0o755)
+        write_program(path, program)
     with pytest.raises(SetupError, match=words):
         choose_python(str(path), ("3.11", "3.12"))
 

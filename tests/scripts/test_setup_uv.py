@@ -9,6 +9,7 @@ import pytest
 
 from scripts.setup import machine, uv
 from scripts.setup.machine import Environment, Run, SetupError
+from tests.scripts.shell import write_program
 
 PYPI = "usual.index-url='https://an.index/simple'\n"
 
@@ -36,12 +37,11 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     monkeypatch.setattr(machine, "UV", tmp_path / "uv")
     (tmp_path / "fails").write_text("")
     for name, path in (("pip", env.python), ("uv", machine.UV / "bin/uv")):
-        path.parent.mkdir(parents=True)
-        path.write_text(
-            f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\n'
-            f'echo "{name} was asked: $@ ($UV_INDEX)" | tee -a {tmp_path}/asked\n! grep -q {name} {tmp_path}/fails\n'
+        write_program(
+            path,
+            f'[ "$1" = -c ] && exec "{sys.executable}" "$@"\n'
+            f'echo "{name} was asked: $@ ($UV_INDEX)" | tee -a {tmp_path}/asked\n! grep -q {name} {tmp_path}/fails',
         )
-        path.chmod(0o755)
     (machine.UV / "made-for").write_text(machine.UV_LOCK.read_text())
     return env
 
