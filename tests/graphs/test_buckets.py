@@ -8,7 +8,10 @@ from npu_gptoss.graphs.buckets import bucket_for, capture_sizes, checked_sizes
 
 @pytest.mark.parametrize(
     ("requests", "sizes"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]), (24, [1, 2, 4, 8, 16, 24])],
+    [
+        *((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (8, [1, 2, 4, 8]), (10, [1, 2, 4, 8, 10])),
+        *((16, [1, 2, 4, 8, 16]), (17, [1, 2, 4, 8, 16, 17]), (24, [1, 2, 4, 8, 16, 24])),
+    ],
 )
 def test_no_size_is_captured_that_no_step_can_have(requests: int, sizes: list[int]) -> None:
     assert capture_sizes(requests) == sizes

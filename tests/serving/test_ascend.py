@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
+from npu_gptoss.graphs import buckets
 from npu_gptoss.serving import lines, rotary
 from npu_gptoss.serving.ascend import captured, full_graph, limits, probe, sizes, start_check
 from tests.model.published import gpt_oss_20b
@@ -160,19 +161,9 @@ def test_float32_is_for_diagnosis_only(monkeypatch):
     assert limits.dtypes() == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize(
-    ("requests", "want"),
-    [
-        (1, [1, 2]),
-        (2, [1, 2]),
-        (4, [1, 2, 4]),
-        (10, [1, 2, 4, 8, 10]),
-        (16, [1, 2, 4, 8, 16]),
-        (17, [1, 2, 4, 8, 16, 17]),
-    ],
-)
-def test_graphs_are_captured_up_to_the_largest_decode_step_and_include_it(requests, want):
-    assert sizes.capture_sizes(requests) == want
+def test_one_request_has_graphs_of_two_sizes_or_vllm_takes_the_one_for_a_maximum():
+    assert sizes.capture_sizes(1) == [1, 2]
+    assert sizes.capture_sizes(17) == buckets.capture_sizes(17)
 
 
 def test_sizes_are_capped_unless_the_user_chose_them():
