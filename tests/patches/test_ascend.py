@@ -16,34 +16,14 @@ import torch
 from ascend_emulator.launch import Machine, environment
 
 from tests.checkpoints import write_random_checkpoint
-from tests.oracle import load_oracle, oracle_logits, random_prompts
+from tests.oracle import load_oracle
 from tests.patches import trees
+from tests.serving.emulated.conftest import asking, importing, of_oracle
+from tests.serving.emulated.rounds import EAGER, VOCABULARY, errors, turn
 
 pytestmark = pytest.mark.emulated
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY = 96
-SERVE = """
-import json, os, sys
-from pathlib import Path
-from vllm import LLM, SamplingParams
-
-job = json.load(sys.stdin)
-engine = LLM(
-    job["checkpoint"], dtype="bfloat16", max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.5, seed=0,
-    skip_tokenizer_init=True, max_logprobs=-1, enforce_eager=True,
-)
-sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
-answers = engine.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
-said = []
-for answer in answers:
-    steps = answer.outputs[0].logprobs
-    logprobs = [[step[token].logprob for token in range(job["vocabulary"])] for step in steps]
-    said.append([list(answer.outputs[0].token_ids), logprobs])
-Path(job["out"]).write_text(json.dumps(said))
-sys.stdout.flush()
-os._exit(0)
-"""
 
 
 @dataclass(frozen=True)
@@ -143,38 +123,14 @@ def test_a_diff_that_does_not_fit_is_refused(ascend_site: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_stock_vllm_with_the_diffs_serves_gpt_oss_without_the_plugin(
-    emulated: Path, ascend_site: Path, tmp_path: Path
-) -> None:
+def test_stock_vllm_with_the_diffs_serves_gpt_oss_without_the_plugin(ascend_site: Path, tmp_path: Path) -> None:
     """The emulator's own tests show the garbage without them. `truncate`: vLLM 0.11.0 reads only true rightly."""
-    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out.json"
     repaired = trees.copied(ascend_site, tmp_path / "repaired", *trees.ASCEND, fuzzy=True)
-    write_random_checkpoint(checkpoint, vocab_size=VOCABULARY, truncate=True)
-    prompts = random_prompts((5, 40, 200), VOCABULARY, 1)
-    job = {"checkpoint": str(checkpoint), "prompts": prompts, "vocabulary": VOCABULARY, "out": str(out)}
-    variables = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": "ascend,ascend_enhanced_model,ascend_kv_connector",
-        "PYTHONPATH": str(repaired),
-    }
-    run = subprocess.run(
-        [str(emulated / "bin/python"), "-c", SERVE],
-        input=json.dumps(job),
-        env=environment(Machine(), emulated) | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert out.exists(), run.stderr[-6000:]
-    oracle = load_oracle(checkpoint)
-    errors = []
-    for prompt, (answer, logprobs) in zip(prompts, json.loads(out.read_text()), strict=True):
-        wanted = oracle_logits(oracle, tuple(prompt) + tuple(answer[:-1]))[len(prompt) - 1 :].log_softmax(-1)
-        errors.append((torch.tensor(logprobs) - wanted).abs())
-    found = torch.cat(errors)
+    write_random_checkpoint(tmp_path / "checkpoint", vocab_size=VOCABULARY, truncate=True)
+    rounds = [turn((5, 40, 200), tokens=2)]
+    with importing(Machine(), NPU_GPTOSS="0", PYTHONPATH=str(repaired)) as process:
+        serve = asking(process, tmp_path / "checkpoint", tmp_path)
+        results, _ = serve(rounds, options={"dtype": "bfloat16", **EAGER})
+    found = torch.cat(errors(rounds, results, of_oracle(load_oracle(tmp_path / "checkpoint")))[0])
     assert float(found.median()) < 0.05  # bfloat16's rounding; released: more than 0.5
     assert float(found.max()) < 0.5
