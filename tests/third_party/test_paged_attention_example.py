@@ -166,14 +166,26 @@ def test_the_kernel_is_verified_with_every_known_mistake(said: Callable[[str], s
     assert "not for this kernel" not in text
 
 
-def test_a_sink_that_is_lost_in_the_package_fails_verify(tmp_path: Path) -> None:
-    right, wrong = "mask = sinks.float()[", "mask = (sinks.float() - 1e4)["
+@pytest.mark.parametrize(
+    ("right", "wrong", "only"),
+    [
+        pytest.param("mask = sinks.float()[", "mask = (sinks.float() - 1e4)[", "", id="sink lost"),
+        pytest.param("keys_before(sliding_window)", "sliding_window", "window", id="a key too many"),
+    ],
+)
+def test_a_mistake_in_the_package_fails_verify(tmp_path: Path, right: str, wrong: str, only: str) -> None:
     source = MODULE.read_text()
     assert source.count(right) == 1
     site = install(tmp_path / "site", source.replace(right, wrong))
-    run = npu_gptoss("npu-gptoss verify paged-attention-example --device cpu --cases 0", site)
+    run = npu_gptoss("npu-gptoss verify paged-attention-example --device cpu --cases 1 --json results.json", site)
     assert run.returncode == 1, run.stdout + run.stderr
     assert f"FAIL {KERNEL} [{ORIGIN}]" in run.stdout
+    assert "times the tolerance" in run.stdout
+    assert f"again: npu-gptoss verify {KERNEL} --seed 0 --cases 1" in run.stdout
+    (kernel,) = json.loads((site / "results.json").read_text())["kernels"]
+    failed = [call["call"] for call in kernel["calls"] if call["state"] == "failed"]
+    assert failed
+    assert all(only in name for name in failed), "a layer that sees all keys is right"
 
 
 def test_the_kernel_is_measured_beside_ours_and_marked_as_what_a_call_gets(

@@ -39,16 +39,18 @@ def test_something_wrong_is_one_and_shows_the_worst_elements(
         lambda blocks, scales, dtype: right((blocks << 4) | (blocks >> 4), scales, dtype),
     )
     file = tmp_path / "results.json"
-    assert main(["verify", "mxfp4.expand", *QUICK, "--json", str(file)]) == 1
+    assert main(["verify", "mxfp4", *QUICK, "--json", str(file)]) == 1
     out = capsys.readouterr().out
+    assert "ok   mxfp4.compress" in out
     assert "FAIL mxfp4.expand" in out
     assert "failed: every byte under every scale (values bfloat16)" in out
     assert "not allowed at all" in out
     assert "again: npu-gptoss verify mxfp4.expand --seed 0 --cases 1" in out
     assert out.endswith("wrong: mxfp4.expand\n")
-    (entry,) = json.loads(file.read_text())["kernels"]
-    assert not entry["ok"]
-    assert {call["error"] for call in entry["calls"]} == {None}, "JSON has no infinity"
+    entries = {entry["kernel"]: entry for entry in json.loads(file.read_text())["kernels"]}
+    assert entries["mxfp4.compress"]["ok"]
+    assert not entries["mxfp4.expand"]["ok"]
+    assert {call["error"] for call in entries["mxfp4.expand"]["calls"]} == {None}, "JSON has no infinity"
 
 
 def test_the_definition_takes_one_core_where_others_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
