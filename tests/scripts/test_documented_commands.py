@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.markdown import PAGES, ROOT, code_blocks
+from tests.markdown import ALL_COMMANDS, PAGES, name_of, spans
 from tests.scripts.shell import beside_a_fake_evalscope, run
 from tests.scripts.test_serve_sh import checkpoint
 
 SCRIPTS = ("scripts/serve.sh", "scripts/perf.sh", "scripts/eval.sh", "scripts/mmlu.sh")
 LAYERS = {"20b": 24, "120b": 36, "tiny": 4}
-
-
-def commands(page: Path) -> list[str]:
-    """Lines of code blocks and code of several words within sentences that start with one of the scripts."""
-    lines = [line for block in code_blocks(page, "sh") for line in block.splitlines()]
-    inline = re.findall(r"`([\w./]+ [^`\n]+)`", page.read_text())
-    return [line.partition(" #")[0] for line in (*lines, *inline) if line.startswith(SCRIPTS)]
-
-
-SHOWN = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)})
+# lines of code blocks, and code of several words within sentences
+CODE = {(command.page, command.text) for command in ALL_COMMANDS} | {
+    (name_of(page), span) for page in PAGES for span in spans(page) if " " in span
+}
+SHOWN = sorted((page, line.partition(" #")[0]) for page, line in CODE if line.startswith(SCRIPTS))
 
 
 def test_the_pages_show_commands() -> None:
