@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -319,22 +318,11 @@ def test_a_required_tool_call_keeps_the_server_alive(client: OpenAI, server: Ser
     assert server.is_alive()
 
 
-def test_the_request_and_the_client_of_the_pages_work(server: Server) -> None:
-    def ported(text: str) -> str:
-        assert "http://127.0.0.1:8000" in text
-        return text.replace("http://127.0.0.1:8000", server.url)
-
-    shell = "\n".join(code_blocks(ROOT / "README.md", "sh"))
-    request = next(line for line in shell.splitlines() if line.startswith("curl"))
-    body = subprocess.run(shlex.split(ported(request)), capture_output=True, text=True, check=True).stdout
-    (promised,) = code_blocks(ROOT / "README.md", "json")
-    promised = json.loads(promised)
-    (choice,) = json.loads(body)["choices"]
-    assert choice["finish_reason"] == promised["finish_reason"]
-    assert {key: choice["message"][key] for key in promised["message"]} == promised["message"]
-
+def test_the_client_of_the_page_works(server: Server) -> None:
     (program,) = code_blocks(ROOT / "docs/serving-on-cpu.md", "python")
-    run = subprocess.run([sys.executable, "-c", ported(program)], capture_output=True, text=True, check=False)
+    assert "http://127.0.0.1:8000" in program
+    ported = program.replace("http://127.0.0.1:8000", server.url)
+    run = subprocess.run([sys.executable, "-c", ported], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "8 + 9 = 17."
 
