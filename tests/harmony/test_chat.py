@@ -23,14 +23,6 @@ Current date: 2025-11-20
 Reasoning: medium
 
 # Valid channels: analysis, commentary, final. Channel must be included for every message.{calls}<|end|>"""
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 @pytest.fixture
@@ -77,7 +69,7 @@ def test_a_tool_call_and_its_result_keep_the_tools_name(render, reasoning):
         user("Weather?"),
         {"role": "assistant", "content": None, reasoning: "I need it.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": '{"temp":3}'},
-        tools=[WEATHER],
+        tools=[{"type": "function", "function": {"name": "get_weather"}}],
     )
     head = SYSTEM.format(calls="\nCalls to these tools must go to the commentary channel: 'functions'.")
     assert text.startswith(head + "<|start|>developer<|message|># Tools\n\n## functions\n\nnamespace functions {")
