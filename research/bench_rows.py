@@ -30,11 +30,12 @@ def against(value: float, goal: float | None) -> str:
 
 
 def sources(records: Iterable[Record]) -> list[str]:
-    """Which machine and which versions, once for each file."""
+    """Which machine and which versions, once for each file, and what else it says of itself in a `note`."""
     headers = {record["_"]["file"]: record["_"] for record in records}
     lines = []
     for name, header in headers.items():
         versions = ", ".join(f"{k} {v[:12] if k == 'commit' else v}" for k, v in header["versions"].items())
         what = f"{header['engine']} on {header['machine']['device']}, {header['date'][:10]}"
-        lines.append(f"* [{name}](benchmarks/{name}): {what}; {versions}")
+        note = f"; {header['note']}" if header.get("note") else ""
+        lines.append(f"* [{name}](benchmarks/{name}): {what}; {versions}{note}")
     return lines

@@ -37,6 +37,7 @@ def load(folder: Path = FOLDER) -> list[Record]:
         if content["what"] not in KEYS:
             continue
         header = {name: content[name] for name in ("engine", "what", "machine", "versions", "date", "settings")}
+        header["note"] = content.get("note")
         found += [{**row, "_": {**header, "file": file.relative_to(folder).as_posix()}} for row in content["records"]]
     return found
 
@@ -174,10 +175,15 @@ def starts(records: Iterable[Record]) -> list[str]:
     headers = {record["_"]["file"]: record["_"] for record in records if record["_"]["what"] == "serving"}
     return [
         f"* {header['engine']} on {header['machine']['device']}, experts backend "
-        f"{header['settings'].get('moe_backend') or DEFAULT}{flags_of(header['settings'])}: ready after "
-        f"{header['settings']['start_s']:.0f} s. {' '.join(header['settings']['kernels'])}".rstrip()
+        f"{header['settings'].get('moe_backend') or DEFAULT}{flags_of(header['settings'])}: "
+        f"{ready(header['settings']['start_s'])}{' '.join(header['settings']['kernels'])}".rstrip()
         for header in headers.values()
     ]
+
+
+def ready(seconds: float | None) -> str:
+    """None: it is not known."""
+    return "" if seconds is None else f"ready after {seconds:.0f} s. "
 
 
 def flags_of(settings: Record) -> str:
