@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -23,8 +22,9 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
-from npu_gptoss.verify import compiled
-from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, targets, verify
+from npu_gptoss.verify import compiled, side_by_side
+from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, targets
+from npu_gptoss.verify.side_by_side import one_thread
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
 
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("filter", nargs="?", metavar="FILTER", help="part of a kernel's or package's name")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random calls (default: 0)")
     parser.add_argument("--cases", type=int, default=4, metavar="N", help="random calls each (default: 4)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes that share the kernels out (default: 1)"
+    )
     parser.add_argument("--mutate", action="store_true", help="show that each known mistake would have been caught")
     parser.add_argument(
         "--compile", action="store_true", help="Ascend's Triton kernels by Huawei's compiler, without an Ascend"
@@ -44,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.cases < 0:
         raise InputError(f"--cases must be 0 or more, got {args.cases}")
+    if args.jobs < 1:
+        raise InputError(f"--jobs must be 1 or more, got {args.jobs}")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise InputError(f"--json {args.json}: there is no folder {args.json.absolute().parent}; make it first")
     load_kernels()
@@ -54,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         found, elsewhere = targets(device, args.filter)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
         reports, started = [], time.monotonic()
-        for target in found:
-            report = verify(target, device, seed=args.seed, cases=args.cases, mutate=args.mutate)
+        options = {"seed": args.seed, "cases": args.cases, "mutate": args.mutate}
+        for report in side_by_side.reports(found, device, args.jobs, **options):
             reports.append(report)
             print("\n".join(lines(report, args)), flush=True)
         if args.json is not None:
@@ -82,18 +87,6 @@ def run_compiled(args: argparse.Namespace) -> int:
     print(f"{len(reports)} kernels in {time.monotonic() - started:.0f} s")
     print(f"wrong: {', '.join(wrong)}" if wrong else "all right")
     return 1 if wrong else 0
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Of torch's inside: the definition's tensors are small, and on a busy machine several threads wait for each other,
-    spinning, in each operation: a minute's work of one took two ten minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def lines(report: Report, args: argparse.Namespace) -> list[str]:

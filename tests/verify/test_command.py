@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_gptoss.cli import main
-from npu_gptoss.verify import command, function_checks
+from npu_gptoss.verify import function_checks, side_by_side
 
 QUICK = ["--device", "cpu", "--cases", "1"]
 
@@ -54,13 +54,13 @@ def test_something_wrong_is_one_and_shows_the_worst_elements(
 
 
 def test_the_definition_takes_one_core_where_others_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, verify, before = [], command.verify, torch.get_num_threads()
+    seen, verify, before = [], side_by_side.verify, torch.get_num_threads()
 
     def seeing(*arguments: object, **options: object) -> object:
         seen.append(torch.get_num_threads())
         return verify(*arguments, **options)
 
-    monkeypatch.setattr(command, "verify", seeing)
+    monkeypatch.setattr(side_by_side, "verify", seeing)
     torch.set_num_threads(8)
     try:
         assert main(["verify", "rope.rotate", *QUICK]) == 0
@@ -69,11 +69,22 @@ def test_the_definition_takes_one_core_where_others_would_wait_for_each_other(mo
         torch.set_num_threads(before)
 
 
+def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        file = tmp_path / f"{jobs}.json"
+        assert main(["verify", "rope", *QUICK, "--mutate", "--jobs", jobs, "--json", str(file)]) == 0
+        found.append(json.loads(file.read_text()))
+    assert found[0] == found[1]
+    assert all(entry["calls"] and entry["mistakes"] for entry in found[1]["kernels"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["attenton"], "'attenton' names no kernel"),
         (["rope", "--cases", "-1"], "--cases must be 0 or more, got -1"),
+        (["rope", "--jobs", "0"], "--jobs must be 1 or more, got 0"),
         (["rope", "--json", "no/such/folder/x.json"], "there is no folder"),
         (["rope", "--device", "tpu"], "there is no device 'tpu'"),
         (["attention.paged.ascend"], "runs on ascend; this is cpu"),
