@@ -10,8 +10,8 @@ from npu_gptoss.serving.lines import resolve
 if TYPE_CHECKING:
     import torch
 
-# The names that serving takes from vllm-ascend, by module.
-MODULES: dict[str, tuple[str, ...]] = {
+# The names that serving takes from vllm-ascend, by module; here those that 0.23.0 has in the same place.
+STAYED: dict[str, tuple[str, ...]] = {
     "vllm_ascend.attention.attention_v1": (
         "AscendAttentionBackend",
         "AscendAttentionBackendImpl",
@@ -20,9 +20,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
     "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
-    "vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
-    "vllm_ascend.utils": ("update_aclgraph_sizes", "weak_ref_tensors"),
+    "vllm_ascend.utils": ("weak_ref_tensors",),
 }
+MODULES = STAYED | {"vllm_ascend.ops.moe.token_dispatcher": ("TokenDispatcherWithAllGather",)}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,23 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
+from npu_gptoss.serving.lines.ascend_0_11 import STAYED
 
 if TYPE_CHECKING:
     import torch
 
 # The names that serving takes from vllm-ascend, by module.
-MODULES: dict[str, tuple[str, ...]] = {
-    "vllm_ascend.attention.attention_v1": (
-        "AscendAttentionBackend",
-        "AscendAttentionBackendImpl",
-        "AscendAttentionMetadataBuilder",
-        "AscendAttentionState",
-    ),
-    "vllm_ascend.attention.utils": ("AscendCommonAttentionMetadata",),
-    "vllm_ascend.compilation.acl_graph": ("get_graph_params",),
-    "vllm_ascend.ops.fused_moe.token_dispatcher": ("TokenDispatcherWithAllGather",),
-    "vllm_ascend.utils": ("weak_ref_tensors",),
-}
+MODULES = STAYED | {"vllm_ascend.ops.fused_moe.token_dispatcher": ("TokenDispatcherWithAllGather",)}
 
 
 def __getattr__(name: str) -> Any:

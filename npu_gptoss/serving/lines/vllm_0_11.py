@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 _LAYERS = "vllm.model_executor.layers"
 _MODELS = "vllm.model_executor.models"
 
-# The names that serving takes from vLLM, by module.
-MODULES: dict[str, tuple[str, ...]] = {
+# The names that serving takes from vLLM, by module; here those that vLLM 0.23.0 has in the same place.
+STAYED: dict[str, tuple[str, ...]] = {
     "vllm": ("ModelRegistry",),
-    "vllm.attention": ("Attention",),
-    "vllm.attention.backends.abstract": ("AttentionBackend", "AttentionImpl", "AttentionLayer", "AttentionType"),
     "vllm.compilation.decorators": ("support_torch_compile",),
     "vllm.config": ("CUDAGraphMode", "CacheConfig", "VllmConfig"),
     "vllm.distributed": (
@@ -30,22 +28,14 @@ MODULES: dict[str, tuple[str, ...]] = {
         "get_tensor_model_parallel_world_size",
         "tensor_model_parallel_all_gather",
     ),
-    "vllm.entrypoints.openai.api_server": ("AuthenticationMiddleware",),
-    "vllm.entrypoints.harmony_utils": ("get_encoding",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     f"{_LAYERS}.fused_moe": ("FusedMoE",),
-    f"{_LAYERS}.fused_moe.config": (
-        "FUSED_MOE_UNQUANTIZED_CONFIG",
-        "FusedMoEParallelConfig",
-        "FusedMoEQuantConfig",
-    ),
-    f"{_LAYERS}.fused_moe.layer": ("FusedMoEMethodBase", "determine_expert_map"),
+    f"{_LAYERS}.fused_moe.config": ("FUSED_MOE_UNQUANTIZED_CONFIG", "FusedMoEQuantConfig"),
     f"{_LAYERS}.layernorm": ("RMSNorm",),
     f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
     f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
     f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
     f"{_LAYERS}.quantization.base_config": ("QuantizationConfig",),
-    f"{_LAYERS}.rotary_embedding": ("get_rope",),
     f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
     f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
     f"{_MODELS}.config": ("MODELS_CONFIG_MAP",),
@@ -61,10 +51,16 @@ MODULES: dict[str, tuple[str, ...]] = {
     "vllm.platforms": ("current_platform",),
     "vllm.plugins": ("load_general_plugins",),
     "vllm.sequence": ("IntermediateTensors",),
-    "vllm.utils": ("kill_process_tree",),
-    "vllm.v1.attention.backends.utils": ("AttentionMetadataBuilder", "CommonAttentionMetadata"),
     "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
     "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+}
+MODULES = STAYED | {
+    "vllm.attention": ("Attention",),
+    "vllm.attention.backends.abstract": ("AttentionBackend", "AttentionImpl", "AttentionLayer", "AttentionType"),
+    "vllm.entrypoints.openai.api_server": ("AuthenticationMiddleware",),
+    f"{_LAYERS}.fused_moe.layer": ("FusedMoEMethodBase",),
+    "vllm.utils": ("kill_process_tree",),
+    "vllm.v1.attention.backends.utils": ("AttentionMetadataBuilder", "CommonAttentionMetadata"),
 }
 
 
@@ -79,10 +75,11 @@ TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat",
 def assistant_parser() -> TolerantParser:
     """What reads a turn of the served model."""
     from openai_harmony import Role
+    from vllm.entrypoints.harmony_utils import get_encoding
 
     from npu_gptoss.harmony.parser import TolerantParser
 
-    return TolerantParser(resolve(MODULES, "get_encoding")(), Role.ASSISTANT)
+    return TolerantParser(get_encoding(), Role.ASSISTANT)
 
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py

@@ -10,7 +10,16 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.serving.lines import resolve
-from npu_gptoss.serving.lines.vllm_0_33 import (
+
+# what is here as it is there
+from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
+    DRAFTERS,
+    MXFP4_NAME,
+    QUANTIZATIONS,
+    STAYED,
+    register_formats,
+)
+from npu_gptoss.serving.lines.vllm_0_33 import (  # noqa: F401
     as_written,
     counts_steps,
     load_tokenizer,
@@ -25,63 +34,11 @@ if TYPE_CHECKING:
     from npu_gptoss.harmony.parser import TolerantParser
     from npu_gptoss.model.config import GptOssConfig
 
-__all__ = [
-    "as_written",
-    "counts_steps",
-    "load_tokenizer",
-    "request_classes",
-    "step_of",
-    "structure_key",
-]
-
-_LAYERS = "vllm.model_executor.layers"
-_MODELS = "vllm.model_executor.models"
-
 # The names that serving takes from vLLM, by module.
-MODULES: dict[str, tuple[str, ...]] = {
-    "vllm": ("ModelRegistry",),
-    "vllm.compilation.decorators": ("support_torch_compile",),
-    "vllm.config": ("CUDAGraphMode", "CacheConfig", "VllmConfig"),
-    "vllm.distributed": (
-        "get_dp_group",
-        "get_pp_group",
-        "get_tensor_model_parallel_rank",
-        "get_tensor_model_parallel_world_size",
-        "tensor_model_parallel_all_gather",
-    ),
-    "vllm.entrypoints.openai.parser.harmony_utils": ("get_encoding",),
+MODULES = STAYED | {
     "vllm.entrypoints.serve.utils.server_utils": ("AuthenticationMiddleware",),
-    "vllm.forward_context": ("ForwardContext", "get_forward_context"),
-    f"{_LAYERS}.attention": ("Attention",),
-    f"{_LAYERS}.fused_moe": ("FusedMoE",),
-    f"{_LAYERS}.fused_moe.config": (
-        "FUSED_MOE_UNQUANTIZED_CONFIG",
-        "FusedMoEParallelConfig",
-        "FusedMoEQuantConfig",
-    ),
-    f"{_LAYERS}.fused_moe.expert_map_manager": ("determine_expert_map",),
-    f"{_LAYERS}.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
-    f"{_LAYERS}.layernorm": ("RMSNorm",),
-    f"{_LAYERS}.linear": ("QKVParallelLinear", "RowParallelLinear"),
-    f"{_LAYERS}.logits_processor": ("LogitsProcessor",),
-    f"{_LAYERS}.quantization": ("QUANTIZATION_METHODS", "register_quantization_config"),
-    f"{_LAYERS}.quantization.base_config": ("QuantizationConfig",),
-    f"{_LAYERS}.rotary_embedding": ("get_rope",),
-    f"{_LAYERS}.rotary_embedding.base": ("RotaryEmbedding",),
-    f"{_LAYERS}.vocab_parallel_embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
-    f"{_MODELS}.config": ("MODELS_CONFIG_MAP",),
-    f"{_MODELS}.interfaces": ("SupportsPP",),
-    f"{_MODELS}.utils": (
-        "PPMissingLayer",
-        "extract_layer_index",
-        "make_empty_intermediate_tensors_factory",
-        "make_layers",
-        "maybe_prefix",
-        "sequence_parallel_chunk",
-    ),
-    "vllm.platforms": ("current_platform",),
-    "vllm.plugins": ("load_general_plugins",),
-    "vllm.sequence": ("IntermediateTensors",),
+    "vllm.model_executor.layers.attention": ("Attention",),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "vllm.utils.system_utils": ("kill_process_tree",),
     "vllm.v1.attention.backend": (
         "AttentionBackend",
@@ -91,8 +48,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         "AttentionType",
         "CommonAttentionMetadata",
     ),
-    "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec"),
-    "vllm.v1.metrics.loggers": ("StatLoggerBase",),
 }
 
 
@@ -106,23 +61,14 @@ TALKATIVE = tuple(f"vllm.entrypoints.openai.{name}.serving" for name in ("chat_c
 
 def assistant_parser() -> TolerantParser:
     """What reads a turn of the served model, by this vLLM's channels and recipients."""
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+
     from npu_gptoss.serving.compat.channels import ChannelParser
 
-    return ChannelParser(resolve(MODULES, "get_encoding")())
+    return ChannelParser(get_encoding())
 
 
-MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in config.json, as this vLLM hands it over
-# What `--quantization` may be once vLLM has looked at the checkpoint.
-QUANTIZATIONS = (None, MXFP4_NAME)
-DRAFTERS: tuple[str, ...] = ()  # methods of --speculative-config
-
-
-def register_formats() -> None:
-    """vLLM must know our name for MXFP4 before it reads a checkpoint."""
-    from npu_gptoss.serving import quantization
-
-    quantization.register()
 
 
 def sampling_of(request: Any, longest: int) -> Any:
