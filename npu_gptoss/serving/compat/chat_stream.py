@@ -145,30 +145,16 @@ def install_chat_channels(serving_chat: ModuleType) -> None:
     )
     expect_parameters(serving._create_chat_logprobs, "token_ids", "top_logprobs", "tokenizer")
 
-    @functools.wraps(original)
-    async def chat_completion_stream_generator(
-        self: Any,
-        request: Any,
-        result_generator: AsyncIterator[RequestOutput],
-        request_id: str,
-        model_name: str,
-        conversation: list,
-        tokenizer: Any,
-        request_metadata: Any,
-        enable_force_include_usage: bool,
+    @around(serving, "chat_completion_stream_generator")
+    def chat_completion_stream_generator(
+        original: Callable[..., AsyncIterator[str]], self: Any, *turn: Any, enable_force_include_usage: bool
     ) -> AsyncIterator[str]:
-        turn = (request, result_generator, request_id, model_name, conversation, tokenizer, request_metadata)
         if not self.use_harmony:
-            async for line in original(self, *turn, enable_force_include_usage):
-                yield line
-            return
-        options = request.stream_options
+            return original(self, *turn, enable_force_include_usage)
+        options = turn[0].stream_options
         with_usage = bool(enable_force_include_usage or (options and options.include_usage))
         running_usage = bool(with_usage and options and options.continuous_usage_stats)
-        async for line in streamed(self, serving_chat, PROTOCOL, (with_usage, running_usage), *turn):
-            yield line
-
-    replace(serving, "chat_completion_stream_generator", chat_completion_stream_generator)
+        return streamed(self, serving_chat, PROTOCOL, (with_usage, running_usage), *turn)
 
 
 @repair("chat-stream-channels", f"{CHAT_SERVING}:OpenAIServingChat.__init__", lines=("0.23",))
