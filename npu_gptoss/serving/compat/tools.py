@@ -147,33 +147,26 @@ def forced_schema(request: Any, tools: Sequence[Any]) -> dict[str, Any] | None:
     upstream="vllm PR 44664 (open)",
 )
 def install_schema(protocol: ModuleType) -> None:
-    """A forced call of a function without parameters has no grammar; on /v1/responses none has one, and the format
-    json_object is answered with 500."""
+    """A forced call of a function without parameters has no grammar; on /v1/responses none has one."""
     chat, responses = protocol.ChatCompletionRequest, protocol.ResponsesRequest
-    original = responses.to_sampling_params
     expect_source(chat._get_json_schema_from_tool, "return tool.parameters", '"minItems": 1')
-    expect_parameters(original, "self", "default_max_tokens", "default_sampling_params")
-    expect_source(original, 'raise NotImplementedError("json_object is not supported")')
+    expect_parameters(responses.to_sampling_params, "self", "default_max_tokens", "default_sampling_params")
 
     def _get_json_schema_from_tool(self) -> dict[str, Any] | None:
         if self.tool_choice == "none" or self.tools is None:
             return None
         return forced_schema(self, [tool.function for tool in self.tools])
 
-    @functools.wraps(original)
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        schema = forced_schema(self, allowed_functions(self))
-        wants_object = self.text is not None and self.text.format is not None and self.text.format.type == "json_object"
-        request = self.model_copy(update={"text": None}) if schema is not None or wants_object else self
-        parameters = original(request, *args, **kwargs)
-        if schema is not None:
-            parameters.structured_outputs = protocol.StructuredOutputsParams(json=schema)
-        elif wants_object:
-            parameters.structured_outputs = protocol.StructuredOutputsParams(json_object=True)
-        return parameters
-
     replace(chat, "_get_json_schema_from_tool", _get_json_schema_from_tool)
-    replace(responses, "to_sampling_params", to_sampling_params)
+
+    @around(responses, "to_sampling_params")
+    def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        schema = forced_schema(self, allowed_functions(self))
+        if schema is None:
+            return original(self, *args, **kwargs)
+        parameters = original(self.model_copy(update={"text": None}), *args, **kwargs)
+        parameters.structured_outputs = protocol.StructuredOutputsParams(json=schema)
+        return parameters
 
 
 @repair(
@@ -234,10 +227,7 @@ def allowed_functions(request: Any) -> list[Any]:
 )
 def install_responses_choice(serving_responses: ModuleType) -> None:
     """/v1/responses refuses every tool_choice but "auto"."""
-    expect_source(
-        serving_responses.OpenAIServingResponses._make_request_with_harmony, 'if request.tool_choice != "auto":'
-    )
-    _take_choices(serving_responses)
+    _take_choices(serving_responses, 'if request.tool_choice != "auto":')
 
 
 @repair(
@@ -248,18 +238,16 @@ def install_responses_choice(serving_responses: ModuleType) -> None:
 )
 def install_responses_choice_0_23(serving: ModuleType) -> None:
     """/v1/responses answers a tool_choice that forces a call with 501, and shows tools that `none` forbids."""
-    expect_source(
-        serving.OpenAIServingResponses._make_request_with_harmony, 'request.tool_choice not in ("auto", "none"):'
-    )
-    _take_choices(serving)
+    _take_choices(serving, 'request.tool_choice not in ("auto", "none"):')
 
 
-def _take_choices(serving_responses: ModuleType) -> None:
-    expect_parameters(
-        serving_responses.OpenAIServingResponses._make_request_with_harmony, "self", "request", "prev_response"
-    )
+def _take_choices(serving_responses: ModuleType, refusing: str) -> None:
+    """refusing: what vLLM asks before it refuses a choice."""
+    owner = serving_responses.OpenAIServingResponses
+    expect_source(owner._make_request_with_harmony, refusing)
+    expect_parameters(owner._make_request_with_harmony, "self", "request", "prev_response")
 
-    @around(serving_responses.OpenAIServingResponses, "_make_request_with_harmony")
+    @around(owner, "_make_request_with_harmony")
     def _make_request_with_harmony(original: Callable[..., Any], self: Any, request: Any, prev_response: Any) -> Any:
         forced_schema(request, allowed_functions(request))  # refused here with 400
         shown = request.model_copy(update={"tool_choice": "auto", "tools": allowed_tools(request)})

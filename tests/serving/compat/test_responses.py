@@ -117,9 +117,6 @@ def test_a_forced_call_has_a_grammar(patched):
         assert one["maxItems"] == 1
         allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
         assert len(grammar(tool_choice=allowed).structured_outputs.json["items"]["anyOf"]) == 1
-        assert grammar(text={"format": {"type": "json_object"}}).structured_outputs.json_object
-    with patched(), pytest.raises(NotImplementedError):  # answered 500
-        grammar(text={"format": {"type": "json_object"}})
 
 
 @pytest.mark.parametrize(
