@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ascend_emulator.ops.fia_kernel import attend
 from ascend_emulator.ops.fia_mask import band
-from ascend_emulator.ops.table import kernel, name_of, shape
+from ascend_emulator.ops.table import Arguments, kernel, name_of, shape
 from ascend_emulator.rules import Call, Layer
 
 WORKSPACE_BYTES = 1 << 20
@@ -54,58 +54,42 @@ def _pages(call: Call, cache: torch.Tensor, row: torch.Tensor, length: int) -> t
     return cache[blocks].reshape(-1, *cache.shape[2:])[:length]
 
 
-@kernel(
-    "atb::_npu_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, "
-    "float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out, *,Tensor? workspace=None) -> ()",
-    host=("context_lens",),
+_PAGED = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, float scale_value, "
+    "Tensor block_table, Tensor context_lens, Tensor(a!) out"
 )
-def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    workspace: torch.Tensor | None = None,
-) -> None:
+
+
+def _paged_call(op: str, a: Arguments) -> Call:
+    call = Call.of(op, "PagedAttentionOperation")
+    _check(call, a.query, a.out, a.num_heads, a.num_kv_heads)
+    _check_pages(call, a.key_cache, a.value_cache, a.block_table, a.context_lens)
+    return call
+
+
+@kernel(
+    f"atb::_npu_paged_attention({_PAGED}, *,Tensor? workspace=None) -> ()",
+    host=("context_lens",),
+    bundle=True,
+)
+def paged_attention(a: Arguments) -> None:
     """One query row per request [B, N, D] over its context_lens[b] cached keys; further rows stay unwritten."""
-    call = Call.of("_npu_paged_attention", "PagedAttentionOperation")
-    _check(call, query, out, num_heads, num_kv_heads)
-    _check_pages(call, key_cache, value_cache, block_table, context_lens)
+    call = _paged_call("_npu_paged_attention", a)
     if not call.context.execute:
         return
-    rows, target = query.reshape(-1, num_heads, key_cache.size(3)), out.view(-1, num_heads, value_cache.size(3))
-    for b, length in enumerate(context_lens.tolist()[: rows.size(0)]):
-        key, value = (_pages(call, cache, block_table[b], length) for cache in (key_cache, value_cache))
-        result, _ = attend(rows[b : b + 1], key, value, None, scale_value, None, call.context, sink_in_lse=False)
-        target[b] = result[0].to(out.dtype)
+    rows = a.query.reshape(-1, a.num_heads, a.key_cache.size(3))
+    target = a.out.view(-1, a.num_heads, a.value_cache.size(3))
+    for b, length in enumerate(a.context_lens.tolist()[: rows.size(0)]):
+        key, value = (_pages(call, cache, a.block_table[b], length) for cache in (a.key_cache, a.value_cache))
+        result, _ = attend(rows[b : b + 1], key, value, None, a.scale_value, None, call.context, sink_in_lse=False)
+        target[b] = result[0].to(a.out.dtype)
 
 
-@kernel(
-    "atb::_npu_paged_attention_get_workspace(Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, "
-    "int num_heads, float scale_value, Tensor block_table, Tensor context_lens, Tensor(a!) out) -> Tensor",
-    host=("context_lens",),
-)
-def paged_attention_get_workspace(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    num_kv_heads: int,
-    num_heads: int,
-    scale_value: float,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
+@kernel(f"atb::_npu_paged_attention_get_workspace({_PAGED}) -> Tensor", host=("context_lens",), bundle=True)
+def paged_attention_get_workspace(a: Arguments) -> torch.Tensor:
     """Unwritten bytes."""
-    call = Call.of("_npu_paged_attention_get_workspace", "PagedAttentionOperation")
-    _check(call, query, out, num_heads, num_kv_heads)
-    _check_pages(call, key_cache, value_cache, block_table, context_lens)
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+    _paged_call("_npu_paged_attention_get_workspace", a)
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a.query.device)
 
 
 @kernel(

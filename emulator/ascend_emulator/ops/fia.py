@@ -6,6 +6,8 @@ does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from ascend_emulator.ops import fia_kernel, fia_workspace
 from ascend_emulator.ops.fia_call import FiaCall, Plan
@@ -54,61 +56,54 @@ _NO_SINK = {"learnable_sink": 2}
 _LENGTHS_V1 = ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_shared_prefix_len")
 
 
-def from_v2(a: Arguments) -> FiaCall:
+def _of(a: Arguments, **own: Any) -> FiaCall:
+    """own: what the two versions call differently, or only one has."""
     return FiaCall(
-        version=2,
         query=a.query,
         key=a.key,
         value=a.value,
         mask=a.atten_mask,
-        qlen=a.actual_seq_qlen,
-        kvlen=a.actual_seq_kvlen,
         block_table=a.block_table,
-        sink=a.learnable_sink,
-        heads=a.num_query_heads,
         kv_heads=a.num_key_value_heads,
-        scale=a.softmax_scale,
         pre_tokens=a.pre_tokens,
         next_tokens=a.next_tokens,
         layout=a.input_layout,
         sparse_mode=a.sparse_mode,
         block_size=a.block_size,
         inner_precise=a.inner_precise,
-        want_lse=a.return_softmax_lse,
-        pse_shift=a.pse_shift,
-        query_rope=a.query_rope,
-        key_rope=a.key_rope,
-        quantisation={name: value for name, value in vars(a).items() if name.startswith(_QUANTISED)},
-    )
-
-
-def from_v1(a: Arguments) -> FiaCall:
-    return FiaCall(
-        version=1,
-        query=a.query,
-        key=a.key,
-        value=a.value,
-        mask=a.atten_mask,
-        qlen=a.actual_seq_lengths,
-        kvlen=a.actual_seq_lengths_kv,
-        block_table=a.block_table,
-        sink=None,
-        heads=a.num_heads,
-        kv_heads=a.num_key_value_heads,
-        scale=a.scale,
-        pre_tokens=a.pre_tokens,
-        next_tokens=a.next_tokens,
-        layout=a.input_layout,
-        sparse_mode=a.sparse_mode,
-        block_size=a.block_size,
-        inner_precise=a.inner_precise,
-        want_lse=a.softmax_lse_flag,
         pse_shift=a.pse_shift,
         query_rope=a.query_rope,
         key_rope=a.key_rope,
         quantisation={
             name: value for name, value in vars(a).items() if name.startswith(_QUANTISED) and not name.endswith("_mode")
         },
+        **own,
+    )
+
+
+def from_v2(a: Arguments) -> FiaCall:
+    return _of(
+        a,
+        version=2,
+        qlen=a.actual_seq_qlen,
+        kvlen=a.actual_seq_kvlen,
+        sink=a.learnable_sink,
+        heads=a.num_query_heads,
+        scale=a.softmax_scale,
+        want_lse=a.return_softmax_lse,
+    )
+
+
+def from_v1(a: Arguments) -> FiaCall:
+    return _of(
+        a,
+        version=1,
+        qlen=a.actual_seq_lengths,
+        kvlen=a.actual_seq_lengths_kv,
+        sink=None,
+        heads=a.num_heads,
+        scale=a.scale,
+        want_lse=a.softmax_lse_flag,
         unmodelled={
             name: value
             for name, value in vars(a).items()

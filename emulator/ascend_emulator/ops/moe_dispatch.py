@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from ascend_emulator.ops.table import kernel, name_of, poisoned, shape
+from ascend_emulator.ops.table import Arguments, kernel, name_of, poisoned, shape
 from ascend_emulator.rules import Call, Layer, NotEmulatedError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,28 +63,16 @@ def moe_init_routing(
     return expanded, places, experts
 
 
-@kernel(
-    "npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
-    "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
+INIT_ROUTING = (  # of version 2 and of vllm-ascend's copy of it
+    "(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, int active_num=-1, "
+    "int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
     "bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-def moe_init_routing_v2(
-    x: torch.Tensor,
-    expert_idx: torch.Tensor,
-    *,
-    scale: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = 0,
-    active_expert_range: tuple[int, ...] = (),
-    row_idx_type: int = 0,
-) -> Quad:
+
+
+@kernel(f"npu::npu_moe_init_routing_v2{INIT_ROUTING}", bundle=True)
+def moe_init_routing_v2(a: Arguments) -> Quad:
     """x [M, H], expert_idx int32 [M, K] -> rows by expert [M * K, H], row map int32 [M * K], counts int64, scales
     float32.
 
@@ -90,82 +80,51 @@ def moe_init_routing_v2(
     gather: row * K + choice -> place or -1; scatter: place -> row * K + choice. Rows past the served ones are
     unwritten.
     """
-    call = Call.of("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3")
-    return routed(
-        call, x, expert_idx, scale, [int(v) for v in active_expert_range], active_num, expert_num, drop_pad_mode,
-        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, row_idx_type,
-    )  # fmt: skip
+    return routed(Call.of("npu_moe_init_routing_v2", "aclnnMoeInitRoutingV3"), a, a.active_expert_range)
 
 
-def routed(
-    call: Call,
-    x: torch.Tensor,
-    expert_idx: torch.Tensor,
-    scale: torch.Tensor | None,
-    span: list[int],
-    active_num: int,
-    expert_num: int,
-    drop_pad_mode: int,
-    expert_tokens_num_type: int,
-    expert_tokens_num_flag: bool,
-    quant_mode: int,
-    row_idx_type: int,
-) -> Quad:
-    """npu_moe_init_routing_v2, and vllm-ascend's copy of it; span: active_expert_range."""
-    _check_v2(
-        call, x, expert_idx, span, active_num, expert_num, drop_pad_mode, expert_tokens_num_type,
-        expert_tokens_num_flag, quant_mode, row_idx_type,
-    )  # fmt: skip
+def routed(call: Call, a: Arguments, served_range: Sequence[int]) -> Quad:
+    """npu_moe_init_routing_v2, and vllm-ascend's copy of it, where the range has another default."""
+    span = [int(v) for v in served_range]
+    _check_v2(call, a, span)
     start, end = span
-    rows, choices = expert_idx.shape
+    rows, choices = a.expert_idx.shape
     pairs = rows * choices
-    dtype = x.dtype if quant_mode == NO_QUANTISATION else torch.int8
-    expanded = poisoned((pairs, x.size(1)), x, dtype)
-    row_map = poisoned((pairs,), expert_idx)
-    counts = poisoned((end - start,) if expert_tokens_num_type == COUNT else (expert_num, 2), x, torch.int64)
-    scales = poisoned((pairs,), x, torch.float32)
+    dtype = a.x.dtype if a.quant_mode == NO_QUANTISATION else torch.int8
+    expanded = poisoned((pairs, a.x.size(1)), a.x, dtype)
+    row_map = poisoned((pairs,), a.expert_idx)
+    counts = poisoned((end - start,) if a.expert_tokens_num_type == COUNT else (a.expert_num, 2), a.x, torch.int64)
+    scales = poisoned((pairs,), a.x, torch.float32)
     if not call.context.execute:
         return expanded, row_map, counts, scales
-    if quant_mode != NO_QUANTISATION:
+    if a.quant_mode != NO_QUANTISATION:
         raise NotEmulatedError(f"{call.op}: the emulator has no dynamic quantisation here")
-    experts = expert_idx.flatten().long()
+    experts = a.expert_idx.flatten().long()
     served = (experts >= start) & (experts < end)
-    order = torch.sort(torch.where(served, experts, expert_num), stable=True).indices
+    order = torch.sort(torch.where(served, experts, a.expert_num), stable=True).indices
     active = int(served.sum())
-    expanded[:active] = x[order[:active] // choices]
-    if row_idx_type == GATHER:
+    expanded[:active] = a.x[order[:active] // choices]
+    if a.row_idx_type == GATHER:
         placed = active
-        if "stale-counts" in call.context.defects and end - start < expert_num:
+        if "stale-counts" in call.context.defects and end - start < a.expert_num:
             placed, _served[(start, end)] = min(_served.get((start, end), active), pairs), active
         row_map.fill_(-1)
         row_map[order[:placed]] = torch.arange(placed, dtype=torch.int32)
     else:
         row_map[:active] = order[:active].to(torch.int32)
-    histogram = torch.bincount(experts[served], minlength=expert_num)
-    if expert_tokens_num_type == COUNT:
+    histogram = torch.bincount(experts[served], minlength=a.expert_num)
+    if a.expert_tokens_num_type == COUNT:
         counts.copy_(histogram[start:end])
     else:
         present = histogram.nonzero().flatten()
         counts.zero_()
         counts[: present.numel()] = torch.stack([present, histogram[present]], -1)
-    if scale is not None:
-        scales[:active] = scale.flatten()[order[:active] // choices].float()
+    if a.scale is not None:
+        scales[:active] = a.scale.flatten()[order[:active] // choices].float()
     return expanded, row_map, counts, scales
 
 
-def _check_v2(
-    call: Call,
-    x: torch.Tensor,
-    expert_idx: torch.Tensor,
-    span: list[int],
-    active_num: int,
-    expert_num: int,
-    drop_pad_mode: int,
-    num_type: int,
-    num_flag: bool,
-    quant_mode: int,
-    row_idx_type: int,
-) -> None:
+def _check_v2(call: Call, a: Arguments, span: list[int]) -> None:
     call.require(
         len(span) == 2,
         59,
@@ -173,39 +132,42 @@ def _check_v2(
         Layer.BINDING,
     )
     call.require(
-        expert_idx.dim() == 2 and expert_idx.dtype == torch.int32,
+        a.expert_idx.dim() == 2 and a.expert_idx.dtype == torch.int32,
         59,
-        f"expert_idx should be int32 [M, K], got {name_of(expert_idx.dtype)} {shape(expert_idx)}",
+        f"expert_idx should be int32 [M, K], got {name_of(a.expert_idx.dtype)} {shape(a.expert_idx)}",
         Layer.PARAMETER,
     )
     call.require(
-        x.dim() == 2 and x.size(0) == expert_idx.size(0),
+        a.x.dim() == 2 and a.x.size(0) == a.expert_idx.size(0),
         59,
-        f"x should have expert_idx's rows, got x {shape(x)} and expert_idx {shape(expert_idx)}",
+        f"x should have expert_idx's rows, got x {shape(a.x)} and expert_idx {shape(a.expert_idx)}",
     )
     call.require(
-        x.dtype in FLOATS or (x.dtype == torch.int8 and quant_mode == NO_QUANTISATION),
+        a.x.dtype in FLOATS or (a.x.dtype == torch.int8 and a.quant_mode == NO_QUANTISATION),
         59,
-        f"x should be float16, bfloat16 or float32 (int8 with quant_mode -1), got {name_of(x.dtype)}",
+        f"x should be float16, bfloat16 or float32 (int8 with quant_mode -1), got {name_of(a.x.dtype)}",
         Layer.PARAMETER,
     )
-    most = 5120 if num_type == KEY_VALUE else 10240
-    call.require(0 < expert_num <= most, 59, f"expert_num should be 1 to {most}, got {expert_num}")
+    kind = a.expert_tokens_num_type
+    most = 5120 if kind == KEY_VALUE else 10240
+    call.require(0 < a.expert_num <= most, 59, f"expert_num should be 1 to {most}, got {a.expert_num}")
     start, end = span
     call.require(
-        0 <= start < end <= expert_num,
+        0 <= start < end <= a.expert_num,
         59,
-        f"active_expert_range should satisfy 0 <= start < end <= expert_num = {expert_num}, got {span}",
+        f"active_expert_range should satisfy 0 <= start < end <= expert_num = {a.expert_num}, got {span}",
     )
-    call.require(drop_pad_mode == 0, 59, f"drop_pad_mode should be 0, got {drop_pad_mode}")
-    call.require(num_flag, 59, "expert_tokens_num_flag should be True, got False")
-    call.require(num_type in (COUNT, KEY_VALUE), 59, f"expert_tokens_num_type should be 1 or 2, got {num_type}")
-    call.require(quant_mode in (NO_QUANTISATION, DYNAMIC_INT8), 59, f"quant_mode should be -1 or 1, got {quant_mode}")
-    call.require(row_idx_type in (GATHER, SCATTER), 59, f"row_idx_type should be 0 or 1, got {row_idx_type}")
+    call.require(a.drop_pad_mode == 0, 59, f"drop_pad_mode should be 0, got {a.drop_pad_mode}")
+    call.require(a.expert_tokens_num_flag, 59, "expert_tokens_num_flag should be True, got False")
+    call.require(kind in (COUNT, KEY_VALUE), 59, f"expert_tokens_num_type should be 1 or 2, got {kind}")
     call.require(
-        active_num in (-1, expert_idx.numel()),
+        a.quant_mode in (NO_QUANTISATION, DYNAMIC_INT8), 59, f"quant_mode should be -1 or 1, got {a.quant_mode}"
+    )
+    call.require(a.row_idx_type in (GATHER, SCATTER), 59, f"row_idx_type should be 0 or 1, got {a.row_idx_type}")
+    call.require(
+        a.active_num in (-1, a.expert_idx.numel()),
         59,
-        f"active_num should be -1 or M * K = {expert_idx.numel()}, got {active_num}",
+        f"active_num should be -1 or M * K = {a.expert_idx.numel()}, got {a.active_num}",
     )
 
 

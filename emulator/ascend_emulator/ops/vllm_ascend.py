@@ -7,10 +7,10 @@ holds for them; they are refused with the numbers of the operator that was copie
 from __future__ import annotations
 
 import torch
-from ascend_emulator.ops.moe_dispatch import GATHER, Quad, routed
+from ascend_emulator.ops.moe_dispatch import INIT_ROUTING, Quad, routed
 from ascend_emulator.ops.moe_gating import SOFTMAX, Triple, gated
 from ascend_emulator.ops.norm import add_normalised
-from ascend_emulator.ops.table import kernel, name_of
+from ascend_emulator.ops.table import Arguments, kernel, name_of
 from ascend_emulator.rules import Call, Layer
 
 
@@ -62,32 +62,8 @@ def moe_gating_top_k(
     return gated(call, x, k, bias_opt, groups, norm_type, out_flag, routed_scaling_factor, eps, renormalised)
 
 
-@kernel(
-    "_C_ascend::npu_moe_init_routing_custom(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
-    "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0, "
-    "bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-def moe_init_routing_custom(
-    x: torch.Tensor,
-    expert_idx: torch.Tensor,
-    *,
-    scale: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = 0,
-    active_expert_range: tuple[int, ...] = (),
-    row_idx_type: int = GATHER,
-) -> Quad:
+@kernel(f"_C_ascend::npu_moe_init_routing_custom{INIT_ROUTING}", bundle=True)
+def moe_init_routing_custom(a: Arguments) -> Quad:
     """npu_moe_init_routing_v2, where all experts are the default range."""
     call = Call.of("npu_moe_init_routing_custom", "aclnnMoeInitRoutingCustom")
-    span = [int(v) for v in active_expert_range] or [0, expert_num]
-    return routed(
-        call, x, expert_idx, scale, span, active_num, expert_num, drop_pad_mode, expert_tokens_num_type,
-        expert_tokens_num_flag, quant_mode, row_idx_type,
-    )  # fmt: skip
+    return routed(call, a, a.active_expert_range or [0, a.expert_num])
