@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, failures_of, report, words
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import GRAMMARS
 
 _BACKENDS = "_npu_gptoss_backends"  # of a StructuredOutputManager: name -> its copy with that backend
@@ -96,10 +96,9 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
         expect_parameters(getattr(manager, name), "self", "request")
     expect_source(grammar_init, f"self.executor.submit(self.{compiling}, request)")
     expect_source(StructuredOutputRequest._check_grammar_completion, "self._grammar.result(timeout=0.0001)")
-    compile_grammar = getattr(manager, compiling)
 
-    @functools.wraps(compile_grammar)
-    def guarded(self: Any, request: Any) -> GuardedGrammar | None:
+    @around(manager, compiling)
+    def guarded(compile_grammar: Callable[..., Any], self: Any, request: Any) -> GuardedGrammar | None:
         """None is a grammar that is never ready: the scheduler passes the request over until it is ended."""
         failures = failures_of(self)
 
@@ -108,18 +107,14 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
 
         return _guarded(compiled, failures, request, f"{REFUSED}its grammar does not compile: ", lambda: None)
 
-    def asked(name: str) -> Any:
-        original = getattr(manager, name)
+    def asked(original: Callable[..., bool], self: Any, request: Any) -> bool:
+        return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
 
-        @functools.wraps(original)
-        def method(self: Any, request: Any) -> bool:
-            return _guarded(lambda: original(self, request), failures_of(self), request, FAILED, lambda: False)
-
-        return method
-
-    replace(manager, compiling, guarded)
     for name in ("should_fill_bitmask", "should_advance"):
-        replace(manager, name, asked(name))
+        around(manager, name)(asked)
+
+
+CHOOSES = "backend = request.sampling_params.structured_outputs._backend"
 
 
 @repair(
@@ -131,15 +126,7 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
 def install_backends(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later ones, which were validated for another."""
     manager = module.StructuredOutputManager
-    expect_source(
-        manager.grammar_init,
-        "if self.backend is None:",
-        "backend = request.sampling_params.structured_outputs._backend",
-        "self.executor.submit(self._async_create_grammar, request)",
-    )
-    expect_source(manager._async_create_grammar, "self.backend.compile_grammar(request_type, grammar_spec)")
-    expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
-    _have_backends(manager)
+    _have_backends(manager, manager.grammar_init, "_async_create_grammar", CHOOSES)
 
 
 @repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.23",))
@@ -149,16 +136,7 @@ def install_backends_0_23(module: ModuleType) -> None:
     from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
-    original_init = vllms_own(manager, "grammar_init")
-    expect_source(
-        original_init,
-        "if self.backend is None:",
-        "backend = request.sampling_params.structured_outputs._backend",
-        "self.executor.submit(self._create_grammar, request)",
-    )
-    expect_source(manager._create_grammar, "self.backend.compile_grammar(request_type, grammar_spec)")
-    expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
-    _have_backends(manager, original_init)
+    _have_backends(manager, vllms_own(manager, "grammar_init"), "_create_grammar", CHOOSES)
 
 
 @repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.33",))
@@ -166,20 +144,18 @@ def install_backends_0_33(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later ones: after one that xgrammar does not take, every
     other is refused until the server is started again."""
     manager = module.StructuredOutputManager
+    refuses = "if self.backend_name is not None and request_backend != self.backend_name: raise"
+    _have_backends(manager, manager.grammar_init, "_create_grammar", refuses)
+
+
+def _have_backends(manager: type, original_init: Any, compiling: str, choosing: str) -> None:
+    """original_init: vLLM's own; compiling: as of `_guard`; choosing: what it does with the backend of a request."""
     expect_source(
-        manager.grammar_init,
-        "if self.backend_name is not None and request_backend != self.backend_name: raise",
-        "if self.backend is None:",
-        "self.executor.submit(self._create_grammar, request)",
+        original_init, choosing, "if self.backend is None:", f"self.executor.submit(self.{compiling}, request)"
     )
-    expect_source(manager._create_grammar, "self.backend.compile_grammar(")
+    expect_source(getattr(manager, compiling), "self.backend.compile_grammar(")
     expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
-    _have_backends(manager)
-
-
-def _have_backends(manager: type, original_init: Any = None) -> None:
-    """original_init: vLLM's own, where another stands in front of it."""
-    original_init, original_clear = original_init or manager.grammar_init, manager.clear_backend
+    original_clear = manager.clear_backend
 
     def grammar_init(self: Any, request: Any) -> None:
         sampling = request.sampling_params
