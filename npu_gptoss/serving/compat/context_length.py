@@ -6,7 +6,6 @@ length before it looks. vLLM 0.33 gives a request the tokens that are left, howe
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from npu_gptoss.harmony.encoding import ContextError, check_characters, check_length
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ENGINE, ERRORS, ERRORS_0_23, ERRORS_0_23_COPIES, ERRORS_COPIES
 
 CODE = "context_length_exceeded"
@@ -78,16 +77,16 @@ def install(serving_engine: ModuleType) -> None:
 
     response_of = response_maker(protocol)
     serving = serving_engine.OpenAIServing
-    original = serving.create_error_response
-    original_tokenize, original_prompt = CompletionRenderer._tokenize, CompletionRenderer._create_tokens_prompt
-    expect_parameters(original, "self", "message", "err_type", "status_code")
-    expect_parameters(original_tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
-    expect_parameters(original_prompt, "self", "token_ids", "max_length")
-    expect_source(original_prompt, "This model's maximum context length is {max_length} tokens.")
+    making = CompletionRenderer._create_tokens_prompt
+    expect_parameters(serving.create_error_response, "self", "message", "err_type", "status_code")
+    expect_parameters(CompletionRenderer._tokenize, "self", "text", "max_length", "truncate_prompt_tokens")
+    expect_parameters(making, "self", "token_ids", "max_length")
+    expect_source(making, "This model's maximum context length is {max_length} tokens.")
 
-    @functools.wraps(original)
+    @around(serving, "create_error_response")
     def create_error_response(
-        self,
+        original: Callable[..., Any],
+        self: Any,
         message: str,
         err_type: str = "BadRequestError",
         status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
@@ -97,26 +96,23 @@ def install(serving_engine: ModuleType) -> None:
             return response
         return response_of(message.removesuffix(" None"), response.error.code, PARAMS.get(type(self).__name__))
 
-    @functools.wraps(original_tokenize)
+    @around(CompletionRenderer, "_tokenize")
     async def _tokenize(
-        self, text: str, max_length: int | None, truncate_prompt_tokens: int | None, *args: Any, **kwargs: Any
+        original, self, text: str, max_length: int | None, truncate_prompt_tokens: int | None, *args: Any, **kwargs: Any
     ) -> Any:
         if max_length is not None and truncate_prompt_tokens is None:
             check_characters(self.model_config.max_model_len, len(text))
-        return await original_tokenize(self, text, max_length, truncate_prompt_tokens, *args, **kwargs)
+        return await original(self, text, max_length, truncate_prompt_tokens, *args, **kwargs)
 
-    @functools.wraps(original_prompt)
+    @around(CompletionRenderer, "_create_tokens_prompt")
     def _create_tokens_prompt(
-        self, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
+        original, self, token_ids: list[int], max_length: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if max_length is not None:  # the context less max_tokens
             limit = self.model_config.max_model_len
             check_length(limit, len(token_ids), limit - max_length)
-        return original_prompt(self, token_ids, None, *args, **kwargs)
+        return original(self, token_ids, None, *args, **kwargs)
 
-    replace(serving, "create_error_response", create_error_response)
-    replace(CompletionRenderer, "_tokenize", _tokenize)
-    replace(CompletionRenderer, "_create_tokens_prompt", _create_tokens_prompt)
     for name in APIS:
         logger = logging.getLogger(f"vllm.entrypoints.openai.serving_{name}")
         if not any(isinstance(known, OneLine) for known in logger.filters):

@@ -11,15 +11,14 @@ request at hand. And a request that could not be sent to the engine leaves nothi
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.barrier import FAILED, PASSES, REFUSED, words
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import ASYNC, LOGGERS, OUTPUTS
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -123,10 +122,11 @@ def install_sending(module: ModuleType) -> None:
     engine = module.AsyncLLM
     expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
     expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
-    original = engine.add_request
 
-    @functools.wraps(original)
-    async def add_request(self: Any, request_id: str, *arguments: Any, **keywords: Any) -> Any:
+    @around(engine, "add_request")
+    async def add_request(
+        original: Callable[..., Any], self: Any, request_id: str, *arguments: Any, **keywords: Any
+    ) -> Any:
         processor = self.output_processor
         if request_id in processor.request_states or request_id in processor.parent_requests:
             raise RequestRefused(
@@ -139,8 +139,6 @@ def install_sending(module: ModuleType) -> None:
             if isinstance(error, OverflowError | UnicodeError):
                 raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
             raise
-
-    replace(engine, "add_request", add_request)
 
 
 @repair("error-words", f"{ASYNC}:EngineGenerateError", lines=("0.11", "0.23"))
@@ -161,14 +159,11 @@ def install_words(module: ModuleType) -> None:
 def install_statistics(module: ModuleType) -> None:
     """A number of one request that a statistics logger refuses ends the task that answers all requests."""
     manager = module.StatLoggerManager
-    original = manager.record
-    expect_parameters(original, "self", "scheduler_stats", "iteration_stats")
+    expect_parameters(manager.record, "self", "scheduler_stats", "iteration_stats")
 
-    @functools.wraps(original)
-    def record(self: Any, *arguments: Any, **keywords: Any) -> None:
+    @around(manager, "record")
+    def record(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
         try:
             original(self, *arguments, **keywords)
         except Exception:
             logger.exception("The statistics of a step are lost.")
-
-    replace(manager, "record", record)

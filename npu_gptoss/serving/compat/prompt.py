@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from npu_gptoss.harmony.conversation import (
 from npu_gptoss.harmony.encoding import Encoder, check_length, text_tokenizer
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat import vocabulary
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import CHAT, CONTEXT, HARMONY, PROTOCOL, RESPONSES, TOKENIZATION
 from npu_gptoss.serving.compat.tools import allowed_tools
 
@@ -139,7 +139,6 @@ def install_chat(serving_chat: ModuleType) -> None:
     from vllm import envs
 
     serving = serving_chat.OpenAIServingChat
-    original_create = serving.create_chat_completion
     expect_parameters(serving._make_request_with_harmony, "self", "request")
     expect_source(
         serving._make_request_with_harmony,
@@ -148,8 +147,8 @@ def install_chat(serving_chat: ModuleType) -> None:
         'engine_prompt["cache_salt"] = request.cache_salt',
         "return messages, [prompt_token_ids], [engine_prompt]",
     )
-    expect_parameters(original_create, "self", "request", "raw_request")
-    expect_source(original_create, ") = self._make_request_with_harmony(request)")
+    expect_parameters(serving.create_chat_completion, "self", "request", "raw_request")
+    expect_source(serving.create_chat_completion, ") = self._make_request_with_harmony(request)")
 
     def chat_messages(self, request: ChatCompletionRequest) -> list[Message]:
         hide_tools = request.tool_choice == "none" and self.exclude_tools_when_tool_choice_none
@@ -170,18 +169,19 @@ def install_chat(serving_chat: ModuleType) -> None:
             engine_prompt["cache_salt"] = request.cache_salt
         return messages, [prompt_token_ids], [engine_prompt]
 
-    @functools.wraps(original_create)
-    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+    replace(serving, "_make_request_with_harmony", _make_request_with_harmony)
+
+    @around(serving, "create_chat_completion")
+    async def create_chat_completion(
+        original: Callable[..., Any], self: Any, request: ChatCompletionRequest, raw_request: Any = None
+    ) -> Any:
         if self.use_harmony and await self._check_model(request) is None:
             try:
                 messages = chat_messages(self, request)
                 await _prepare(self, request, messages, request.max_completion_tokens or request.max_tokens)
             except (ValueError, TypeError) as error:
                 return _refusal(self, error)
-        return await original_create(self, request, raw_request)
-
-    replace(serving, "_make_request_with_harmony", _make_request_with_harmony)
-    replace(serving, "create_chat_completion", create_chat_completion)
+        return await original(self, request, raw_request)
 
 
 @repair(
@@ -263,12 +263,12 @@ def install_responses(serving_responses: ModuleType) -> None:
 def install_tokenize(serving_tokenization: ModuleType) -> None:
     """/tokenize with messages renders the Jinja template, whose tokens are not those of the chat."""
     serving = serving_tokenization.OpenAIServingTokenization
-    original = serving.create_tokenize
-    expect_parameters(original, "self", "request", "raw_request")
-    expect_source(original, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", "token_strs=token_strs")
+    own = serving.create_tokenize
+    expect_parameters(own, "self", "request", "raw_request")
+    expect_source(own, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", "token_strs=token_strs")
 
-    @functools.wraps(original)
-    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
+    @around(serving, "create_tokenize")
+    async def create_tokenize(original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
         is_chat = isinstance(request, serving_tokenization.TokenizeChatRequest) and not request.chat_template
         if not is_chat or getattr(self.model_config.hf_config, "model_type", None) != MODEL_TYPE:
             return await original(self, request, raw_request)
@@ -292,8 +292,6 @@ def install_tokenize(serving_tokenization: ModuleType) -> None:
         return serving_tokenization.TokenizeResponse(
             tokens=token_ids, token_strs=token_strs, count=len(token_ids), max_model_len=self.max_model_len
         )
-
-    replace(serving, "create_tokenize", create_tokenize)
 
 
 class _Fields(dict):

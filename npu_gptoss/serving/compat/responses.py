@@ -28,7 +28,7 @@ from openai.types.responses import (
 from pydantic import SerializerFunctionWrapHandler, create_model, model_serializer
 
 from npu_gptoss.harmony.parser import Kind
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.streaming import log_failure
 from npu_gptoss.serving.compat.targets import CONTEXT, RESPONSES, RESPONSES_CONTEXT, RESPONSES_SERVING
 from npu_gptoss.serving.compat.turn import Event, Part, Turn, assistant_turn, reading_of
@@ -155,20 +155,15 @@ def install_answers_0_23(context: ModuleType) -> None:
 
 def _hand_over(context: ModuleType) -> None:
     for kind in (context.HarmonyContext, context.StreamingHarmonyContext):
-        original = kind.append_output
-        expect_parameters(original, "self", "output")
-        replace(kind, "append_output", _showing(original))
+        expect_parameters(kind.append_output, "self", "output")
+        around(kind, "append_output")(_append_output)
 
 
-def _showing(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(original)
-    def append_output(self: Any, output: Any) -> None:
-        original(self, output)
-        answer = getattr(self, "npu_gptoss_answer", None)
-        if answer is not None and not isinstance(output, list):
-            answer.read(output)
-
-    return append_output
+def _append_output(original: Callable[[Any, Any], None], self: Any, output: Any) -> None:
+    original(self, output)
+    answer = getattr(self, "npu_gptoss_answer", None)
+    if answer is not None and not isinstance(output, list):
+        answer.read(output)
 
 
 @repair("responses-usage", f"{RESPONSES_SERVING}:ResponsesResponse", lines=("0.23",))
@@ -239,13 +234,13 @@ def _tell_items(serving_responses: ModuleType) -> None:
             context.npu_gptoss_answer = Answer(assistant_turn(reading_of(request)), bool(request.stream))
         return context.npu_gptoss_answer
 
-    @functools.wraps(events)
+    @around(serving, "_process_harmony_streaming_events")
     async def _process_harmony_streaming_events(
-        self, request, sampling_params, result_generator, context, *args: Any
+        original, self, request, sampling_params, result_generator, context, *args: Any
     ) -> AsyncIterator[Any]:
         answer = getattr(context, "npu_gptoss_answer", None)
         if answer is None:
-            async for event in events(self, request, sampling_params, result_generator, context, *args):
+            async for event in original(self, request, sampling_params, result_generator, context, *args):
                 yield event
             return
         numbered = args[-1]
@@ -253,18 +248,18 @@ def _tell_items(serving_responses: ModuleType) -> None:
             for event in answer.new_events():
                 yield numbered(event)
 
-    @functools.wraps(items)
-    def _make_response_output_items_with_harmony(self, context: Any) -> list[Any]:
+    @around(serving, "_make_response_output_items_with_harmony")
+    def _make_response_output_items_with_harmony(original, self, context: Any) -> list[Any]:
         answer = getattr(context, "npu_gptoss_answer", None)
-        return items(self, context) if answer is None else answer.items()
+        return original(self, context) if answer is None else answer.items()
 
-    @functools.wraps(whole)
+    @around(serving, "responses_full_generator")
     async def responses_full_generator(
-        self, request, sampling_params, result_generator, context, *args: Any, **kwargs: Any
+        original, self, request, sampling_params, result_generator, context, *args: Any, **kwargs: Any
     ) -> Any:
         answer = prepare(self, request, context)
         try:
-            response = await whole(self, request, sampling_params, result_generator, context, *args, **kwargs)
+            response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
         except ValueError:
             raise  # vLLM answers 400
         except Exception as error:  # and 0.11.0 400 to these too, which are not the client's
@@ -282,8 +277,9 @@ def _tell_items(serving_responses: ModuleType) -> None:
                 response.status, response.incomplete_details = "completed", None  # the model wrote nothing
         return response
 
-    @functools.wraps(stream)
+    @around(serving, "responses_stream_generator")
     async def responses_stream_generator(
+        original,
         self,
         request,
         sampling_params,
@@ -299,7 +295,7 @@ def _tell_items(serving_responses: ModuleType) -> None:
         arguments = (request, sampling_params, result_generator, context, model_name, tokenizer, request_metadata)
         number = 0
         try:
-            async for event in stream(self, *arguments, created_time):
+            async for event in original(self, *arguments, created_time):
                 number = event.sequence_number + 1
                 yield _last_event(event) if event.type == "response.completed" else event
         except Exception as error:
@@ -322,22 +318,13 @@ def _tell_items(serving_responses: ModuleType) -> None:
                     self.response_store[response.id] = response
             yield _ended(ResponseFailedEvent, "response.failed", number, response)
 
-    @functools.wraps(background)
-    async def responses_background_stream_generator(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    @around(serving, "responses_background_stream_generator")
+    async def responses_background_stream_generator(original, self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0)  # the task that makes the events has been created, and has to start
-        async for event in background(self, *args, **kwargs):
+        async for event in original(self, *args, **kwargs):
             yield event
             if event.type in LAST_EVENTS:  # vLLM waits for ever unless it is the first of them
                 return
-
-    for function in (
-        _process_harmony_streaming_events,
-        _make_response_output_items_with_harmony,
-        responses_full_generator,
-        responses_stream_generator,
-        responses_background_stream_generator,
-    ):
-        replace(serving, function.__name__, function)
 
 
 def _last_event(event: Any) -> Any:
@@ -366,30 +353,26 @@ def _holding(kind: type, response: type) -> type:
 def install_nulls(serving_responses: ModuleType) -> None:
     """A request of /v1/responses with parallel_tool_calls, background or truncation null is not answered."""
     serving = serving_responses.OpenAIServingResponses
-    original = serving.create_responses
-    expect_parameters(original, "self", "request", "raw_request")
+    expect_parameters(serving.create_responses, "self", "request", "raw_request")
     fields = serving_responses.ResponsesRequest.model_fields
     defaults = {name: fields[name].default for name in ("parallel_tool_calls", "background", "truncation")}
 
-    @functools.wraps(original)
-    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+    @around(serving, "create_responses")
+    async def create_responses(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
         for name, default in defaults.items():
             if getattr(request, name) is None:
                 setattr(request, name, default)
         return await original(self, request, raw_request)
-
-    replace(serving, "create_responses", create_responses)
 
 
 @repair("responses-store", f"{RESPONSES}:OpenAIServingResponses._make_not_found_error", lines=("0.11",))
 def install_store(serving_responses: ModuleType) -> None:
     """A response that is not stored is not found, without a word how responses are stored."""
     serving = serving_responses.OpenAIServingResponses
-    original = serving._make_not_found_error
-    expect_parameters(original, "self", "response_id")
+    expect_parameters(serving._make_not_found_error, "self", "response_id")
 
-    @functools.wraps(original)
-    def _make_not_found_error(self, response_id: str) -> Any:
+    @around(serving, "_make_not_found_error")
+    def _make_not_found_error(original: Callable[..., Any], self: Any, response_id: str) -> Any:
         answer = original(self, response_id)
         if not self.enable_store:
             answer.error.message += (
@@ -397,5 +380,3 @@ def install_store(serving_responses: ModuleType) -> None:
                 "all of them in memory), or send the earlier items of the conversation as input."
             )
         return answer
-
-    replace(serving, "_make_not_found_error", _make_not_found_error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
@@ -102,16 +101,13 @@ async def _taken_apart(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
 
 
 def _wrap_engine_client(serving: type) -> None:
-    original = serving.__init__
-    expect_parameters(original, "self", "engine_client")
+    expect_parameters(serving.__init__, "self", "engine_client")
 
-    @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    @around(serving, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.use_harmony:
             self.engine_client = OneTokenAtATime(self.engine_client)
-
-    replace(serving, "__init__", __init__)
 
 
 @repair(

@@ -13,7 +13,6 @@ header at all: there 0.11.0 takes a grammar and never applies it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -37,20 +36,19 @@ def install_bitmask(module: ModuleType) -> None:
     engine."""
     import torch as torch_
 
-    original = module.apply_grammar_bitmask
-    expect_parameters(original, "scheduler_output", "input_batch", "logits", "device")
-    expect_source(original, "xgr.apply_token_bitmask_inplace(")
+    expect_parameters(module.apply_grammar_bitmask, "scheduler_output", "input_batch", "logits", "device")
+    expect_source(module.apply_grammar_bitmask, "xgr.apply_token_bitmask_inplace(")
 
-    @functools.wraps(original)
-    def apply_grammar_bitmask(scheduler_output, input_batch, logits: torch.Tensor, device: torch.device) -> None:
+    @around(module, "apply_grammar_bitmask", copies=(RUNNER,))
+    def apply_grammar_bitmask(
+        original: Callable[..., None], scheduler_output, input_batch, logits: torch.Tensor, device: torch.device
+    ) -> None:
         if logits.device.type != "cpu" or logits.dtype == torch_.float32:
             original(scheduler_output, input_batch, logits, device)
             return
         wide = logits.float()
         original(scheduler_output, input_batch, wide, device)
         logits.copy_(wide)
-
-    replace(module, "apply_grammar_bitmask", apply_grammar_bitmask, copies=(RUNNER,))
 
 
 def answer_has_begun(token_ids: Sequence[int], header: Sequence[int]) -> bool:

@@ -69,19 +69,17 @@ def install_default_parser(serving_chat: ModuleType) -> None:
     """Without --enable-auto-tool-choice a streamed chat has tool calls, and a whole one has their arguments as
     content; without --exclude-tools-when-tool-choice-none tool_choice "none" calls tools."""
     serving = serving_chat.OpenAIServingChat
-    original = serving.__init__
-    expect_parameters(original, "self", "enable_auto_tools", "tool_parser", "exclude_tools_when_tool_choice_none")
+    flags = ("enable_auto_tools", "tool_parser", "exclude_tools_when_tool_choice_none")
+    expect_parameters(serving.__init__, "self", *flags)
     expect_source(serving.chat_completion_full_generator, "if self.tool_parser is not None:")
 
-    @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    @around(serving, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.use_harmony:
             self.exclude_tools_when_tool_choice_none = True  # a model that sees no tool calls none
             if self.tool_parser is None:
                 self.tool_parser = serving_chat.ToolParserManager.get_tool_parser("openai")
-
-    replace(serving, "__init__", __init__)
 
 
 @repair("tool-description", f"{HARMONY}:create_tool_definition", lines=("0.11",), upstream="vllm PR 44686")

@@ -8,12 +8,12 @@ a vocabulary that cannot be had ends in a sentence. The network is not asked.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import inspect
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from npu_gptoss.files import cache_directory
 from npu_gptoss.harmony import vocabulary
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE, VocabularyError
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import CONTEXT, ENGINE, HARMONY, HARMONY_UTILS, RENDERER_0_23, RESPONSES_CONTEXT
 
 if TYPE_CHECKING:
@@ -136,20 +136,19 @@ def _provide(serving: type, harmony_utils: ModuleType, copy: str) -> None:
     # not at the top: the doctor asks this module where openai-harmony is not installed
     from npu_gptoss.harmony.encoding import text_tokenizer
 
-    original_init = serving.__init__
     original_get = harmony_utils.get_encoding
     expect_source(original_get, "if _harmony_encoding is None:", "load_harmony_encoding(")
 
-    takes = inspect.signature(original_init)
+    takes = inspect.signature(serving.__init__)
 
-    @functools.wraps(original_init)
-    def __init__(*args: Any, **kwargs: Any) -> None:
+    @around(serving, "__init__")
+    def __init__(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         model_config = takes.bind(*args, **kwargs).arguments["model_config"]
         if getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE:
             _served[0] = checkpoint_directory(model_config)
             if _served[0] is not None:
                 text_tokenizer(_served[0])  # seconds, which are the start's and not the first request's
-        original_init(*args, **kwargs)
+        original(*args, **kwargs)
 
     def get_encoding() -> Any:
         if harmony_utils._harmony_encoding is None:
@@ -163,5 +162,4 @@ def _provide(serving: type, harmony_utils: ModuleType, copy: str) -> None:
                 ) from error
         return original_get()
 
-    replace(serving, "__init__", __init__)
     replace(harmony_utils, "get_encoding", get_encoding, copies=(copy,))
