@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.harmony.parser import TolerantParser
-from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.stops import mark
 from npu_gptoss.serving.compat.targets import (
     CHAT,
@@ -173,40 +173,32 @@ def install_context_0_23(context: ModuleType) -> None:
     streaming = context.StreamingHarmonyContext
     expect_source(streaming.append_output, "self.last_tok = tok")
     expect_source(streaming.append_tool_output, "toks = self.encoding.render(msg)")
-
-    @around(streaming, "append_output")
-    def append_output(original: Callable[..., None], self: Any, output: RequestOutput) -> None:
-        if output.outputs[0].token_ids:
-            original(self, output)
-        elif isinstance(self.parser, TolerantParser):
-            self.parser.pause()
-        self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
-
-    @around(streaming, "append_tool_output")
-    def append_tool_output(original: Callable[..., None], self: Any, output: list[Message]) -> None:
-        if isinstance(self.parser, TolerantParser):
-            self.parser.resume()
-        original(self, output)
+    around(streaming, "append_output")(_append_output)
+    around(streaming, "append_tool_output")(_append_tool_output)
 
 
 @repair("responses-stream-end", f"{CONTEXT}:StreamingHarmonyContext.append_output", lines=("0.11",))
 def install_context(context: ModuleType) -> None:
     """A streamed response that max_tokens cut off counts as completed; an output without tokens breaks it."""
     streaming = context.StreamingHarmonyContext
-    original = streaming.append_output
-    expect_parameters(original, "self", "output")
-    expect_source(original, "self.last_tok = tok", "toks = self.encoding.render(msg)")
+    expect_parameters(streaming.append_output, "self", "output")
+    expect_source(streaming.append_output, "self.last_tok = tok", "toks = self.encoding.render(msg)")
 
-    def append_output(self, output: RequestOutput | list[Message]) -> None:
-        if isinstance(output, list):
-            if isinstance(self.parser, TolerantParser):
-                self.parser.resume()
-            original(self, output)
-            return
-        if output.outputs[0].token_ids:
-            original(self, output)
-        elif isinstance(self.parser, TolerantParser):
-            self.parser.pause()
-        self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
+    @around(streaming, "append_output")
+    def append_output(original: Callable[..., None], self: Any, output: RequestOutput | list[Message]) -> None:
+        of_tool = isinstance(output, list)
+        (_append_tool_output if of_tool else _append_output)(original, self, output)
 
-    replace(streaming, "append_output", append_output)
+
+def _append_output(original: Callable[..., None], self: Any, output: RequestOutput) -> None:
+    if output.outputs[0].token_ids:
+        original(self, output)
+    elif isinstance(self.parser, TolerantParser):
+        self.parser.pause()
+    self.finish_reason = output.outputs[0].finish_reason or self.finish_reason
+
+
+def _append_tool_output(original: Callable[..., None], self: Any, output: list[Message]) -> None:
+    if isinstance(self.parser, TolerantParser):
+        self.parser.resume()
+    original(self, output)
