@@ -50,10 +50,14 @@ def install_outputs(module: ModuleType) -> None:
     expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
     expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
     expect_source(module.RequestOutputCollector.get, "if isinstance(output, Exception):\n raise output")
-    original = processor.process_outputs
 
+    @around(processor, "process_outputs")
     def process_outputs(
-        self: Any, engine_core_outputs: Sequence[Any], engine_core_timestamp: Any = None, iteration_stats: Any = None
+        original: Callable[..., Any],
+        self: Any,
+        engine_core_outputs: Sequence[Any],
+        engine_core_timestamp: Any = None,
+        iteration_stats: Any = None,
     ) -> Any:
         outputs: list[Any] = []
         aborts: list[str] = []
@@ -76,8 +80,6 @@ def install_outputs(module: ModuleType) -> None:
                         continue  # it had its last output before this happened
             _end(module, self, output, error, outputs, aborts)
         return module.OutputProcessorOutput(request_outputs=outputs, reqs_to_abort=aborts)
-
-    replace(processor, "process_outputs", process_outputs)
 
 
 def _end(

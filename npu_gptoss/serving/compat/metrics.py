@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving import steps
-from npu_gptoss.serving.compat.patch import Mismatch, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, SCHEDULER
 
 RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
@@ -23,9 +24,10 @@ def install_stat_logger(module: ModuleType) -> None:
     # ours comes first, before vLLM's own loggers see the statistics
     expect_source(manager.__init__, "factories.extend(custom_stat_loggers)", "logger_factory(vllm_config, engine_idx)")
     expect_source(manager.record, "logger.record(scheduler_stats, iteration_stats, engine_idx)")
-    original = manager.__init__
 
+    @around(manager, "__init__")
     def __init__(
+        original: Callable[..., None],
         self: Any,
         vllm_config: Any,
         engine_idxs: Any = None,
@@ -40,8 +42,6 @@ def install_stat_logger(module: ModuleType) -> None:
             custom_stat_loggers = [StatLogger, *others]
         original(self, vllm_config, engine_idxs, custom_stat_loggers, *arguments, **keywords)
 
-    replace(manager, "__init__", __init__)
-
 
 @repair("step-statistics", f"{SCHEDULER}:Scheduler.update_from_output", lines=("0.11",), upstream="vllm PR 29825")
 def install_statistics(module: ModuleType) -> None:
@@ -55,16 +55,16 @@ def install_statistics(module: ModuleType) -> None:
     importlib.import_module(LOGGERS)  # the receiver's patch meets its fate
     if any(entry.patch.name == RECEIVER and entry.state == "skipped" for entry in compat.status()):
         raise Mismatch(f"the patch {RECEIVER} is left out, so nobody would take the steps out again")
-    original = scheduler.update_from_output
 
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    @around(scheduler, "update_from_output")
+    def update_from_output(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
         step = getattr(model_runner_output, steps.ATTRIBUTE, None)
         if step is not None:
             steps.put(step, outputs)
         return outputs
-
-    replace(scheduler, "update_from_output", update_from_output)
 
 
 @repair("step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825")
@@ -90,9 +90,11 @@ def install_ascend_report(module: ModuleType) -> None:
 def _install(runner: Any, dispatcher: str) -> None:
     expect_parameters(runner.execute_model, "scheduler_output", "intermediate_tensors")
     expect_source(runner.execute_model, f"self.{dispatcher}.dispatch(batch_descriptor)")
-    original = runner.execute_model
 
-    def execute_model(self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+    @around(runner, "execute_model")
+    def execute_model(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, intermediate_tensors: Any = None
+    ) -> Any:
         if self.model_config.hf_config.model_type != MODEL_TYPE:
             return original(self, scheduler_output, intermediate_tensors)
         observer = vars(self).get(OBSERVER)
@@ -104,5 +106,3 @@ def _install(runner: Any, dispatcher: str) -> None:
         return observer.observe(
             lambda: original(self, scheduler_output, intermediate_tensors), scheduler_output.total_num_scheduled_tokens
         )
-
-    replace(runner, "execute_model", execute_model)

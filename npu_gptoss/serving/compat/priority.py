@@ -13,10 +13,11 @@ a step, so that the worst is always one that the step has not come to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_source, repair
 from npu_gptoss.serving.compat.targets import SCHEDULER
 
 
@@ -29,19 +30,17 @@ def install(module: ModuleType) -> None:
         scheduler.schedule, "key=lambda r: (r.priority, r.arrival_time)", "self.running.remove(preempted_req)"
     )
     expect_source(scheduler.add_request, "self.waiting.add_request(request)")
-    original_add, original_schedule = scheduler.add_request, scheduler.schedule
 
-    def add_request(self: Any, request: Any) -> None:
+    @around(scheduler, "add_request")
+    def add_request(original: Callable[..., None], self: Any, request: Any) -> None:
         if self.policy == by_priority:
             arrivals = {other.arrival_time for other in self.requests.values()}
             while request.arrival_time in arrivals:
                 request.arrival_time = math.nextafter(request.arrival_time, math.inf)
-        original_add(self, request)
+        original(self, request)
 
-    def schedule(self: Any) -> Any:
+    @around(scheduler, "schedule")
+    def schedule(original: Callable[..., Any], self: Any) -> Any:
         if self.policy == by_priority:
             self.running.sort(key=lambda request: (request.priority, request.arrival_time))
-        return original_schedule(self)
-
-    replace(scheduler, "add_request", add_request)
-    replace(scheduler, "schedule", schedule)
+        return original(self)

@@ -10,10 +10,11 @@ And vLLM's sampler for a CPU leaves all seeds aside as soon as one request of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from npu_gptoss.serving.compat.patch import expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, RUNNER, SAMPLING
 
 _HELD = "_npu_gptoss_held_generators"  # of a runner: the requests whose generators are out of the batch
@@ -42,9 +43,9 @@ def install_ascend_rows(module: ModuleType) -> None:
 def _install(runner: Any) -> None:
     expect_parameters(runner._update_states, "self", "scheduler_output")
     expect_source(runner._update_states, "self.input_batch.condense()", "generator.manual_seed(sampling_params.seed)")
-    original = runner._update_states
 
-    def _update_states(self: Any, scheduler_output: Any) -> None:
+    @around(runner, "_update_states")
+    def _update_states(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
         batch, requests = self.input_batch, self.requests
         for request_id in vars(self).pop(_HELD, ()):
             index = batch.req_id_to_index.get(request_id)
@@ -62,18 +63,19 @@ def _install(runner: Any) -> None:
                 held.append(request.req_id)
         setattr(self, _HELD, held)
 
-    replace(runner, "_update_states", _update_states)
-
 
 @repair("seed-neighbours", f"{SAMPLING}:TopKTopPSampler.forward_cpu", lines=("0.11",))
 def install_cpu_sampler(module: ModuleType) -> None:
     """On a CPU no seed counts as long as one request of the batch has none."""
     sampler = module.TopKTopPSampler
-    original = sampler.forward_cpu
-    expect_parameters(original, "self", "logits", "generators", "k", "p")
-    expect_source(original, "if len(generators) != logits.shape[0]:", "q[i].exponential_(generator=generator)")
+    own = sampler.forward_cpu
+    expect_parameters(own, "self", "logits", "generators", "k", "p")
+    expect_source(own, "if len(generators) != logits.shape[0]:", "q[i].exponential_(generator=generator)")
 
-    def forward_cpu(self: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+    @around(sampler, "forward_cpu")
+    def forward_cpu(
+        original: Callable[..., Any], self: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
+    ) -> tuple[Any, Any]:
         import torch
 
         if len(generators) in (0, logits.shape[0]):
@@ -87,5 +89,3 @@ def install_cpu_sampler(module: ModuleType) -> None:
             noise[row].exponential_(generator=generators[index])
         sampled[rows] = probabilities.div_(noise).argmax(dim=-1).to(sampled.dtype)
         return sampled, returned
-
-    replace(sampler, "forward_cpu", forward_cpu)
