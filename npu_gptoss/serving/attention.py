@@ -156,7 +156,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         attn_metadata: AttentionMetadata | None,
         output: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
@@ -169,7 +169,7 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
             raise NotImplementedError("gpt-oss attention writes into the caller's buffer, in the model's dtype")
         if attn_metadata is None:
             return output.zero_()
-        key_cache, value_cache = kv_cache.unbind(0)
+        key_cache, value_cache = kv_cache
         write, attend = self.kernels.of(query, key_cache, self.sinks)
         write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
         return paged_attention(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.attention import AttentionMetadata, paged_attention, write_kv_cache
+from npu_gptoss.attention import AttentionMetadata, write_kv_cache
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving.ascend import captured, start_check
@@ -117,21 +117,10 @@ class AscendSinkImpl(SinkAttentionImpl, AscendAttentionBackendImpl):
         if trace_flag and splitting_attention is not None:
             splitting_attention(query, key, value, output, layer.layer_name)
             return output
-        if attn_metadata is None:  # profiling, and the capture of the pieces around attention
-            return output.zero_()
+        # without metadata: profiling, and the capture of the pieces around attention
+        if attn_metadata is None or not captured.capturing(get_forward_context()):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         key_cache, value_cache = kv_cache
-        write, attend = self.kernels.of(query, key_cache, self.sinks)
+        write, _ = self.kernels.of(query, key_cache, self.sinks)
         write_kv_cache(key, value, key_cache, value_cache, attn_metadata, kernel=write)
-        if captured.capturing(get_forward_context()):
-            return captured.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
-        return paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            attn_metadata,
-            self.sinks,
-            scale=self.scale,
-            sliding_window=self.window,
-            out=output,
-            kernel=attend,
-        )
+        return captured.capture(self, layer.layer_name, query, key_cache, value_cache, attn_metadata, output)
