@@ -7,7 +7,6 @@ of one character, runs in its event loop.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
@@ -99,16 +98,17 @@ def _prepared_messages(request: Any) -> list[Message] | None:
 def install_rendering(harmony_utils: ModuleType) -> None:
     """vLLM tells the model that there is no commentary channel, keeps reasoning that an answer has followed, and
     encodes with openai-harmony's tokenizer, which takes the square of the length of a run of one character."""
-    original_system = harmony_utils.get_system_message
-    expect_parameters(original_system, "reasoning_effort", "with_custom_tools")
-    expect_source(original_system, "if not with_custom_tools:", 'invalid_channel = "commentary"')
+    expect_parameters(harmony_utils.get_system_message, "reasoning_effort", "with_custom_tools")
+    expect_source(harmony_utils.get_system_message, "if not with_custom_tools:", 'invalid_channel = "commentary"')
     expect_parameters(harmony_utils.get_developer_message, "instructions", "tools")
     expect_source(harmony_utils.render_for_completion, "get_encoding().render_conversation_for_completion(")
 
-    @functools.wraps(original_system)
-    def get_system_message(*args: Any, **kwargs: Any) -> Message:
+    copies = (CHAT, RESPONSES, CONTEXT)
+
+    @around(harmony_utils, "get_system_message", copies)
+    def get_system_message(original: Callable[..., Message], *args: Any, **kwargs: Any) -> Message:
         kwargs["with_custom_tools"] = True  # the commentary channel is there without tools too, for preambles
-        return original_system(*args, **kwargs)
+        return original(*args, **kwargs)
 
     def get_developer_message(instructions: str | None = None, tools: Sequence[Any] | None = None) -> Message:
         from vllm import envs
@@ -123,8 +123,8 @@ def install_rendering(harmony_utils: ModuleType) -> None:
             return token_ids
         return encoder().encode(messages)
 
-    for function in (get_system_message, get_developer_message, render_for_completion):
-        replace(harmony_utils, function.__name__, function, copies=(CHAT, RESPONSES, CONTEXT))
+    for function in (get_developer_message, render_for_completion):
+        replace(harmony_utils, function.__name__, function, copies)
 
 
 @repair(
@@ -197,17 +197,16 @@ def install_responses(serving_responses: ModuleType) -> None:
     from vllm import envs
 
     serving = serving_responses.OpenAIServingResponses
-    original = serving._construct_input_messages_with_harmony
-    original_create = serving.create_responses
-    expect_parameters(original, "self", "request", "prev_response")
+    constructing = serving._construct_input_messages_with_harmony
+    expect_parameters(constructing, "self", "request", "prev_response")
     expect_source(
-        original,
+        constructing,
         "if with_custom_tools: dev_msg = get_developer_message(instructions=request.instructions, tools=request.tools)",
         "messages.append(parse_response_input(response_msg, prev_outputs))",
     )
     expect_parameters(serving_responses.parse_response_input, "response_msg", "prev_responses")
-    expect_parameters(original_create, "self", "request", "raw_request")
-    expect_source(original_create, "self._make_request_with_harmony(request, prev_response)")
+    expect_parameters(serving.create_responses, "self", "request", "raw_request")
+    expect_source(serving.create_responses, "self._make_request_with_harmony(request, prev_response)")
     expect_source(
         serving._make_request_with_harmony,
         "self._construct_input_messages_with_harmony(request, prev_response)",
@@ -224,8 +223,11 @@ def install_responses(serving_responses: ModuleType) -> None:
             prev_responses.append(ResponseFunctionToolCall.model_construct(call_id=call_id, name=name))
         return messages[0] if messages else None
 
+    replace(serving_responses, "parse_response_input", parse_response_input)
+
+    @around(serving, "_construct_input_messages_with_harmony")
     def _construct_input_messages_with_harmony(
-        self, request: ResponsesRequest, prev_response: Any | None
+        original: Callable[..., list[Message]], self: Any, request: ResponsesRequest, prev_response: Any | None
     ) -> list[Message]:
         prepared = _prepared_messages(request)
         if prepared is not None:
@@ -238,8 +240,10 @@ def install_responses(serving_responses: ModuleType) -> None:
             messages.insert(1, developer_message(request.instructions))
         return join_developer_turns(with_preambles(message for message in messages if message is not None))
 
-    @functools.wraps(original_create)
-    async def create_responses(self, request: ResponsesRequest, raw_request: Any = None) -> Any:
+    @around(serving, "create_responses")
+    async def create_responses(
+        original: Callable[..., Any], self: Any, request: ResponsesRequest, raw_request: Any = None
+    ) -> Any:
         previous = self.response_store.get(request.previous_response_id) if request.previous_response_id else None
         is_known = previous is not None or not request.previous_response_id
         if self.use_harmony and is_known and await self._check_model(request) is None:
@@ -252,11 +256,7 @@ def install_responses(serving_responses: ModuleType) -> None:
                 await _prepare(self, request, messages, request.max_output_tokens)
             except (ValueError, TypeError) as error:
                 return _refusal(self, error)
-        return await original_create(self, request, raw_request)
-
-    replace(serving_responses, "parse_response_input", parse_response_input)
-    replace(serving, "_construct_input_messages_with_harmony", _construct_input_messages_with_harmony)
-    replace(serving, "create_responses", create_responses)
+        return await original(self, request, raw_request)
 
 
 @repair("tokenize-prompt", f"{TOKENIZATION}:OpenAIServingTokenization.create_tokenize", lines=("0.11",))
