@@ -103,8 +103,8 @@ def register_formats() -> None:
 
 # What vLLM's experts layer is built with beyond what every release takes.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {"reduce_results": True}
-# What vLLM's experts layer passes to `apply` and this model does not use, with the value that means so.
-UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
+# What it passes to `apply` and this model does not use, with the value that means so; here what 0.23 passes, too.
+STAYED_OPTIONS: dict[str, Any] = {
     "use_grouped_topk": False,
     "topk_group": None,
     "num_expert_group": None,
@@ -113,6 +113,8 @@ UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "e_score_correction_bias": None,
     "apply_router_weight_on_input": False,
+}
+UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS | {
     "enable_eplb": False,
     "expert_load_view": None,
     "logical_to_physical_map": None,

@@ -17,6 +17,7 @@ from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
     MXFP4_NAME,
     QUANTIZATIONS,
     STAYED,
+    STAYED_OPTIONS,
     register_formats,
 )
 from npu_gptoss.serving.lines.vllm_0_33 import (  # noqa: F401
@@ -140,17 +141,7 @@ def unavailable(said: str) -> Exception:
 
 # What vLLM's experts layer is built with beyond what every release takes.
 EXPERTS_LAYER_OPTIONS: dict[str, Any] = {}
-# What it passes to `apply` and this model does not use, with the value that means so.
-UNUSED_EXPERTS_OPTIONS: dict[str, Any] = {
-    "use_grouped_topk": False,
-    "topk_group": None,
-    "num_expert_group": None,
-    "custom_routing_function": None,
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
-    "e_score_correction_bias": None,
-    "apply_router_weight_on_input": False,
-}
+UNUSED_EXPERTS_OPTIONS = STAYED_OPTIONS
 
 
 def choose_sizes(config: Any, sizes: list[int]) -> None:
