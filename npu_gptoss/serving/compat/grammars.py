@@ -115,6 +115,7 @@ def _guard(manager: type, grammar_init: Any, compiling: str) -> None:
 
 
 CHOOSES = "backend = request.sampling_params.structured_outputs._backend"
+COMPILES = "self.backend.compile_grammar(request_type, grammar_spec)"
 
 
 @repair(
@@ -126,7 +127,7 @@ CHOOSES = "backend = request.sampling_params.structured_outputs._backend"
 def install_backends(module: ModuleType) -> None:
     """The first structured request chooses the backend of all later ones, which were validated for another."""
     manager = module.StructuredOutputManager
-    _have_backends(manager, manager.grammar_init, "_async_create_grammar", CHOOSES)
+    _have_backends(manager, manager.grammar_init, "_async_create_grammar", CHOOSES, COMPILES)
 
 
 @repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.23",))
@@ -136,7 +137,7 @@ def install_backends_0_23(module: ModuleType) -> None:
     from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
 
     manager = module.StructuredOutputManager
-    _have_backends(manager, vllms_own(manager, "grammar_init"), "_create_grammar", CHOOSES)
+    _have_backends(manager, vllms_own(manager, "grammar_init"), "_create_grammar", CHOOSES, COMPILES)
 
 
 @repair("grammar-backends", f"{GRAMMARS}:StructuredOutputManager.grammar_init .clear_backend", lines=("0.33",))
@@ -145,15 +146,16 @@ def install_backends_0_33(module: ModuleType) -> None:
     other is refused until the server is started again."""
     manager = module.StructuredOutputManager
     refuses = "if self.backend_name is not None and request_backend != self.backend_name: raise"
-    _have_backends(manager, manager.grammar_init, "_create_grammar", refuses)
+    _have_backends(manager, manager.grammar_init, "_create_grammar", refuses, "self.backend.compile_grammar(")
 
 
-def _have_backends(manager: type, original_init: Any, compiling: str, choosing: str) -> None:
-    """original_init: vLLM's own; compiling: as of `_guard`; choosing: what it does with the backend of a request."""
+def _have_backends(manager: type, original_init: Any, compiling: str, choosing: str, compiles: str) -> None:
+    """original_init: vLLM's own; compiling: as of `_guard`; choosing, compiles: what these two have of a request's
+    backend."""
     expect_source(
         original_init, choosing, "if self.backend is None:", f"self.executor.submit(self.{compiling}, request)"
     )
-    expect_source(getattr(manager, compiling), "self.backend.compile_grammar(")
+    expect_source(getattr(manager, compiling), compiles)
     expect_source(manager.grammar_bitmask, "self.backend.allocate_token_bitmask(")
     original_clear = manager.clear_backend
 
