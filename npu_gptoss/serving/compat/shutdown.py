@@ -131,7 +131,7 @@ async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
     one_of_several = multiprocessing.parent_process() is not None  # its parent ends it, and sends this signal on
     for number in SIGNALS:
         loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN if one_of_several else functools.partial(_at_once, engine))
+        signal.signal(number, signal.SIG_IGN if one_of_several else _at_once)
     count = engine.output_processor.get_num_unfinished_requests()
     logger.info(
         "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.",
@@ -156,12 +156,12 @@ def _processes(engine: Any) -> list[Any]:
     return list(getattr(engine.engine_core.resources.engine_manager, "processes", ()))
 
 
-def _at_once(engine: Any, number: int, frame: object) -> None:
+def _at_once(number: int, frame: object) -> None:
+    """End the engines and API servers that this process has started, and then itself."""
     from npu_gptoss.serving.lines.vllm import kill_process_tree
 
-    for process in _processes(engine):
-        if process.is_alive():
-            kill_process_tree(process.pid)
+    for process in multiprocessing.active_children():
+        kill_process_tree(process.pid)
     os._exit(128 + number)
 
 
@@ -176,17 +176,9 @@ def install_servers(managers: ModuleType) -> None:
     @around(manager, "shutdown")
     def shutdown(original: Callable[..., None], self: Any, timeout: float | None = None) -> None:
         for number in SIGNALS:
-            signal.signal(number, _all_at_once)
+            signal.signal(number, _at_once)
         self.sock.close()  # or the kernel takes connections that nobody will answer
         original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
-
-
-def _all_at_once(number: int, frame: object) -> None:
-    from npu_gptoss.serving.lines.vllm import kill_process_tree
-
-    for process in multiprocessing.active_children():
-        kill_process_tree(process.pid)
-    os._exit(128 + number)
 
 
 def _cause(engine: Any) -> str:

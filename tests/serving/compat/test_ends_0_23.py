@@ -164,7 +164,7 @@ def test_another_signal_ends_several_servers_and_their_engines_at_once() -> None
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         print("child", child.pid, flush=True)
-        signal.signal(signal.SIGTERM, shutdown._all_at_once)
+        signal.signal(signal.SIGTERM, shutdown._at_once)
         signal.raise_signal(signal.SIGTERM)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
