@@ -235,7 +235,8 @@ def logits(
 def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Kernel = None) -> torch.Tensor:
     """logits [rows, vocab] -> ids [rows] int64 of the largest, into `out` where given.
 
-    -1 for a row that holds NaN or infinity: sampling from that would be silent garbage.
+    -1 for a row that holds NaN or infinity: sampling from that would be silent garbage. Minus infinity is a token that
+    is not allowed, by a grammar for example; a row of nothing else is -1 too.
     """
     if logits.dim() != 2 or not logits.shape[1]:
         raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}")

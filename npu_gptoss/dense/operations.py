@@ -46,7 +46,7 @@ LOGITS = define_operation(
     summary="the vocabulary's logits of normed rows",
 )
 GREEDY = define_operation(
-    "dense", "greedy", roles=("logits",), summary="the largest logit of each row, if all are finite"
+    "dense", "greedy", roles=("logits",), summary="the largest logit of each row, unless one is damaged"
 )
 
 

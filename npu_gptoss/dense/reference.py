@@ -127,6 +127,7 @@ def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 @register_kernel(GREEDY, solution="reference", signatures=(accepts(logits=FLOATS),), priority=Priority.REFERENCE)
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """The definition: the first of equals; -1 where a row holds NaN or infinity."""
-    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
-    out.copy_(torch.where(torch.isfinite(logits).all(-1), first, -1))
+    """The definition: the first of equals; -1 where the largest is NaN, infinity, or minus infinity."""
+    largest = logits.amax(-1, keepdim=True)
+    first = (logits == largest).int().argmax(-1)
+    out.copy_(torch.where(torch.isfinite(largest[:, 0]), first, -1))

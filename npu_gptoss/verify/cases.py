@@ -413,12 +413,15 @@ def _logits(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 
 def _greedy(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """Equal largest ones, and damage, in some rows; more logits than one program of a kernel takes."""
+    """Equal largest ones in some rows, tokens that a grammar forbids, damage; more logits than one program of a kernel
+    takes."""
     drawn = make.normal(rows, sizes.vocab * 9, role="logits")
     for row in range(0, rows, 2):
         drawn[row, [sizes.vocab * 8, sizes.vocab * 5, sizes.vocab * 7]] = 9.0
-    for row, value in zip(range(1, rows, 3), (math.nan, math.inf, -math.inf), strict=False):
+    for row, value in zip(range(1, rows, 3), (math.nan, math.inf), strict=False):
         drawn[row, sizes.vocab * 6] = value
+    drawn[2::5, : sizes.vocab * 7] = drawn[2::5, sizes.vocab * 7 + 1 :] = -math.inf
+    drawn[10:11] = -math.inf
     return {"logits": drawn}
 
 

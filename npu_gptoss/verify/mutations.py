@@ -314,6 +314,10 @@ def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
     return {"ids": torch.where(right["ids"] < 0, right["ids"], last)}
 
 
+def _forbidden_as_damage(inputs: Inputs, right: Outputs) -> Outputs:
+    return {"ids": torch.where(inputs["logits"].isfinite().all(-1), right["ids"], -1)}
+
+
 DENSE = (
     of_each("norm weight dropped", *STREAM, norm_weight=torch.ones_like),
     of_each("norm weight with one added", *STREAM, norm_weight=lambda t: t + 1),
@@ -340,6 +344,7 @@ DENSE = (
     of_each("row of the next token", LOGITS, weight=lambda t: t.roll(1, 0)),
     of_result("last of equals", GREEDY, change=_last_of_equals),
     of_result("damage not reported", GREEDY, change=lambda i, right: {"ids": i["logits"].nan_to_num().argmax(-1)}),
+    of_result("forbidden tokens as damage", GREEDY, change=_forbidden_as_damage),
     of_result("one token further", GREEDY, change=lambda i, right: {"ids": right["ids"] + 1}),
 )
 

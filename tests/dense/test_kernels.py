@@ -210,14 +210,15 @@ def greedy(kernel: Callable, logits: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("kernel", each([*GREEDY, reference.greedy]))
 def test_greedy_takes_the_first_of_the_largest_and_reports_damage(kernel: Callable) -> None:
     """More logits than one program of the Triton kernel takes; the largest in its second part."""
-    logits = torch.randn(6, 2500, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(7, 2500, generator=torch.Generator().manual_seed(1))
     logits[0, [1700, 1900, 2400]] = 9.0
     logits[1, 3] = 9.0
     logits[2, 100], logits[2, 5] = float("nan"), 9.0
     logits[3, 2000] = float("inf")
-    logits[4, 2000] = float("-inf")
+    logits[4] = float("-inf")
     logits[5, 2499] = 9.0
-    assert greedy(kernel, logits) == [1700, 3, -1, -1, -1, 2499]
+    logits[6, :2200] = logits[6, 2201:] = float("-inf")  # one token is allowed
+    assert greedy(kernel, logits) == [1700, 3, -1, -1, -1, 2499, 2200]
 
 
 @pytest.mark.parametrize("kernel", each(GREEDY))

@@ -1,7 +1,7 @@
 """What reads no weight matrix.
 
 Residual add and RMSNorm, a program a row. RoPE of queries and keys, and the write of keys and values to the cache,
-from the packed projections. The largest logit of each row, if all are finite, in two launches that fill the chip.
+from the packed projections. The largest logit of each row, unless one is damaged, in two launches that fill the chip.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rope_cache_kernel(
 def partial_kernel(
     logits,  # [rows, VOCAB]
     values,  # [rows, parts] fp32
-    ids,  # [rows, parts] int32; -1: not all are finite
+    ids,  # [rows, parts] int32; -1: one is NaN or infinity
     parts,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -112,12 +112,12 @@ def partial_kernel(
     row = tl.program_id(1).to(tl.int64)
     at = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
-    finite = (tl.abs(value) < float("inf")) | (at >= VOCAB)  # NaN compares false
-    clean = tl.where(finite, value, float("-inf"))
+    sound = value < float("inf")  # NaN compares false
+    clean = tl.where(sound, value, float("-inf"))
     largest = tl.max(clean, 0)
     winner = tl.min(tl.where(clean == largest, at, VOCAB), 0)  # the first of equals
     tl.store(values + row * parts + part, largest)
-    tl.store(ids + row * parts + part, tl.where(tl.min(finite.to(tl.int32), 0) == 1, winner, -1))
+    tl.store(ids + row * parts + part, tl.where(tl.min(sound.to(tl.int32), 0) == 1, winner, -1))
 
 
 @triton.jit
@@ -138,5 +138,7 @@ def final_kernel(
     inside = at < parts
     value = tl.load(values + row * parts + at, mask=inside, other=float("-inf"))
     index = tl.load(ids + row * parts + at, mask=inside, other=VOCAB)
-    winner = tl.min(tl.where((value == tl.max(value, 0)) & inside, index, VOCAB), 0)
-    tl.store(out + row * stride, tl.where(tl.min(index, 0) < 0, -1, winner).to(tl.int64))
+    largest = tl.max(value, 0)
+    winner = tl.min(tl.where((value == largest) & inside, index, VOCAB), 0)
+    chosen = (tl.min(index, 0) >= 0) & (largest > float("-inf"))
+    tl.store(out + row * stride, tl.where(chosen, winner, -1).to(tl.int64))

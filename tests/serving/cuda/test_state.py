@@ -102,6 +102,21 @@ def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
 
 
 @TRITON_HERE
+@pytest.mark.parametrize("wanted", [(GREEDY,), MANY, (DRAWN, GREEDY)])
+def test_a_grammar_s_tokens_are_drawn_by_the_short_way_too(long_ways, wanted):
+    """vLLM writes minus infinity over what a grammar forbids before it asks for tokens: no sign of damage."""
+    step = Step(*wanted)
+    allowed = [17, 4203, 900]
+    masked = torch.full_like(step.logits[0], float("-inf"))
+    masked[allowed] = step.logits[0, allowed]
+    step.logits[0] = masked
+    long, short = step.both()
+    assert tokens(short) == tokens(long)
+    assert int(short.sampled_token_ids[0]) in allowed
+    assert not long_ways
+
+
+@TRITON_HERE
 def test_only_steps_of_greedy_requests_alone_are_picked_by_our_kernels(monkeypatch):
     """A token that is drawn by a temperature of 0 would be the same at every seed."""
     monkeypatch.setattr(state.dense, "greedy", lambda logits: torch.full((len(logits),), -1))
