@@ -36,7 +36,7 @@ ASKS = {f"guided_{name}" for name in STRUCTURE} | {
     *("structured_outputs", "response_format", "structural_tag", "text", "output_config", "tools")
 }
 
-# where vLLM does nothing but read a request: whatever it raises there, the request is to blame
+# where vLLM does nothing but read a request: whatever it raises there, the request is to blame, or the installation
 READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony"} | {
     *("_preprocess_chat", "adjust_harmony_request", "to_chat_completion_request")  # the last two are of 0.33
 }
@@ -120,12 +120,23 @@ class VllmServer:
             raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param, status)
 
     def blame(self, error: BaseException) -> Refusal | None:
+        if _lacks_a_package(error):
+            return None
         names = READS | _validators()
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         if any(frame.f_code.co_name in names and "vllm" in frame.f_globals["__name__"] for frame in frames):
             said = escaped(str(error), 200)
             return Refusal(f"The request cannot be read: {type(error).__name__}{': ' if said else ''}{said}.")
         return None
+
+
+def _lacks_a_package(error: BaseException | None) -> bool:
+    """Whether something could not be imported: no request is to blame, and the log has to say what is missing."""
+    while error is not None:
+        if isinstance(error, ImportError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @functools.cache
@@ -156,6 +167,8 @@ def structure_asked_by(asked: Callable[[], Any], limits: Limits) -> dict[str, An
         request = asked()
         return {} if request is None else structure_of(sampling_of(request, limits.max_model_len).structured_outputs)
     except Exception as error:
+        if _lacks_a_package(error):
+            raise
         raise Refusal(f"The request cannot be read: {escaped(str(error), 300) or type(error).__name__}") from None
 
 

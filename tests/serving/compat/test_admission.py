@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from npu_gptoss.serving.compat.admission import misread_refusal
+from npu_gptoss.serving.admission.refusal import Refusal
+from npu_gptoss.serving.compat.admission import VllmServer, misread_refusal, structure_asked_by
 from tests.serving.compat import of_line
 from tests.serving.compat.of_line import OLD
 
@@ -105,6 +106,27 @@ def test_what_only_vllm_reads_is_the_clients_mistake_too(patched: Any) -> None:
         assert "KeyError" in answer.json()["error"]["message"]
     with patched(), client() as asked:
         assert asked.post("/v1/chat/completions", json=body).status_code == 500, "stock"
+
+
+READING = """
+def to_sampling_params():
+    try:
+        {first}
+    except Exception as error:
+        raise RuntimeError("as pydantic_extra_types says it") from error
+"""
+
+
+@pytest.mark.parametrize(("first", "of_the_client"), [("import no_such_package", False), ("{}['function']", True)])
+def test_a_package_that_the_server_lacks_is_not_the_clients_mistake(first: str, of_the_client: bool) -> None:
+    """A server without pycountry refused every chat as one that it cannot read, and its log did not say why."""
+    vllm_s: dict[str, Any] = {"__name__": "vllm.somewhere"}
+    exec(READING.format(first=first), vllm_s)
+    with pytest.raises(RuntimeError) as raised:
+        vllm_s["to_sampling_params"]()
+    assert (VllmServer(None, False).blame(raised.value) is not None) is of_the_client
+    with pytest.raises(Refusal if of_the_client else RuntimeError):
+        structure_asked_by(vllm_s["to_sampling_params"], None)
 
 
 def test_a_misread_field_is_one_short_sentence(patched: Any) -> None:
