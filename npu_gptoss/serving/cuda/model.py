@@ -80,8 +80,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         self.aux_layers: frozenset[int] = frozenset()
         self.model, self.lm_head = nn.Module(), None
         speculative = vllm_config.speculative_config
-        self._verifies = speculative is not None
-        self._has_head = self._verifies and speculative.method == "eagle3"
+        self._has_head = speculative is not None and speculative.method == "eagle3"
         self._nowhere = Slots(torch.empty(0, dtype=torch.int64))
         shape = (1, vllm_config.cache_config.block_size, here.num_key_value_heads, here.head_dim)
         self._nothing: KVCache = (torch.zeros(shape), torch.zeros(shape))
@@ -147,8 +146,9 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         The other two are vLLM's for pipelines and embedded prompts, which `limits` refuses.
         """
         model, context = self.gptoss, get_forward_context()
-        if self._verifies:  # vLLM marks a draft that nobody proposed by -1; its row is refused, whatever it reads
-            input_ids = input_ids.clamp(min=0)
+        # vLLM marks a draft that nobody proposed by -1, and of logits that are all NaN its kernel may pick a token behind
+        # the last. An embedding asked for either is an assertion on the device, which ends everybody's requests.
+        input_ids = input_ids.clamp(0, self.config.vocab_size - 1)
         live = live_rows(context, self.caches[0].name, len(input_ids))
         slots = context.slot_mapping or {}
         if not self.caches[0].kv_cache:

@@ -5,9 +5,10 @@ Steps are what vLLM's scheduler would hand over: prompts, chunks, decode, drafts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from types import SimpleNamespace as Having
 from typing import Any
 
@@ -79,17 +80,23 @@ class Server:
         return cls(config, served, plain, drafts, tuple(tables), [0] * requests, caches)
 
     def step(
-        self, rows: Sequence[int], *, prefilling: Sequence[bool], unknown: int = 0, missing: Sequence[int] = ()
+        self,
+        rows: Sequence[int],
+        *,
+        prefilling: Sequence[bool],
+        unknown: int = 0,
+        stray: Mapping[int, int] = MappingProxyType({}),
     ) -> Any:
         """Checks one step. Returns as what it was built, or what the model returned where that is more than one tensor.
 
-        unknown: by how much the host's lengths of decoding requests are too long. missing: rows that vLLM has no token
-        for; they are compared by a token of their own, and behind them nothing of their request must follow.
+        unknown: by how much the host's lengths of decoding requests are too long. stray: by row, what is
+        no token of the vocabulary; it is computed as the nearest one.
         """
         positions = [torch.arange(had, had + new) for had, new in zip(self.lengths, rows, strict=True)]
         self.lengths = [had + new for had, new in zip(self.lengths, rows, strict=True)]
         ids = torch.randint(0, self.config.vocab_size, (sum(rows),))
-        ids[list(missing)] = 0
+        for row, token in stray.items():
+            ids[row] = min(max(token, 0), self.config.vocab_size - 1)
         start = torch.tensor([0, *rows]).cumsum(0).int()
         bounds = [n + unknown * (not prompt) for n, prompt in zip(self.lengths, prefilling, strict=True)]
         steps, slots = {}, {}
@@ -119,7 +126,7 @@ class Server:
         context = ForwardContext(no_compile_layers={}, attn_metadata=steps, slot_mapping=slots)
         with override_forward_context(context), torch.inference_mode():
             given = ids.clone()
-            given[list(missing)] = -1
+            given[list(stray)] = torch.tensor(list(stray.values()), dtype=given.dtype)
             result = self.model.forward(given, torch.cat(positions))
         got = result[0] if isinstance(result, tuple) else result
         assert torch.equal(self.model.compute_logits(got), self.plain.head(got))
@@ -160,7 +167,14 @@ def test_a_row_whose_draft_nobody_proposed_ends_no_engine(checkpoint):
     """An embedding asked for row -1 is an assertion on the device, after which an engine cannot go on."""
     server = Server.of(*checkpoint, drafts=1)
     server.step([5, 70, 33], prefilling=[True] * 3)
-    server.step([2, 2, 2], prefilling=[False] * 3, missing=(1, 5))
+    server.step([2, 2, 2], prefilling=[False] * 3, stray={1: -1, 5: -1})
+
+
+def test_a_row_whose_logits_were_damaged_ends_no_engine(checkpoint):
+    """vLLM's kernel looks past the vocabulary's end there: the index of what it reads behind it wins over NaN."""
+    server = Server.of(*checkpoint)
+    server.step([5, 70, 33], prefilling=[True] * 3)
+    server.step([1, 1, 1], prefilling=[False] * 3, stray={1: server.config.vocab_size + 3})
 
 
 def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):
