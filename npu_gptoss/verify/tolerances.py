@@ -78,6 +78,11 @@ WIDER: dict[tuple[str, str, str], Wider] = {
     ),
     ("dense.add_norm", "normed", "float32"): Wider("a mean of up to 2880 squares in another order", scale=4),
     ("dense.logits", "out", "float32"): Wider("sums of up to 2880 products in another order", scale=4),
+    ("dense.logits", "out", "bfloat16"): Wider(
+        "cuBLAS may add parts of the sum that it has rounded, before they cancel (torch's "
+        "allow_bf16_reduced_precision_reduction)",
+        of_largest=1 / 128,
+    ),
     ("rope.rotate", "x", "bfloat16"): Wider(
         "both products are rounded before they cancel, as transformers rounds", of_largest=1 / 128
     ),
