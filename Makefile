@@ -89,11 +89,17 @@ environment-%:
 	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
 	Without them: make test $$(echo $(if $(filter emulated%,$*),emulated,$*) | tr a-z- A-Z_)=0"; exit 1; }
 
+# 0 for one process
+GPU_WORKERS ?= 6
+
 .PHONY: test-cuda
-test-cuda: ## on an NVIDIA GPU: kernels, graphs and the engine, with the Python that has torch for it (PYTHON=, or python3)
-	@"$${PYTHON:-python3}" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-cuda: the torch \
-	of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
-	"$${PYTHON:-python3}" -m pytest -m cuda $(PYTEST_ARGS)
+test-cuda: ## on an NVIDIA GPU: kernels, graphs, the engine, `vllm serve`; in .venv-cuda, set up, or with PYTHON=path and what that has
+	@test -n "$$PYTHON" || test "$$($(ANY_PYTHON) scripts/setup/accelerator.py)" = cuda || { echo "make test-cuda: no \
+	NVIDIA GPU is here that .venv-cuda is for; PYTHON=path names a Python whose torch finds one" >&2; exit 2; }
+	@test -n "$$PYTHON" || $(SETUP) --tools cuda
+	@"$${PYTHON:-.venv-cuda/bin/python}" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make \
+	test-cuda: the torch of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
+	"$${PYTHON:-.venv-cuda/bin/python}" -m pytest -m cuda -n $(GPU_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: test-clients
 test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server (ON=emulated-9.1)

@@ -228,6 +228,8 @@ def find_compiler(run: Run) -> None:
 
 def cuda_steps(tools: bool) -> list[Step]:
     """vLLM's own build for NVIDIA GPUs, whose torch brings CUDA's libraries: the machine needs the driver."""
+    dev = read_pins(REQUIREMENTS / "dev.txt")
+    pytest = [f"{name}=={dev[name]}" for name in ("pytest", "pytest-xdist", "pluggy", "iniconfig", "execnet")]
     hashed = ("--require-hashes", "--only-binary", ":all:")
     return [
         Step("compiler", "a C compiler and Python's headers, which Triton needs", find_compiler),
@@ -236,6 +238,7 @@ def cuda_steps(tools: bool) -> list[Step]:
         import_step(
             *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"),
         ),
+        *([pip_step("tools", "pytest", *pytest)] if tools else []),
     ]
 
 
@@ -259,7 +262,7 @@ def vllm033_steps(tools: bool) -> list[Step]:
             *BUILDS_VLLM_0_33,
         ),
         vllm_step(release="0.33.0"),
-        editable_step(),
+        editable_step(emulator=False),
     ]
 
 

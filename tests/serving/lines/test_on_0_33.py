@@ -44,6 +44,13 @@ def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
+def test_what_runs_on_a_gpu_is_collected_where_vllm_0_33_is() -> None:
+    """`make test-cuda` ended before its first test: files of the other lines could not be imported, nor the emulator."""
+    found = run(PYTHON, "--collect-only", "-m", "cuda")
+    assert found.returncode == 0, found.stdout[-3000:]
+    assert int(re.search(r"(\d+)/\d+ tests collected", found.stdout)[1]) > 600
+
+
 def test_a_file_that_is_skipped_is_told() -> None:
     """Otherwise the test above shows nothing: pytest's exit status does not tell it where another file has run."""
     done = run(sys.executable, FILES[0], "tests/test_layers.py")
