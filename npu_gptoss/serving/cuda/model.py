@@ -146,7 +146,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         The other two are vLLM's for pipelines and embedded prompts, which `limits` refuses.
         """
         model, context = self.gptoss, get_forward_context()
-        # vLLM marks a draft that nobody proposed by -1, and of logits that are all NaN its kernel may pick a token behind
+        # vLLM marks a draft that nobody proposed by -1, and of logits that are NaN its kernel may pick a token behind
         # the last. An embedding asked for either is an assertion on the device, which ends everybody's requests.
         input_ids = input_ids.clamp(0, self.config.vocab_size - 1)
         live = live_rows(context, self.caches[0].name, len(input_ids))

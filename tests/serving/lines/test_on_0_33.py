@@ -45,7 +45,7 @@ def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
 
 
 def test_what_runs_on_a_gpu_is_collected_where_vllm_0_33_is() -> None:
-    """`make test-cuda` ended before its first test: files of the other lines could not be imported, nor the emulator."""
+    """`make test-cuda` ended before its first test: other lines' files could not be imported, nor the emulator."""
     found = run(PYTHON, "--collect-only", "-m", "cuda")
     assert found.returncode == 0, found.stdout[-3000:]
     assert int(re.search(r"(\d+)/\d+ tests collected", found.stdout)[1]) > 600
