@@ -25,6 +25,7 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     MultipleOf,
     SlidingWindowSpec,
     VllmConfig,
+    get_block_table_width,
 )
 
 # Of the kernels, said as vLLM's own backends say it: so the layer of an EAGLE3 head is of the same kind as the layers
@@ -64,7 +65,12 @@ class StepBuilder(AttentionMetadataBuilder[StepMetadata]):
         self.most_rows = 1 + (speculative.num_speculative_tokens or 0 if speculative else 0)
         if self.most_rows > 1:
             rows = vllm_config.scheduler_config.max_num_seqs * self.most_rows
-            width = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
+            # of the runner's tables, which it makes wider than the longest request needs
+            width = get_block_table_width(
+                kv_cache_spec.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len),
+                kv_cache_spec.block_size,
+                token_alignment=kv_cache_spec.block_table_token_alignment,
+            )
             self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._table = torch.zeros(rows, width, dtype=torch.int32, device=device)
             self._behind = torch.arange(1 - self.most_rows, 1, dtype=torch.int32, device=device)

@@ -41,6 +41,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.kv_cache_interface": ("AttentionSpec", "FullAttentionSpec", "KVCacheLayout", "SlidingWindowSpec"),
     "vllm.v1.metrics.loggers": ("StatLoggerBase",),
+    "vllm.v1.worker.block_table": ("get_block_table_width",),
     "vllm.v1.worker.gpu.model_states.default": ("DefaultModelState",),
     "vllm.v1.worker.gpu.sample.gumbel": ("gumbel_sample",),
     "vllm.v1.worker.gpu.sample.output": ("SamplerOutput",),

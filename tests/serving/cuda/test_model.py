@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import customize_attention_spec
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
@@ -48,7 +49,7 @@ def config_of(folder: Path, drafts: int = 0) -> Having:
         model_config=Having(model=str(folder), quantization=None, max_model_len=MAX_MODEL_LEN, dtype=torch.float32),
         scheduler_config=Having(max_num_batched_tokens=256, max_num_seqs=8),
         cache_config=Having(block_size=BLOCK_SIZE),
-        parallel_config=Having(enable_expert_parallel=False),
+        parallel_config=Having(enable_expert_parallel=False, decode_context_parallel_size=1),
         speculative_config=Having(num_speculative_tokens=drafts, method="ngram") if drafts else None,
         compilation_config=Having(static_forward_context={}),
     )
@@ -119,8 +120,9 @@ class Server:
                 is_prefilling=torch.tensor(prefilling),
             )
             layers = [layer.name for layer in self.model.caches if (layer.window is not None) == window]
-            spec = Having(block_size=BLOCK_SIZE)
-            built = StepBuilder(spec, layers, config_of(Path(), self.drafts), torch.device("cpu")).build(0, common)
+            config = config_of(Path(), self.drafts)
+            spec = self.model.caches[0].get_kv_cache_spec(config)
+            built = StepBuilder(spec, layers, config, torch.device("cpu")).build(0, common)
             steps |= dict.fromkeys(layers, built)
             slots |= dict.fromkeys(layers, common.slot_mapping)
         context = ForwardContext(no_compile_layers={}, attn_metadata=steps, slot_mapping=slots)
@@ -161,6 +163,35 @@ def test_rows_that_verify_drafts_see_what_is_there_and_not_what_the_host_hopes_f
     assert server.step([1 + drafts] * 3, prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
     assert server.step([1 + drafts, 20, 1], prefilling=[False, True, False], unknown=drafts) is AttentionMetadata
     assert server.step([1, 1, 1], prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
+
+
+@pytest.mark.parametrize("longest", [1024, 1000])
+def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longest):
+    """It makes them for a multiple of 128 tokens, whatever the longest request is. Ours were narrower, and an engine
+    with drafts and another `--max-model-len` did not start."""
+    config = config_of(checkpoint[0], drafts=1)
+    config.model_config.max_model_len = longest
+    layer = model.GptOssForCausalLM(vllm_config=config).caches[1]
+    spec = layer.get_kv_cache_spec(config)
+    width, rows = get_block_table_width(-(-longest // BLOCK_SIZE), BLOCK_SIZE), 2
+    table = torch.arange(8 * width, dtype=torch.int32).view(8, width)
+    lengths = torch.tensor([longest, 20], dtype=torch.int32)
+    step = StepBuilder(spec, [layer.name], config, torch.device("cpu")).build(
+        0,
+        CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, 2, 4]),
+            query_start_loc_cpu=torch.tensor([0, 2, 4]),
+            seq_lens=lengths,
+            num_reqs=2,
+            num_actual_tokens=2 * rows,
+            max_query_len=rows,
+            max_seq_len=longest,
+            block_table_tensor=table[:2],
+            slot_mapping=torch.arange(4),
+        ),
+    )
+    assert torch.equal(step.block_table, table[[0, 0, 1, 1]])
+    assert step.lengths.tolist() == [longest - 1, longest, 19, 20]
 
 
 def test_a_row_whose_draft_nobody_proposed_ends_no_engine(checkpoint):
