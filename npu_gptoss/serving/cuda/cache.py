@@ -146,18 +146,28 @@ class SinkBackend(AttentionBackend):
 
 
 class LayerCache(AttentionLayerBase):
-    """Keys and values of one layer: `kv_cache` is the pair of them once vLLM has allocated it, before it is empty."""
+    """Keys and values of one layer: `pair`, [blocks, block_size, kv_heads, head_dim] each, and None without a cache."""
+
+    pair: KVCache | None
 
     def __init__(self, name: str, *, heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
         """heads: of queries, of this rank, as kv_heads; window: keys that a query sees, its own included, or None."""
         self.name, self.window = name, window
         self.num_heads, self.num_kv_heads, self.head_size = heads, kv_heads, head_dim
-        self.kv_cache: KVCache | tuple[()] = ()
+        self.kv_cache = torch.empty(0)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """kv_cache: [blocks, kv_heads, block_size, 2 * head_dim], each key followed by its value."""
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        self.kv_cache = keys, values
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """As vLLM and its connectors have it: [blocks, kv_heads, block_size, 2 * head_dim], each key followed by its
+        value; empty before vLLM has allocated it, and when vLLM frees it."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self._kv_cache, self.pair = kv_cache, None
+        if len(kv_cache):
+            keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            self.pair = keys, values
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return SinkBackend

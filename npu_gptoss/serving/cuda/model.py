@@ -32,6 +32,7 @@ from npu_gptoss.serving.lines.vllm_0_33 import (
     VllmConfig,
     eager_break_during_capture,
     get_forward_context,
+    maybe_transfer_kv_layer,
 )
 from npu_gptoss.serving.loading import readable
 
@@ -39,14 +40,17 @@ logger = logging.getLogger("vllm.npu_gptoss")
 
 
 @eager_break_during_capture
-def attend(model: GptOssForCausalLM, index: int, query: torch.Tensor, out: torch.Tensor) -> None:
-    """Attention of layer `index` over its cache, into `out`: [rows, heads, head_dim] as query."""
-    cache = model.caches[index]
-    steps = get_forward_context().attn_metadata
-    if not steps or not cache.kv_cache:  # vLLM measures memory, or warms up, without keys
+@maybe_transfer_kv_layer
+def attend(model: GptOssForCausalLM, index: int, layer_name: str, query: torch.Tensor, out: torch.Tensor) -> None:
+    """Attention of layer `index` over its cache, into `out`: [rows, heads, head_dim] as query.
+
+    layer_name: by which vLLM waits for the keys that a connector loads, and hands it those that are there now.
+    """
+    pair, steps = model.caches[index].pair, get_forward_context().attn_metadata
+    if not steps or pair is None:  # vLLM measures memory, or warms up, without keys
         out.zero_()
         return
-    model.gptoss.attend(index, query, cache.kv_cache, steps[cache.name], out=out)
+    model.gptoss.attend(index, query, pair, steps[layer_name], out=out)
 
 
 class GptOssForCausalLM(nn.Module, SupportsEagle3):
@@ -112,7 +116,7 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         return {name for name, _ in self.named_parameters()}
 
     def _warm_up(self, reach: Reach) -> None:
-        warm_up(self.gptoss, [cache.kv_cache for cache in self.caches], reach)
+        warm_up(self.gptoss, [cache.pair for cache in self.caches], reach)
 
     def _share(self) -> None:
         """The embedding, which every rank has whole, and this rank's rows of lm_head, as modules of vLLM's."""
@@ -151,16 +155,16 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         input_ids = input_ids.clamp(0, self.config.vocab_size - 1)
         live = live_rows(context, self.caches[0].name, len(input_ids))
         slots = context.slot_mapping or {}
-        if not self.caches[0].kv_cache:
+        if self.caches[0].pair is None:
             slots = {}
             self._gather_for_nothing()
         residual, delta = model.embed(input_ids), None
         aux: list[torch.Tensor] = []
         for index, cache in enumerate(self.caches):
             where = Slots(slots[cache.name]) if cache.name in slots else self._nowhere
-            residual, query = model.enter(index, residual, delta, positions, cache.kv_cache or self._nothing, where)
+            residual, query = model.enter(index, residual, delta, positions, cache.pair or self._nothing, where)
             attended = torch.empty_like(query)
-            attend(self, index, query, attended)
+            attend(self, index, cache.name, query, attended)
             residual, delta = model.leave(index, residual, attended, live)
             if index + 1 in self.aux_layers:
                 aux.append((residual + delta).to(self.dtype))

@@ -25,6 +25,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.entrypoints.serve.middleware.authenticate": ("AuthenticationMiddleware",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
+    "vllm.model_executor.layers.attention.kv_transfer_utils": ("maybe_transfer_kv_layer",),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
     "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP",),

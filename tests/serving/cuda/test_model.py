@@ -5,6 +5,7 @@ Steps are what vLLM's scheduler would hand over: prompts, chunks, decode, drafts
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,15 @@ pytest.importorskip("vllm.compilation.breakable_cudagraph", reason="needs vLLM 0
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.block_table import get_block_table_width
-from vllm.v1.worker.utils import customize_attention_spec
+from vllm.v1.worker.utils import clear_layer_kv_caches, customize_attention_spec
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
 from npu_gptoss.model.config import GptOssConfig
@@ -125,7 +128,11 @@ class Server:
             built = StepBuilder(spec, layers, config, torch.device("cpu")).build(0, common)
             steps |= dict.fromkeys(layers, built)
             slots |= dict.fromkeys(layers, common.slot_mapping)
-        context = ForwardContext(no_compile_layers={}, attn_metadata=steps, slot_mapping=slots)
+        context = ForwardContext(
+            no_compile_layers={layer.name: layer for layer in self.model.caches},
+            attn_metadata=steps,
+            slot_mapping=slots,
+        )
         with override_forward_context(context), torch.inference_mode():
             given = ids.clone()
             given[list(stray)] = torch.tensor(list(stray.values()), dtype=given.dtype)
@@ -206,6 +213,45 @@ def test_a_row_whose_logits_were_damaged_ends_no_engine(checkpoint):
     server = Server.of(*checkpoint)
     server.step([5, 70, 33], prefilling=[True] * 3)
     server.step([1, 1, 1], prefilling=[False] * 3, stray={1: server.config.vocab_size + 3})
+
+
+def test_a_connector_is_told_of_each_layer_when_its_keys_are_there(checkpoint, tmp_path, monkeypatch):
+    """vLLM's own example, which keeps a prompt's keys in files. Nobody told it, so it kept none, and whoever got them
+    from elsewhere ended the engine."""
+
+    def connected(requests: int, stores: bool) -> tuple[Server, ExampleConnector]:
+        server = Server.of(*checkpoint, requests=requests)
+        connector = ExampleConnector.__new__(ExampleConnector)
+        connector._storage_path, connector._block_size = str(tmp_path), BLOCK_SIZE
+        asked = ExampleConnectorMetadata()
+        for table in server.tables[0]:
+            asked.add_request([1] * 33, table[:3].tolist(), BLOCK_SIZE, stores, [])
+        connector.bind_connector_metadata(asked)
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        return server, connector
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    first, _ = connected(1, stores=True)
+    first.tables = first.tables[0], first.tables[0]  # one group, as vLLM has it for a connector that knows of no more
+    first.step([33], prefilling=[True])
+    second, connector = connected(1, stores=False)
+    layers = {layer.name: layer for layer in second.model.caches}
+    connector.start_load_kv(
+        ForwardContext(no_compile_layers=layers, attn_metadata=dict.fromkeys(layers), slot_mapping={})
+    )
+    for before, after in zip(first.model.caches, second.model.caches, strict=True):
+        for kept, loaded in zip(before.pair, after.pair, strict=True):
+            kept, loaded = (part[server.tables[0][0, :2].long()] for part, server in ((kept, first), (loaded, second)))
+            assert kept.any()
+            assert torch.equal(kept, loaded)
+
+
+def test_a_cache_that_vllm_frees_is_held_by_no_layer(checkpoint):
+    layers = Server.of(*checkpoint).model.caches
+    memory = [weakref.ref(layer.kv_cache) for layer in layers]
+    clear_layer_kv_caches(layers)
+    assert not any(layer.pair for layer in layers)
+    assert not any(each() is not None for each in memory)
 
 
 def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):
