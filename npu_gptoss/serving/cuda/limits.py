@@ -27,6 +27,9 @@ def objections(config: VllmConfig) -> list[str]:
         f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: leave it out": (
             parallel.prefill_context_parallel_size > 1
         ),
+        "--weight-transfer-config: the weights of a running server stay as they are; leave it out": (
+            config.weight_transfer_config is not None
+        ),
         "--enable-prompt-embeds: prompts are text or token ids; leave it out": config.model_config.enable_prompt_embeds,
         "VLLM_USE_V2_MODEL_RUNNER=0: the model is written for the second model runner; unset it": (
             not config.use_v2_model_runner

@@ -15,6 +15,7 @@ from torch import nn
 
 from npu_gptoss.attention import DecodeMetadata
 from npu_gptoss.attention.triton.plan import ROUND_KEYS
+from npu_gptoss.errors import InputError
 from npu_gptoss.model.assembly import AUTO, FLOATS, FP8, expert_format
 from npu_gptoss.model.checkpoint import expand_stream
 from npu_gptoss.model.transformer import GptOss, KVCache
@@ -97,7 +98,10 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         return StepState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError."""
+        """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError, and
+        InputError for a second set: it would lie elsewhere, and graphs have the addresses of the first."""
+        if hasattr(self, "gptoss"):
+            raise InputError("The weights of a running server stay as they are; start the server again for others.")
         form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
         tensors = checked_values(readable(weights, self.config, self.checkpoint), self.dtype, self.checkpoint)
         if form == FLOATS:

@@ -31,6 +31,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 from vllm.v1.worker.utils import clear_layer_kv_caches, customize_attention_spec
 
 from npu_gptoss.attention import AttentionMetadata, DecodeMetadata
+from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import GptOss
 from npu_gptoss.serving import limits
@@ -252,6 +253,16 @@ def test_a_cache_that_vllm_frees_is_held_by_no_layer(checkpoint):
     clear_layer_kv_caches(layers)
     assert not any(layer.pair for layer in layers)
     assert not any(each() is not None for each in memory)
+
+
+def test_weights_are_loaded_once(checkpoint):
+    """A second set lies elsewhere: graphs went on with the memory of the first, which was free by then."""
+    served = model.GptOssForCausalLM(vllm_config=config_of(checkpoint[0]))
+    served.load_weights(random_tensors(checkpoint[1]).items())
+    before = served.gptoss
+    with pytest.raises(InputError, match="start the server again"):
+        served.load_weights(random_tensors(checkpoint[1]).items())
+    assert served.gptoss is before
 
 
 def test_an_eagle_head_gets_the_residual_stream_behind_its_layers(checkpoint):

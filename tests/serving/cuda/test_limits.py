@@ -1,0 +1,40 @@
+"""Options of vLLM 0.33 that the model for NVIDIA GPUs cannot serve are refused at the start, each by its name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Having
+from typing import Any
+
+import pytest
+
+from npu_gptoss.serving.cuda import limits
+
+
+def config_of(**changes: Any) -> Having:
+    """The parts of VllmConfig that are looked at."""
+    parts = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "enable_expert_parallel": False,
+            "data_parallel_size": 2,
+            "prefill_context_parallel_size": 1,
+        },
+        "model_config": {"enable_prompt_embeds": False},
+        "load_config": {"load_format": "auto"},
+    }
+    whole = {"use_v2_model_runner": True, "weight_transfer_config": None}
+    for name, value in changes.items():
+        next((part for part in parts.values() if name in part), whole)[name] = value
+    return Having(**{name: Having(**part) for name, part in parts.items()}, **whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"weight_transfer_config": object()}, "--weight-transfer-config"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
+    assert limits.objections(config_of()) == []
+    (objection,) = limits.objections(config_of(**change))
+    assert objection.startswith(option)
