@@ -27,6 +27,7 @@ def objections(config: VllmConfig) -> list[str]:
         f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: leave it out": (
             parallel.prefill_context_parallel_size > 1
         ),
+        f"--ubatch-size {parallel.ubatch_size}: steps are not halved; leave it out": parallel.ubatch_size > 1,
         "--weight-transfer-config: the weights of a running server stay as they are; leave it out": (
             config.weight_transfer_config is not None
         ),

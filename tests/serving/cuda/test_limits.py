@@ -18,6 +18,7 @@ def config_of(**changes: Any) -> Having:
             "enable_expert_parallel": False,
             "data_parallel_size": 2,
             "prefill_context_parallel_size": 1,
+            "ubatch_size": 0,
         },
         "model_config": {"enable_prompt_embeds": False},
         "load_config": {"load_format": "auto"},
@@ -32,6 +33,7 @@ def config_of(**changes: Any) -> Having:
     ("change", "option"),
     [
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
+        ({"ubatch_size": 2}, "--ubatch-size 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
