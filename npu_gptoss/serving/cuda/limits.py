@@ -14,7 +14,8 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 def objections(config: VllmConfig) -> list[str]:
     """As `limits.objections`."""
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
+    positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     refused = {
         "--load-format dummy: the weights are made when they are loaded; give the path of a checkpoint": (
             config.load_config.load_format == "dummy"
@@ -27,11 +28,14 @@ def objections(config: VllmConfig) -> list[str]:
         f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}: leave it out": (
             parallel.prefill_context_parallel_size > 1
         ),
+        f"--max-model-len {model.max_model_len}: the checkpoint has {positions} positions; ask for no more": (
+            model.max_model_len > positions
+        ),
         f"--ubatch-size {parallel.ubatch_size}: steps are not halved; leave it out": parallel.ubatch_size > 1,
         "--weight-transfer-config: the weights of a running server stay as they are; leave it out": (
             config.weight_transfer_config is not None
         ),
-        "--enable-prompt-embeds: prompts are text or token ids; leave it out": config.model_config.enable_prompt_embeds,
+        "--enable-prompt-embeds: prompts are text or token ids; leave it out": model.enable_prompt_embeds,
         "VLLM_USE_V2_MODEL_RUNNER=0: the model is written for the second model runner; unset it": (
             not config.use_v2_model_runner
         ),

@@ -20,7 +20,11 @@ def config_of(**changes: Any) -> Having:
             "prefill_context_parallel_size": 1,
             "ubatch_size": 0,
         },
-        "model_config": {"enable_prompt_embeds": False},
+        "model_config": {
+            "enable_prompt_embeds": False,
+            "max_model_len": 131072,
+            "hf_config": Having(max_position_embeddings=131072),
+        },
         "load_config": {"load_format": "auto"},
     }
     whole = {"use_v2_model_runner": True, "weight_transfer_config": None}
@@ -34,6 +38,8 @@ def config_of(**changes: Any) -> Having:
     [
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
+        # as VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it through: the device would read behind the table of rotary angles
+        ({"max_model_len": 131073}, "--max-model-len 131073"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
