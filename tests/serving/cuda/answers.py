@@ -206,9 +206,10 @@ def pad(how: str) -> torch.Tensor:
         rows, unused = embed(self, ids), padding(len(ids))
         return rows if unused is None else rows.masked_fill(unused[:, None], torch.nan)
 
-    def attend_into_garbage(self: Any, index: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend_into_garbage(*inputs: Any) -> None:
+        *_, query, out = inputs
         out.fill_(torch.nan)
-        attend(self, index, query, out)
+        attend(*inputs)
         unused = padding(len(query))
         if unused is None:
             return
