@@ -14,7 +14,7 @@ BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 def objections(config: VllmConfig) -> list[str]:
     """As `limits.objections`."""
-    parallel, model = config.parallel_config, config.model_config
+    parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     refused = {
         "--load-format dummy: the weights are made when they are loaded; give the path of a checkpoint": (
@@ -32,6 +32,9 @@ def objections(config: VllmConfig) -> list[str]:
             model.max_model_len > positions
         ),
         f"--ubatch-size {parallel.ubatch_size}: steps are not halved; leave it out": parallel.ubatch_size > 1,
+        "--cpu-offload-gb and --offload-group-size: the weights stay on the GPU; leave them out": (
+            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+        ),
         "--weight-transfer-config: the weights of a running server stay as they are; leave it out": (
             config.weight_transfer_config is not None
         ),

@@ -26,6 +26,7 @@ def config_of(**changes: Any) -> Having:
             "hf_config": Having(max_position_embeddings=131072),
         },
         "load_config": {"load_format": "auto"},
+        "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
     }
     whole = {"use_v2_model_runner": True, "weight_transfer_config": None}
     for name, value in changes.items():
@@ -38,6 +39,9 @@ def config_of(**changes: Any) -> Having:
     [
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
+        # vLLM moves parameters, of which our weights are none: nothing left the GPU, without a word
+        ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb"),
+        ({"prefetch": Having(offload_group_size=2)}, "--cpu-offload-gb and --offload-group-size"),
         # as VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it through: the device would read behind the table of rotary angles
         ({"max_model_len": 131073}, "--max-model-len 131073"),
     ],
