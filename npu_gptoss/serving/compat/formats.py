@@ -69,7 +69,7 @@ def install_formats(module: ModuleType) -> None:
     for kind in (chat, completion):
         around(kind, "to_sampling_params")(with_format)
 
-    _have_json_object(responses)
+    _have_json_object(responses, text=None)  # at which 0.11.0 raises
 
 
 @repair("response-formats", f"{RESPONSES_PROTOCOL}:ResponsesRequest.to_sampling_params", lines=("0.23",))
@@ -79,7 +79,8 @@ def install_formats_0_23(module: ModuleType) -> None:
     _have_json_object(module.ResponsesRequest)
 
 
-def _have_json_object(responses: type) -> None:
+def _have_json_object(responses: type, **hidden: None) -> None:
+    """hidden: fields that vLLM's own reading must not see; on 0.23 it refuses a structure beside the format."""
     from vllm.sampling_params import StructuredOutputsParams
 
     @around(responses, "to_sampling_params")
@@ -89,7 +90,7 @@ def _have_json_object(responses: type) -> None:
         form = self.text.format if self.text is not None else None
         if form is None or form.type != "json_object":
             return original(self, *args, **kwargs)
-        params = original(self.model_copy(update={"text": None}), *args, **kwargs)
+        params = original(self.model_copy(update=hidden), *args, **kwargs)
         params.structured_outputs = StructuredOutputsParams(json_object=True)
         return params
 

@@ -185,6 +185,11 @@ def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
     fields = {"prompt": "a", "guided_choice": ["x"], "response_format": {"type": "text"}}
     with patched(*FORMATS_REPAIRS):
         assert meant(of_line.completion_class()(**fields)) == {"choice": ["x"]}
+    if LINE == "0.23":  # which has the field on /v1/responses, and takes no format beside it
+        both = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "x"}}
+        for repairs in ((), FORMATS_REPAIRS):
+            with patched(*repairs), pytest.raises(ValueError, match="both structured_outputs and text"):
+                meant(of_line.responses_class()(input="a", **both))
 
 
 @pytest.mark.parametrize(
