@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -183,8 +184,11 @@ def install_schema_0_23(module: ModuleType) -> None:
         if schema is None:
             return original(self, *args, **rest)
         bare = {"text": None} if isinstance(self, module.ResponsesRequest) else {"response_format": None}
-        wanted = StructuredOutputsParams(json=schema)
-        return original(self.model_copy(update={**bare, "structured_outputs": wanted}), *args, **rest)
+        params = original(self.model_copy(update=bare), *args, **rest)
+        asked = params.structured_outputs  # of another kind, the two are refused together, as on 0.11
+        both = StructuredOutputsParams(json=schema) if asked is None else dataclasses.replace(asked, json=schema)
+        params.structured_outputs = both
+        return params
 
     for kind in (module.ResponsesRequest, ChatCompletionRequest):
         expect_source(kind.to_sampling_params, "structured_outputs=")

@@ -205,6 +205,9 @@ def test_a_forced_call_has_a_grammar(patched: Any) -> None:
         assert len(of_response(ALLOWED | {"mode": "required"})["items"]["anyOf"]) == 1
         asked_otherwise = of_chat("required", response_format={"type": "json_object"})
         assert asked_otherwise["type"] == "array"
+    for fields in ({"structured_outputs": {"regex": "x"}}, {"guided_regex": "x"}):  # not dropped without a word
+        with patched("forced-call-schema", "guided-fields"), pytest.raises(ValueError, match="one kind"):
+            of_chat("required", **fields)
 
 
 def test_tools_that_a_choice_leaves_out_are_not_shown_and_impossible_ones_refused(
