@@ -167,7 +167,9 @@ def install_verdicts_of_params_0_23(module: ModuleType) -> None:
 def install_verdicts_of_params(module: ModuleType) -> None:
     """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process,
     where some hold everybody; and one that parses may end the engine when it is compiled there."""
-    _have_verdicts(module, module.SamplingParams._validate_structured_outputs)
+    validate = module.SamplingParams._validate_structured_outputs
+    expect_parameters(validate, "model_config")  # which the line's `validate_structure` hands over
+    _have_verdicts(module, validate)
 
 
 def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:

@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.structures import Structures, Verdict
 from npu_gptoss.serving.compat import structures
+from npu_gptoss.serving.compat.patch import Mismatch
 from npu_gptoss.serving.compat.structures import StructureCompiler, structure_of
 from npu_gptoss.serving.lines import here
 from npu_gptoss.serving.lines.vllm import sampling_of
@@ -101,6 +102,19 @@ def test_no_structural_tag_is_parsed_while_a_request_is_read(
     with patched():
         of_line.chat_class()(**fields)
         assert len(parsed) == 1, "stock"
+
+
+@pytest.mark.skipif(LINE != "0.33", reason="the validation of 0.33 alone takes the model")
+def test_a_validation_that_does_not_take_the_model_is_another_vllms() -> None:
+    """The bounded process hands the three over by their places: every structure would be refused."""
+
+    class SamplingParams:
+        def _validate_structured_outputs(self, structured_outputs_config: Any, tokenizer: Any) -> None:
+            self.structured_outputs._backend_was_auto = True
+            validate_xgrammar_grammar(self)  # noqa: F821
+
+    with pytest.raises(Mismatch, match="expected to take model_config"):
+        structures.install_verdicts_of_params(types.SimpleNamespace(SamplingParams=SamplingParams))
 
 
 @newer
