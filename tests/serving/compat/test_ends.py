@@ -26,13 +26,13 @@ else:
 pytestmark = pytest.mark.serving
 
 
-def dead_core(exitcode: int | None, cause: str = "") -> Any:
-    """The client of an engine core whose process has ended, or is told to."""
+def dead_core(exitcode: int | None, cause: str | None = None) -> Any:
+    """The client of an engine core whose process has ended, or is told to. cause: None without the repair
+    engine-pulse-client."""
     process = types.SimpleNamespace(name="EngineCore_DP0", exitcode=exitcode)
     manager = types.SimpleNamespace(processes=[process])
-    return types.SimpleNamespace(
-        npu_gptoss_pulse=types.SimpleNamespace(cause=cause), resources=types.SimpleNamespace(engine_manager=manager)
-    )
+    pulse = {} if cause is None else {"npu_gptoss_pulse": types.SimpleNamespace(cause=cause)}
+    return types.SimpleNamespace(resources=types.SimpleNamespace(engine_manager=manager), **pulse)
 
 
 @pytest.mark.parametrize("name", [(), ("server-end-answers",)])
@@ -80,7 +80,7 @@ def test_a_drain_that_cannot_be_is_refused_at_the_start(patched: Any, monkeypatc
     [
         ("ValueError: x\x1b[2J", None, "ValueError: x [2J"),
         ("", -9, "SIGKILL"),
-        ("", 3, "exit status 3"),
+        (None, 3, "exit status 3"),
         ("", None, ""),
     ],
 )
