@@ -12,6 +12,7 @@ import sys
 import textwrap
 import types
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from npu_gptoss.serving.compat.shutdown import stopping_error
 from tests.serving.compat.test_ends import dead_core
 from tests.serving.in_flight import is_running
+from tests.serving.server import wait_for
 
 pytestmark = pytest.mark.serving
 
@@ -157,7 +159,7 @@ def test_a_signal_leaves_several_servers_the_time_to_finish(patched: Any, name: 
                 signal.signal(number, handler)
 
 
-def test_another_signal_ends_several_servers_and_their_engines_at_once() -> None:
+def test_another_signal_ends_several_servers_and_their_engines_at_once(tmp_path: Path) -> None:
     code = """
         import multiprocessing, signal, time
         from npu_gptoss.serving.compat import shutdown
@@ -167,9 +169,14 @@ def test_another_signal_ends_several_servers_and_their_engines_at_once() -> None
         signal.signal(signal.SIGTERM, shutdown._at_once)
         signal.raise_signal(signal.SIGTERM)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert not is_running(int(done.stdout.partition("child ")[2].split()[0]))
+    log = tmp_path / "log"  # a pipe would be waited for until the child, which has it too, ends by itself
+    with log.open("w") as output:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        status = subprocess.run(command, stdout=output, stderr=output, timeout=120).returncode
+    said = log.read_text()
+    assert status == 128 + signal.SIGTERM, said
+    child = int(said.partition("child ")[2].split()[0])
+    assert wait_for(lambda: not is_running(child), 5)
 
 
 @pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
