@@ -15,8 +15,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from npu_gptoss.serving.compat import barrier
+from npu_gptoss.serving.compat import barrier, grammars
 from npu_gptoss.serving.compat.grammars import GuardedGrammar
+from npu_gptoss.serving.compat.patch import Mismatch
 from tests.serving.compat.of_line import LINE, OLD
 
 pytestmark = pytest.mark.serving
@@ -198,6 +199,20 @@ def test_both_repairs_together_report_what_the_second_backend_refuses(patched, m
         assert isinstance(good, GuardedGrammar)
         assert bad is None
         assert list(reported(manager)) == ["bad"]
+
+
+@not_0_33
+def test_a_vllm_that_hands_a_backend_other_arguments_is_left_as_it_is(patched):
+    def otherwise(self: Any, request: Any) -> Any:
+        return self.backend.compile_grammar(request)
+
+    compiling = "_async_create_grammar" if OLD else "_create_grammar"
+    with patched():
+        own = {key: value for key, value in vars(StructuredOutputManager).items() if not key.startswith("__")}
+    install = grammars.install_backends if OLD else grammars.install_backends_0_23
+    manager = type("StructuredOutputManager", (), own | {compiling: otherwise})
+    with pytest.raises(Mismatch, match=r"self.backend.compile_grammar\(request_type, grammar_spec\)"):
+        install(types.SimpleNamespace(StructuredOutputManager=manager))
 
 
 def test_a_backend_of_another_mask_is_refused(patched, manager, monkeypatch):
