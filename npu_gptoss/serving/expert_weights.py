@@ -25,6 +25,7 @@ from npu_gptoss.serving.lines.vllm import (
     expert_share,
     get_dp_group,
     get_pp_group,
+    get_pp_indices,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
@@ -42,11 +43,12 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
     wish, device = envs.get(VARIABLE), current_platform.device_type
     stage = get_pp_group()
     parts, (first, end) = expert_share(vllm_config)
+    start_layer, end_layer = get_pp_indices(config.num_hidden_layers, stage.rank_in_group, stage.world_size)
     part = Part(
         ranks=get_tensor_model_parallel_world_size(),
         parts=parts,
         experts=end - first,
-        layers=-(-config.num_hidden_layers // stage.world_size),
+        layers=end_layer - start_layer,
         ends=stage.is_first_rank + stage.is_last_rank,
     )
     objection = objection_of(config, part, vllm_config.model_config.dtype, device)

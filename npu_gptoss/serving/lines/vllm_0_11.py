@@ -28,6 +28,7 @@ STAYED: dict[str, tuple[str, ...]] = {
         "get_tensor_model_parallel_world_size",
         "tensor_model_parallel_all_gather",
     ),
+    "vllm.distributed.utils": ("get_pp_indices",),
     "vllm.forward_context": ("ForwardContext", "get_forward_context"),
     f"{_LAYERS}.fused_moe": ("FusedMoE",),
     f"{_LAYERS}.fused_moe.config": ("FUSED_MOE_UNQUANTIZED_CONFIG", "FusedMoEQuantConfig"),

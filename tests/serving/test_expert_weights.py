@@ -1,0 +1,93 @@
+"""What a server on Ascend decides about its experts before it loads; the card and the other ranks are only told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace as Having
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import platform_override
+from npu_gptoss.model import device_memory
+from npu_gptoss.model.config import GptOssConfig, published_config
+from npu_gptoss.model.device_memory import Part, choose, hccl_bytes
+from npu_gptoss.nominal import MEMORY
+from npu_gptoss.serving import expert_weights
+
+pytestmark = pytest.mark.serving
+
+LARGE = replace(published_config(36, experts=128), quantization="mxfp4")
+SMALL = replace(published_config(), quantization="mxfp4")
+Decide = Callable[..., bool]
+
+
+@pytest.fixture
+def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
+    """`kept_packed` on a card of `total` bytes with Triton-Ascend. share: as vLLM cuts the experts, else by width."""
+
+    def run(
+        config: GptOssConfig,
+        *,
+        ranks: int = 1,
+        replicas: int = 1,
+        stage: int = 0,
+        stages: int = 1,
+        share: tuple[int, tuple[int, int]] | None = None,
+        total: int,
+        **options: Any,
+    ) -> bool:
+        place = Having(
+            world_size=stages, rank_in_group=stage, is_first_rank=stage == 0, is_last_rank=stage == stages - 1
+        )
+        for name, value in {
+            "current_platform": Having(device_type="npu"),
+            "get_pp_group": lambda: place,
+            "get_dp_group": lambda: Having(world_size=replicas),
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_tensor_model_parallel_world_size": lambda: ranks,
+            "expert_share": lambda _: share or (ranks, (0, config.num_local_experts)),
+        }.items():
+            monkeypatch.setattr(expert_weights, name, value)
+        monkeypatch.setattr(torch, "npu", Having(mem_get_info=lambda: (total, total)), raising=False)
+        length, original = options.pop("max_model_len", 16384), options.pop("original_max_model_len", None)
+        model = Having(dtype=torch.bfloat16, max_model_len=length, original_max_model_len=original)
+        cache = Having(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None, **options})
+        with platform_override("ascend", frozenset({"torch_npu", "triton_ascend"})):
+            return expert_weights.kept_packed(Having(model_config=model, cache_config=cache), config)
+
+    return run
+
+
+def test_experts_are_packed_where_bf16_does_not_fit_and_what_cannot_fit_ends_before_the_load(decide: Decide) -> None:
+    card = MEMORY["910B3"]
+    assert [decide(LARGE, ranks=ranks, total=card) for ranks in (2, 4, 8)] == [True, True, False]
+    assert not decide(SMALL, total=card)
+    with pytest.raises(InputError, match=r"weights and one request do not fit.*expanded or packed loads without"):
+        decide(LARGE, total=card)
+
+
+def test_what_this_rank_has_is_what_is_reckoned_with(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, card = [], MEMORY["910B3"]
+    monkeypatch.setattr(
+        device_memory, "choose", lambda *those, **options: asked.append((those, options)) or choose(*those, **options)
+    )
+    middle = {"ranks": 2, "replicas": 4, "stage": 1, "stages": 3, "share": (1, (16, 32))}
+    decide(LARGE, **middle, total=card, gpu_memory_utilization=0.8)
+    ((those, options),) = asked
+    assert those == (LARGE, Part(ranks=2, parts=1, experts=16, layers=12, ends=0), 16384, card, 0.8)
+    assert options["hccl"] == hccl_bytes(8)
+
+
+def test_a_stage_is_reckoned_with_the_layers_that_it_gets(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_PP_LAYER_PARTITION: of 35 layers BF16 does not fit on four cards, of half of 36 it does."""
+    card = MEMORY["910B3"]
+    stages = [{"ranks": 4, "stage": stage, "stages": 2, "total": card} for stage in (0, 1)]
+    assert [decide(LARGE, **each) for each in stages] == [False, False]
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "35,1")
+    assert [decide(LARGE, **each) for each in stages] == [True, False]
