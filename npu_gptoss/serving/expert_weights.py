@@ -57,17 +57,20 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
     if device != "npu":
         return wish == PACKED
     devices = part.ranks * get_dp_group().world_size
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     choice = device_memory.choose(
         config,
         part,
-        vllm_config.model_config.max_model_len,
+        model.max_model_len,
         torch.npu.mem_get_info()[1],
-        vllm_config.cache_config.gpu_memory_utilization,
+        cache.gpu_memory_utilization,
         hccl=device_memory.hccl_bytes(devices, device_memory.buffsize(os.environ)),
         objection=objection,
         wish=wish,
     )
-    if choice.hopeless and wish == AUTO:
+    # From vLLM 0.23 on: a length of -1 (auto) becomes what fits, and a given cache goes before the utilisation.
+    vllm_reckons_otherwise = getattr(model, "original_max_model_len", None) == -1 or cache.kv_cache_memory_bytes
+    if choice.hopeless and wish == AUTO and not vllm_reckons_otherwise:
         sentence = (
             f"{choice.sentence()}. Use more cards, a shorter --max-model-len or a higher --gpu-memory-utilization; "
             f"{VARIABLE}=expanded or packed loads without this check."

@@ -16,7 +16,7 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig, published_config
-from npu_gptoss.model.device_memory import Part, choose, hccl_bytes
+from npu_gptoss.model.device_memory import GIB, Part, choose, hccl_bytes
 from npu_gptoss.nominal import MEMORY
 from npu_gptoss.serving import expert_weights
 
@@ -91,3 +91,14 @@ def test_a_stage_is_reckoned_with_the_layers_that_it_gets(decide: Decide, monkey
     assert [decide(LARGE, **each) for each in stages] == [False, False]
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "35,1")
     assert [decide(LARGE, **each) for each in stages] == [True, False]
+
+
+def test_what_vllm_would_serve_otherwise_is_not_ended_before_the_load(decide: Decide) -> None:
+    """From 0.23 on `--max-model-len auto` takes what fits; `--kv-cache-memory-bytes` goes before the utilisation."""
+    card, long = 17 * GIB, {"max_model_len": 131072}
+    with pytest.raises(InputError, match="one request of 131072 tokens"):
+        decide(SMALL, total=card, **long)
+    assert decide(SMALL, total=card, original_max_model_len=-1, **long)
+    with pytest.raises(InputError, match=r"--gpu-memory-utilization 0\.3 takes"):
+        decide(SMALL, total=2 * card, gpu_memory_utilization=0.3)
+    assert decide(SMALL, total=2 * card, gpu_memory_utilization=0.3, kv_cache_memory_bytes=GIB)
