@@ -71,9 +71,10 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
     # From vLLM 0.23 on: a length of -1 (auto) becomes what fits, and a given cache goes before the utilisation.
     vllm_reckons_otherwise = getattr(model, "original_max_model_len", None) == -1 or cache.kv_cache_memory_bytes
     if choice.hopeless and wish == AUTO and not vllm_reckons_otherwise:
+        ways = "expanded" if objection else "expanded or packed"
         sentence = (
             f"{choice.sentence()}. Use more cards, a shorter --max-model-len or a higher --gpu-memory-utilization; "
-            f"{VARIABLE}=expanded or packed loads without this check."
+            f"{VARIABLE}={ways} loads without this check."
         )
         logger.error("%s", sentence)
         raise InputError(sentence)

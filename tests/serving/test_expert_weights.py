@@ -102,3 +102,11 @@ def test_what_vllm_would_serve_otherwise_is_not_ended_before_the_load(decide: De
     with pytest.raises(InputError, match=r"--gpu-memory-utilization 0\.3 takes"):
         decide(SMALL, total=2 * card, gpu_memory_utilization=0.3)
     assert decide(SMALL, total=2 * card, gpu_memory_utilization=0.3, kv_cache_memory_bytes=GIB)
+
+
+def test_a_checkpoint_in_bf16_that_does_not_fit_is_not_told_to_be_packed(decide: Decide) -> None:
+    """Which would be refused, too."""
+    with pytest.raises(InputError, match="these experts are not in MXFP4") as told:
+        decide(replace(LARGE, quantization=None), total=MEMORY["910B3"])
+    assert "EXPERT_WEIGHTS=expanded loads without this check" in str(told.value)
+    assert "or packed" not in str(told.value)
