@@ -19,6 +19,7 @@ from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
+from npu_gptoss.moe import expert_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.serving.lines.vllm import (
     current_platform,
@@ -80,6 +81,11 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
         raise InputError(sentence)
     if config.quantization is not None and stage.is_first_rank and get_tensor_model_parallel_rank() == 0:
         logger.info("%s.", choice.sentence())
+        if choice.packed and envs.get(expert_format.VARIABLE) == "nz":
+            logger.warning(
+                "%s=nz: experts that stay packed are expanded in ND; for FRACTAL_NZ set %s=expanded.",
+                *(expert_format.VARIABLE, VARIABLE),
+            )
     return choice.packed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace as Having
@@ -110,3 +111,15 @@ def test_a_checkpoint_in_bf16_that_does_not_fit_is_not_told_to_be_packed(decide:
         decide(replace(LARGE, quantization=None), total=MEMORY["910B3"])
     assert "EXPERT_WEIGHTS=expanded loads without this check" in str(told.value)
     assert "or packed" not in str(told.value)
+
+
+def test_a_format_that_packed_experts_do_not_have_is_not_dropped_without_a_word(
+    decide: Decide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_GPTOSS_EXPERT_FORMAT", "nz")
+    with caplog.at_level(logging.WARNING, "vllm.npu_gptoss"):
+        assert not decide(SMALL, total=MEMORY["910B3"])
+        assert not caplog.records
+        assert decide(LARGE, ranks=4, total=MEMORY["910B3"])
+    (record,) = caplog.records
+    assert "NPU_GPTOSS_EXPERT_FORMAT=nz" in record.getMessage()
