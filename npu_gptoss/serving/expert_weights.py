@@ -13,14 +13,15 @@ import torch
 
 from npu_gptoss import envs
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import platform
+from npu_gptoss.kernels import platform, signature
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.model import device_memory
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.model.config import GptOssConfig, packed_columns
 from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
 from npu_gptoss.moe import expert_format
 from npu_gptoss.moe.operations import experts_call
+from npu_gptoss.moe.packed import rows_of
 from npu_gptoss.serving.lines.vllm import (
     current_platform,
     expert_share,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-ON_ASCEND = "moe.experts.ascend_packed"
+ON_ASCEND, EXPANDS = "moe.experts.ascend_packed", "moe.expand.triton_ascend"
 
 
 def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
@@ -104,5 +105,14 @@ def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: s
         intermediate_size=part.columns(config, packed=True),
         expert_parallel=part.experts < config.num_local_experts,
     )
-    reasons = reasons_against(registry.kernels[ON_ASCEND], *call, platform=platform.current_platform())
-    return f"{ON_ASCEND} {'; '.join(reasons)}" if reasons else ""
+    calls = [(ON_ASCEND, *call)]
+    # Of sizes that the card's kernel has no room for, plain operators would expand: they ask the device in every step,
+    # which no graph takes. Ranks may differ in width.
+    width = config.intermediate_size // part.parts
+    inner = {packed_columns(rank, width) for rank in range(part.parts)}
+    for columns in sorted({config.hidden_size, *(2 * each for each in inner)}):
+        calls.append((EXPANDS, signature(out=dtype), {"quarter": rows_of(columns) * columns}))
+    for name, *asked in calls:
+        if reasons := reasons_against(registry.kernels[name], *asked, platform=platform.current_platform()):
+            return f"{name} {'; '.join(reasons)}"
+    return ""

@@ -123,3 +123,18 @@ def test_a_format_that_packed_experts_do_not_have_is_not_dropped_without_a_word(
         assert decide(LARGE, ranks=4, total=MEMORY["910B3"])
     (record,) = caplog.records
     assert "NPU_GPTOSS_EXPERT_FORMAT=nz" in record.getMessage()
+
+
+def test_sizes_that_the_expansion_does_not_take_are_told_and_kept_in_bf16(
+    decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain operators it would wait for the device in every step, which ends the capture of a graph."""
+    wide, card = replace(LARGE, hidden_size=3008), MEMORY["910B3"]  # 4 rows of 3008, 12032 values
+    assert not decide(wide, ranks=8, total=card)
+    with pytest.raises(InputError, match=r"cannot stay packed here: moe\.expand\.triton_ascend handles quarter"):
+        decide(wide, ranks=4, total=card)
+    monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", "packed")
+    for ranks in (1, 2, 4, 8):
+        assert decide(LARGE, ranks=ranks, total=card), "gpt-oss's own sizes on so many ranks"
+    with pytest.raises(InputError, match=r"EXPERT_WEIGHTS=packed: moe\.expand\.triton_ascend handles quarter"):
+        decide(wide, ranks=8, total=card)
