@@ -19,7 +19,7 @@ from npu_gptoss.kernels.selection import reasons_against
 from npu_gptoss.model import device_memory
 from npu_gptoss.model.config import GptOssConfig, packed_columns
 from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE, Part
-from npu_gptoss.moe import expert_format
+from npu_gptoss.moe import expert_format, keeps_format
 from npu_gptoss.moe.operations import experts_call
 from npu_gptoss.moe.packed import rows_of
 from npu_gptoss.serving.lines.vllm import (
@@ -95,7 +95,8 @@ def objection_of(config: GptOssConfig, part: Part, dtype: torch.dtype, device: s
     if config.quantization is None:
         return f"these experts are not in MXFP4; take the official checkpoint, or leave {VARIABLE} unset"
     if device != "npu":
-        return ""
+        expanded = f"no kernel here computes with packed experts, so they would be expanded; leave {VARIABLE} unset"
+        return "" if keeps_format("mxfp4", dtype) else expanded
     call = experts_call(
         1,
         dtype=dtype,

@@ -41,13 +41,14 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
         stages: int = 1,
         share: tuple[int, tuple[int, int]] | None = None,
         total: int,
+        device: str = "npu",
         **options: Any,
     ) -> bool:
         place = Having(
             world_size=stages, rank_in_group=stage, is_first_rank=stage == 0, is_last_rank=stage == stages - 1
         )
         for name, value in {
-            "current_platform": Having(device_type="npu"),
+            "current_platform": Having(device_type=device),
             "get_pp_group": lambda: place,
             "get_dp_group": lambda: Having(world_size=replicas),
             "get_tensor_model_parallel_rank": lambda: 0,
@@ -59,7 +60,8 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
         length, original = options.pop("max_model_len", 16384), options.pop("original_max_model_len", None)
         model = Having(dtype=torch.bfloat16, max_model_len=length, original_max_model_len=original)
         cache = Having(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None, **options})
-        with platform_override("ascend", frozenset({"torch_npu", "triton_ascend"})):
+        features = {"npu": ("ascend", frozenset({"torch_npu", "triton_ascend"})), "cpu": ("cpu", frozenset())}
+        with platform_override(*features[device]):
             return expert_weights.kept_packed(Having(model_config=model, cache_config=cache), config)
 
     return run
@@ -138,3 +140,13 @@ def test_sizes_that_the_expansion_does_not_take_are_told_and_kept_in_bf16(
         assert decide(LARGE, ranks=ranks, total=card), "gpt-oss's own sizes on so many ranks"
     with pytest.raises(InputError, match=r"EXPERT_WEIGHTS=packed: moe\.expand\.triton_ascend handles quarter"):
         decide(wide, ranks=8, total=card)
+
+
+def test_a_cpu_which_would_expand_them_does_not_take_the_wish_for_packed_experts(
+    decide: Decide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were kept until the load had ended, and lay there in four times the memory without a word."""
+    assert not decide(SMALL, total=0, device="cpu")
+    monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", "packed")
+    with pytest.raises(InputError, match="EXPERT_WEIGHTS=packed: no kernel here computes with packed experts"):
+        decide(SMALL, total=0, device="cpu")
