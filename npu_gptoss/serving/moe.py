@@ -27,6 +27,8 @@ from npu_gptoss.serving.lines.vllm import (
 )
 from npu_gptoss.serving.quantization import OurConfig
 
+DUMMY_SCALE = 115  # weights up to 6 * 2 ** -12, about as large as the dummy loader's
+
 
 class GptOssExpertsMethod(FusedMoEMethodBase):
     """Creates, prepares and applies the experts of one layer (of this rank)."""
@@ -52,7 +54,9 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         **_: Any,
     ) -> None:
         """The official layout, in BF16 or MXFP4 (see `ExpertWeights`, `Mxfp4Experts`), with biases of NaN so that what
-        is not loaded shows. Packed, a rank has the whole groups around its columns (`Shard.own_pairs`)."""
+        is not loaded shows. Packed, a rank has the whole groups around its columns (`Shard.own_pairs`).
+
+        vLLM's dummy loader (`--load-format dummy`) fills floats alone. Any byte is two codes, but not any a scale."""
         width = intermediate_size_per_partition
         if self.packed:
             width = packed_columns(layer.tp_rank, width)
@@ -70,6 +74,8 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
             empty = torch.empty((num_experts, *shape), dtype=dtype)
             if name.endswith("bias"):
                 empty.fill_(float("nan"))
+            elif name.endswith("_scales"):
+                empty.fill_(DUMMY_SCALE)
             layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         layer.names_of_experts = tuple(shapes)
 

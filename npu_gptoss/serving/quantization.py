@@ -2,7 +2,8 @@
 
 vLLM ties two unwanted things to the name "mxfp4" (padding of the hidden size, a loader that moves every tensor to
 CUDA), and vllm-ascend claims any quantised checkpoint as "ascend". So a format of ours claims the checkpoint before
-either; the weights are expanded to the model's dtype while they load (loading.py), and nothing stays quantised.
+either; the weights are expanded to the model's dtype while they load (loading.py), or their experts stay packed
+(expert_weights.py), which vLLM need not know.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from transformers import GptOssConfig as PretrainedGptOssConfig
 from vllm import LLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -27,7 +28,7 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
     set_default_torch_dtype,
 )
-from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights, safetensors_weights_iterator
 from vllm.utils import get_distributed_init_method, get_open_port
 
 from npu_gptoss.attention.padding import SINK_SLACK
@@ -234,6 +235,28 @@ def test_what_was_never_loaded_does_not_run(part, model, vllm_config, tensors):
     model.get_parameter(name).data.flatten()[3] = float("nan")
     with pytest.raises(InputError, match=f"^{name} was not filled"):
         finish(model, vllm_config)
+
+
+def test_packed_experts_that_vllms_dummy_loader_fills_are_numbers(vllm_config, monkeypatch):
+    """It fills floats alone, and a scale that is what memory held may be NaN: "damaged, download it again"."""
+
+    def held(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        return made.fill_(255) if made.dtype == torch.uint8 else made
+
+    empty = torch.empty
+    monkeypatch.setattr(serving_model, "kept_packed", lambda *_: True)
+    config = random_config(layers=1, mxfp4=True).to_dict()
+    monkeypatch.setattr(vllm_config.model_config, "hf_config", PretrainedGptOssConfig(**config))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", held)
+        ready = build(vllm_config)
+    initialize_dummy_weights(ready)
+    finish(ready, vllm_config)
+    (layer,) = ready.model.layers
+    made = layer.mlp.experts.prepared_experts.weights
+    assert 0 < made.gate_up_proj.abs().max() < 1e-2
+    assert 0 < made.down_proj.abs().max() < 1e-2
 
 
 def test_a_parameter_that_no_official_tensor_fills_is_named(model, tensors):
