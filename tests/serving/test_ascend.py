@@ -59,10 +59,15 @@ def test_an_operator_without_sinks_is_refused_before_it_is_called(monkeypatch, o
 def configuration(additional_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """The parts of VllmConfig that this side looks at."""
     parts = {"max_num_seqs": 16, "cuda_graph_sizes": [32], "cudagraph_capture_sizes": None, "sequence_parallel": False}
-    parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None, **changes}
+    parts |= {"enforce_eager": False, "async_scheduling": False, "cudagraph_mode": None}
+    ranks = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    parts |= {**ranks, "experts": 32, **changes}
     return SimpleNamespace(
         additional_config=additional_config,
-        model_config=SimpleNamespace(enforce_eager=parts["enforce_eager"]),
+        parallel_config=SimpleNamespace(**{name: parts[name] for name in ranks}),
+        model_config=SimpleNamespace(
+            enforce_eager=parts["enforce_eager"], hf_config=SimpleNamespace(num_local_experts=parts["experts"])
+        ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=parts["max_num_seqs"],
             cuda_graph_sizes=parts["cuda_graph_sizes"],
@@ -113,6 +118,16 @@ def test_variables_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, m
     (objection,) = limits.objections(configuration())
     assert objection.startswith(f"{name}=1: ")
     assert objection.endswith("; unset it")
+
+
+def test_experts_that_ranks_do_not_share_evenly_are_refused(right_stack):
+    """The third of three has experts 22 to 31 of 32, and vllm-ascend would hand it the rows of 20 to 29."""
+    uneven = {"data_parallel_size": 3, "enable_expert_parallel": True}
+    (objection,) = limits.objections(configuration(**uneven))
+    assert objection.startswith("--enable-expert-parallel on 3 ranks: vllm-ascend deals out 32 experts")
+    assert limits.objections(configuration(**uneven | {"enable_expert_parallel": False})) == []
+    for even in ({"data_parallel_size": 4}, {"data_parallel_size": 2, "tensor_parallel_size": 4}, {"experts": 96}):
+        assert limits.objections(configuration(**uneven | even)) == []
 
 
 @pytest.mark.parametrize("spelling", ["vllm-ascend", "vllm_ascend"])

@@ -136,6 +136,19 @@ def _scheduling_objection(config: VllmConfig) -> str | None:
     )
 
 
+def _experts_objection(config: VllmConfig) -> str | None:
+    """vllm-ascend's dispatch takes a rank's first expert for rank * experts here, which it is for even shares alone:
+    others got the rows of experts that they do not have, and computed them by those that they have."""
+    parallel, experts = config.parallel_config, config.model_config.hf_config.num_local_experts
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if not parallel.enable_expert_parallel or experts % ranks == 0:
+        return None
+    return (
+        f"--enable-expert-parallel on {ranks} ranks: vllm-ascend deals out {experts} experts rightly to ranks that "
+        "divide them; use as many, or leave it out"
+    )
+
+
 def choose_graphs(config: VllmConfig) -> None:
     """The line's choice where the user made none."""
     from npu_gptoss.serving.lines.ascend import GRAPHS
@@ -174,6 +187,7 @@ def objections(config: VllmConfig) -> list[str]:
         if value and value != "auto":
             found.append(f"--additional-config {option}: {why}; leave it out")
     found += [f"{name}=1: {why}; unset it" for name, why in VARIABLES.items() if os.environ.get(name) in _ON]
+    found.append(_experts_objection(config))
     if _has_graphs(config):
         found += [_scheduling_objection(config), _kernel_objection()]
     return [objection for objection in found if objection]
