@@ -275,7 +275,8 @@ register_kernel(
     capability=TRITON_ASCEND,
     signatures=(accepts(hidden="bfloat16", weight="mxfp4"),),
     traits={"activation": frozenset({SWIGLUOAI}), "expert_parallel": ANY},
-    priority=Priority.PERFORMANT,
+    # above plain operators; a format that is expanded in each step is none that a machine keeps (`keeps_format`)
+    priority=Priority.PORTABLE + 1,
     prepare=prepare_packed,
     function=f"{__name__}:expert_mlp",
     summary="As ascend, from weights that stay in MXFP4: the touched experts are expanded before each product.",

@@ -21,6 +21,7 @@ from npu_gptoss.moe import (
     quantize_fp8,
 )
 from npu_gptoss.moe.weights import FP8, FP8_LARGEST, on_device
+from tests import ascend_ops
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, local_share, make_layer
 from tests.tolerances import assert_close
 
@@ -139,6 +140,15 @@ def test_experts_are_expanded_where_no_fast_kernel_takes_them_packed(monkeypatch
         assert not keeps_format("mxfp4", dtype)
     with platform_override("ascend", frozenset({"torch_npu"})):
         assert not keeps_format("mxfp4", BF16)
+
+
+def test_on_ascend_experts_stay_packed_for_who_asks_and_for_nobody_else():
+    """They are expanded in each step, which costs time where bfloat16 fits: the engine's auto took them since
+    Triton-Ascend is installed."""
+    weights = packed(make_layer(1, BF16).weights)
+    with ascend_ops.ascend(), platform_override("ascend", frozenset({"torch_npu", "triton_ascend"})):
+        assert not keeps_format("mxfp4", BF16)
+        assert prepare_experts(weights).kernel.kernel.name == "moe.experts.ascend_packed"
 
 
 @pytest.mark.parametrize("name", ["floats", "mxfp4", "fp8"])
