@@ -12,12 +12,13 @@ import torch
 from ascend_emulator.rules import ContractError
 
 from npu_gptoss.errors import InputError
-from npu_gptoss.kernels import KernelError
+from npu_gptoss.kernels import KernelError, platform_override
 from npu_gptoss.kernels.registry import registry
 from npu_gptoss.moe import ascend, prepare_experts
 from npu_gptoss.moe.activation import swigluoai
 from tests import ascend_ops
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, local_share, make_layer
+from tests.moe.test_weights import packed
 from tests.tolerances import assert_close
 
 BF16 = torch.bfloat16
@@ -158,6 +159,31 @@ def test_experts_of_a_rank_must_be_a_range(calls):
     for wrong in (scattered, share.expert_map.flip(0), gap):
         with pytest.raises(InputError, match="contiguous range of the experts"):
             prepare_experts(dataclasses.replace(share, expert_map=wrong))
+
+
+@pytest.mark.parametrize("group_list_type", [0, 1], ids=["cumulative", "counts"])
+@pytest.mark.parametrize("counts", [(0, 5, 0, 7, 1, 0, 9, 2), (24, 0, 0, 0, 0, 0, 0, 0), (0, 9, 15)])
+def test_packed_experts_give_the_bits_of_expanded_ones(calls, monkeypatch, counts, group_list_type):
+    """Also of a rank's share, and where the room has another layer's experts; what nobody chose stays theirs there."""
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPAND", "reference")  # without Triton-Ascend
+    rows, groups = make_layer(24, BF16).hidden_states, torch.tensor(counts)
+    asked = groups if group_list_type else groups.cumsum(0)
+
+    def prepared(seed: int) -> tuple[ascend.AscendExperts, ascend.AscendExperts]:
+        weights = make_layer(1, BF16, seed).weights
+        weights = packed(weights if len(counts) == EXPERTS else local_share(weights, 2, 2 + len(counts)))
+        with platform_override("ascend", frozenset({"torch_npu", "triton_ascend"})):
+            kept = prepare_experts(weights, kernel="ascend").weights
+        return kept, prepare_experts(weights.expand(BF16), kernel="ascend").weights
+
+    kept, expanded = prepared(1)
+    other, _ = prepared(2)
+    assert other.gate_up_proj is kept.gate_up_proj, "one room for all layers"
+    ascend.grouped_mlp(rows, other, torch.tensor([24 // len(counts)] * len(counts)), 1)
+    got = ascend.grouped_mlp(rows, kept, asked, group_list_type)
+    assert torch.equal(got, ascend.grouped_mlp(rows, expanded, asked, group_list_type))
+    theirs = expanded.gate_up_proj != kept.gate_up_proj
+    assert theirs.flatten(1).any(1).tolist() == [count == 0 for count in counts]
 
 
 @pytest.mark.parametrize("group_list_type", [0, 1], ids=["cumulative", "counts"])
