@@ -15,6 +15,7 @@ def config_of(**changes: Any) -> Having:
     parts = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 2,
             "enable_expert_parallel": False,
             "data_parallel_size": 2,
             "prefill_context_parallel_size": 1,
@@ -23,7 +24,7 @@ def config_of(**changes: Any) -> Having:
         "model_config": {
             "enable_prompt_embeds": False,
             "max_model_len": 131072,
-            "hf_config": Having(max_position_embeddings=131072),
+            "hf_config": Having(max_position_embeddings=131072, intermediate_size=2880),
         },
         "load_config": {"load_format": "auto"},
         "offload_config": {"uva": Having(cpu_offload_gb=0), "prefetch": Having(offload_group_size=0)},
@@ -50,3 +51,22 @@ def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], option
     assert limits.objections(config_of()) == []
     (objection,) = limits.objections(config_of(**change))
     assert objection.startswith(option)
+
+
+MXFP4, BF16 = (
+    Having(max_position_embeddings=131072, intermediate_size=2880, quantization_config=section)
+    for section in ({"quant_method": "mxfp4"}, None)
+)
+
+
+def test_ranks_that_cannot_cut_mxfp4_are_told_vllms_option_that_can() -> None:
+    """Which the model said of itself in the words of the offline engine, once every rank had started."""
+    (objection,) = limits.objections(config_of(hf_config=MXFP4, tensor_parallel_size=4))
+    assert objection.startswith("--tensor-parallel-size 4: it does not divide the 90 groups of 32")
+    assert "--enable-expert-parallel" in objection
+    for fits in (
+        {"hf_config": MXFP4, "tensor_parallel_size": 2},
+        {"hf_config": BF16, "tensor_parallel_size": 4},
+        {"hf_config": MXFP4, "tensor_parallel_size": 4, "data_parallel_size": 1, "enable_expert_parallel": True},
+    ):
+        assert limits.objections(config_of(**fits)) == []
