@@ -95,8 +95,8 @@ VARIABLES: dict[str, Variable] = {
             _one_of("auto", "expanded", "packed"),
             "auto",
             "the experts of an MXFP4 checkpoint in `vllm serve`: expanded to the model's dtype when loaded; packed: a "
-            "quarter of the memory, for which Ascend needs Triton-Ascend; or (auto) packed only on Ascend, where "
-            "expanded ones do not fit",
+            "quarter of the memory, for which Ascend needs Triton-Ascend; or (auto) packed on NVIDIA GPUs, which know "
+            "no other way, and on Ascend where expanded ones do not fit",
         ),
         Variable(
             "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from npu_gptoss import envs
 from npu_gptoss.model.config import MXFP4_GROUP
+from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -18,7 +20,7 @@ def objections(config: VllmConfig) -> list[str]:
     """As `limits.objections`."""
     parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
-    mxfp4 = bool(getattr(model.hf_config, "quantization_config", None))
+    mxfp4, wish = bool(getattr(model.hf_config, "quantization_config", None)), envs.get(VARIABLE)
     ranks, groups = parallel.tensor_parallel_size, model.hf_config.intermediate_size // MXFP4_GROUP
     refused = {
         "--load-format dummy: the weights are made when they are loaded; give the path of a checkpoint": (
@@ -30,6 +32,9 @@ def objections(config: VllmConfig) -> list[str]:
         f"--tensor-parallel-size {ranks}: it does not divide the {groups} groups of {MXFP4_GROUP} columns that an "
         "expert in MXFP4 has; add --enable-expert-parallel, which deals experts out whole": (
             mxfp4 and not parallel.enable_expert_parallel and groups % ranks > 0
+        ),
+        f"{VARIABLE}={wish}: experts stay in the checkpoint's format on NVIDIA GPUs; unset it": (
+            wish != AUTO and mxfp4 != (wish == PACKED)
         ),
         "--enable-expert-parallel with --data-parallel-size: the ranks of --tensor-parallel-size share the experts; "
         "leave one of the two out": parallel.enable_expert_parallel and parallel.data_parallel_size > 1,

@@ -70,3 +70,16 @@ def test_ranks_that_cannot_cut_mxfp4_are_told_vllms_option_that_can() -> None:
         {"hf_config": MXFP4, "tensor_parallel_size": 4, "data_parallel_size": 1, "enable_expert_parallel": True},
     ):
         assert limits.objections(config_of(**fits)) == []
+
+
+@pytest.mark.parametrize(("checkpoint", "wish"), [(MXFP4, "expanded"), (BF16, "packed")], ids=["mxfp4", "bf16"])
+def test_a_format_of_the_experts_that_they_do_not_get_is_refused(
+    checkpoint: Having, wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is read elsewhere, and was dropped here without a word."""
+    for word in ("auto", "packed" if wish == "expanded" else "expanded"):
+        monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", word)
+        assert limits.objections(config_of(hf_config=checkpoint)) == []
+    monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", wish)
+    (objection,) = limits.objections(config_of(hf_config=checkpoint))
+    assert objection.startswith(f"NPU_GPTOSS_EXPERT_WEIGHTS={wish}")
