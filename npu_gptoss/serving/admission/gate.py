@@ -83,7 +83,8 @@ class Gate:
             pass
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route, headers = route_path(scope), dict(scope["headers"])
+        # the first of a name counts, as for whoever reads the request behind this
+        route, headers = route_path(scope), dict(reversed(scope["headers"]))
         raw = await self._whole_body(headers, receive)
         replayed = _replayed(raw, receive)
         self.server.check_route(route)

@@ -177,6 +177,15 @@ def test_json_by_any_of_its_names_is_checked(kind: bytes) -> None:
     assert ask(gate(), body=body, headers=((b"content-type", kind),))[0] == 400
 
 
+def test_a_header_that_comes_twice_hides_nothing() -> None:
+    """vLLM reads the first of a name: behind a second kind of body, or a second id, the gate let everything by."""
+    app, wild = Taken(), json.dumps(BODY | {"n": 10**6}).encode()
+    assert ask(gate(app), body=wild, headers=(*JSON, (b"content-type", b"text/plain")))[0] == 400
+    ids = ((b"x-request-id", b"a\x1b[2J"), (b"x-request-id", b"a"))
+    assert ask(gate(app), body=json.dumps(BODY).encode(), headers=(*JSON, *ids))[0] == 400
+    assert not app.received
+
+
 def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """/health would wait for it."""
     threads: list[Any] = []
