@@ -43,6 +43,7 @@ FILES = (
     "priority",
     "seeds",
     "rows",
+    "tables",
     "unchanged",
     "launches",
     "running",

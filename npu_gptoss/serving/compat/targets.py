@@ -40,6 +40,7 @@ CORE = "vllm.v1.engine.core"
 CLIENT = "vllm.v1.engine.core_client"
 OUTPUTS = "vllm.v1.engine.output_processor"
 PROCESSOR = "vllm.v1.engine.processor"
+INPUT_PROCESSOR = "vllm.v1.engine.input_processor"  # of 0.33
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 RENDERER_0_23 = "vllm.entrypoints.serve.render.serving"
 RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
