@@ -91,6 +91,7 @@ class Gate:
         if not raw or not _is_json(headers):
             return await self.app(scope, replayed, send)
         limits = await self.server.limits()
+        fields.check_headers(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
         body = await asyncio.to_thread(check) if len(raw) > LARGE else check()
         await self.server.check_structure(route, body)

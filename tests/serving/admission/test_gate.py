@@ -237,6 +237,15 @@ def test_an_id_in_the_header_is_printable() -> None:
     assert (status, told["error"]["param"]) == (400, "X-Request-Id")
 
 
+@pytest.mark.parametrize(("value", "status"), [(b"-5", 200), (b"high", 200), (b"9" * 30, 400), (b"2147483648", 400)])
+def test_a_priority_in_the_header_is_bound_as_the_bodys_is(value: bytes, status: int) -> None:
+    """vLLM 0.33 reads it; what is no number it leaves out."""
+    headers = (*JSON, (b"x-vllm-priority", value))
+    found, told = ask(gate(), body=json.dumps(BODY).encode(), headers=headers)
+    assert found == status
+    assert status == 200 or told["error"]["param"] == "X-Vllm-Priority"
+
+
 # (path, root_path, key sent, open metrics): let in?
 KEY, OTHER = b"Bearer secret", b"Bearer secreT"
 DOORS = [
