@@ -102,6 +102,16 @@ STRUCTURED: Fields = {
     "whitespace_pattern": text(256),
 }
 
+TRANSFER = size(16 * 1024, otherwise=fields_of({}))
+_TRANSFERS: Fields = {"kv_transfer_params": TRANSFER, "ec_transfer_params": TRANSFER}
+
+
+def _extra(value: Any, limits: Limits, name: str) -> None:
+    """What vLLM hands on beside its parameters, and in which it looks for those of a transfer."""
+    mapping(64, keys=text(256))(value, limits, name)
+    fields_of(_TRANSFERS)(value, limits, name)
+
+
 # what every request has that reaches the scheduler
 QUEUED: Fields = {
     "model": MODEL,
@@ -142,9 +152,8 @@ SAMPLING: Fields = QUEUED | {
     "guided_choice": CHOICES,
     "guided_grammar": PATTERN,
     "guided_whitespace_pattern": text(256),
-    "vllm_xargs": mapping(64, keys=text(256)),
-    "kv_transfer_params": size(16 * 1024),
-    "ec_transfer_params": size(16 * 1024),
+    "vllm_xargs": _extra,
+    **_TRANSFERS,
     "logprob_token_ids": token_ids("vocab_size", 128),  # so many are told apart in a step
     "routed_experts_prompt_start": integer(0, "max_model_len"),
     "stream_interval": integer(1, INT32),
@@ -225,8 +234,7 @@ MESSAGES: Fields = (
     QUEUED
     | {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "vllm_xargs")}
     | {
-        "kv_transfer_params": SAMPLING["kv_transfer_params"],
-        "ec_transfer_params": SAMPLING["ec_transfer_params"],
+        **_TRANSFERS,
         "chat_template_kwargs": TEMPLATE["chat_template_kwargs"],
         "messages": objects(16384, empty=False),
         "max_tokens": integer(1, INT64),
@@ -237,15 +245,21 @@ MESSAGES: Fields = (
     }
 )
 
-# a prompt of token ids, and vLLM's own SamplingParams
+# vLLM's own
+SAMPLING_PARAMS: Fields = SAMPLING | {
+    "logprobs": logprobs(least=-1),
+    "bad_words": CHAT["bad_words"],
+    "extra_args": _extra,
+}
+
+# a prompt of token ids
 GENERATE_TOKENS: Fields = QUEUED | {
     "token_ids": token_ids("vocab_size", empty=False),
     "stream_options": SAMPLING["stream_options"],
-    "sampling_params": fields_of(SAMPLING | {"logprobs": logprobs(least=-1), "bad_words": CHAT["bad_words"]}),
+    "sampling_params": fields_of(SAMPLING_PARAMS),
     "features": mapping(0),
     "content_parts": objects(0),
-    "kv_transfer_params": SAMPLING["kv_transfer_params"],
-    "ec_transfer_params": SAMPLING["ec_transfer_params"],
+    **_TRANSFERS,
     "reasoning_parser_kwargs": size(16 * 1024),
 }
 

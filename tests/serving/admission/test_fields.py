@@ -87,6 +87,23 @@ def test_every_field_of_vllm_is_bound_or_known_to_need_no_bound(kind: str, route
     assert names - bound - SWITCHES - CLOSED - TEXT - REFUSED_BY_VLLM == set()
 
 
+# those of SamplingParams: vLLM compares the first three with the model and the prompt, the others concern one answer
+COMPARED = {"prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"}
+ITS_OWN = {"detokenize", "flat_logprobs", "output_kind", "output_text_buffer_length", "skip_clone"} | {
+    "skip_reading_prefix_cache"
+}
+
+
+@pytest.mark.serving
+def test_every_field_of_sampling_params_is_bound_or_known_to_need_no_bound() -> None:
+    """/inference/v1/generate takes them as they are."""
+    pytest.importorskip("vllm.entrypoints.scale_out", reason="needs vLLM 0.33")
+    from vllm.sampling_params import SamplingParams
+
+    names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert names - set(fields.SAMPLING_PARAMS) - SWITCHES - COMPARED - ITS_OWN == set()
+
+
 @pytest.mark.serving
 def test_structured_outputs_have_no_field_without_a_bound() -> None:
     dataclasses = pytest.importorskip("dataclasses")
@@ -94,6 +111,23 @@ def test_structured_outputs_have_no_field_without_a_bound() -> None:
     names = {field.name for field in dataclasses.fields(params) if not field.name.startswith("_")}
     flags = {"json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
     assert names - flags == set(fields.STRUCTURED)
+
+
+@pytest.mark.parametrize(("route", "extra"), [
+    *((route, ("vllm_xargs",)) for route, table in fields.ROUTES.items() if "vllm_xargs" in table),
+    ("/inference/v1/generate", ("sampling_params", "extra_args")),
+])  # fmt: skip
+@pytest.mark.parametrize("wild", ["x", 7, ["a"]], ids=repr)
+def test_a_transfer_among_the_extra_fields_is_an_object_too(route: str, extra: tuple[str, ...], wild: Any) -> None:
+    """vLLM 0.33 looks for one there, and said 500 of any other."""
+    for value, passes in ((wild, False), ({"do_remote_prefill": False}, True)):
+        body: Any = {"kv_transfer_params": value, "session_id": "a"}
+        for name in reversed(extra):
+            body = {name: body}
+        with (
+            contextlib.nullcontext() if passes else pytest.raises(Refusal, match="kv_transfer_params: expected an obj")
+        ):
+            fields.check(route, body, LIMITS)
 
 
 # what clients send in earnest, on either route
