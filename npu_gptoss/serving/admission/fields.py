@@ -278,6 +278,17 @@ TOKENIZE: Fields = (
 
 DETOKENIZE: Fields = {"model": MODEL, "tokens": token_ids("tokenizer_size")}
 
+
+def _ids(value: Any, limits: Limits, name: str) -> None:
+    """An id or a list of them. vLLM aborts what it can while it answers 200, and tells nobody of the rest."""
+    items = value if isinstance(value, list) else [value]
+    at_most(16384, "ids", len(items), name)
+    for item in items:
+        text(1024, strict=True)(item, limits, name)
+
+
+ABORT: Fields = {"request_ids": _ids}
+
 # what no served model of ours can do; vLLM says so, once it could read the request
 OTHER: Fields = QUEUED | {"dimensions": integer(1, INT32), "top_n": integer(-INT32, INT32)}
 
@@ -293,6 +304,7 @@ ROUTES: dict[str, Fields] = {
     "/v1/messages/render": MESSAGES,
     "/v1/responses/render": RESPONSES,
     "/inference/v1/generate": GENERATE_TOKENS,
+    "/inference/v1/abort_requests": ABORT,
     "/generative_scoring": SCORING,
     "/v1/systemone": QUEUED,
     "/tokenize": TOKENIZE,
@@ -307,6 +319,7 @@ HEADERS: Fields = {"X-Vllm-Priority": QUEUED["priority"]}
 
 INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
 RESPONSES_ROUTE = "/v1/responses"
+ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM reads them so, whatever their Content-Type says
 GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, INVOCATIONS}
 
 

@@ -88,7 +88,7 @@ class Gate:
         raw = await self._whole_body(headers, receive)
         replayed = _replayed(raw, receive)
         self.server.check_route(route)
-        if not raw or not _is_json(headers):
+        if not raw or not (route in fields.ALWAYS_JSON or _is_json(headers)):
             return await self.app(scope, replayed, send)
         limits = await self.server.limits()
         fields.check_headers(headers, limits)

@@ -33,6 +33,9 @@ class Engine:
     async def check_health(self) -> None:
         pass
 
+    async def abort(self, request_ids: Any) -> None:
+        pass
+
 
 @contextlib.contextmanager
 def client(*flags: str) -> Iterator[Any]:
@@ -106,6 +109,23 @@ def test_what_only_vllm_reads_is_the_clients_mistake_too(patched: Any) -> None:
         assert "KeyError" in answer.json()["error"]["message"]
     with patched(), client() as asked:
         assert asked.post("/v1/chat/completions", json=body).status_code == 500, "stock"
+
+
+@pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+@pytest.mark.parametrize(
+    ("body", "stock"),
+    [(b"[1]", 500), (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 500), (b'{"request_ids": [5]}', 200)],
+    ids=["list", "deep", "number"],
+)
+def test_what_aborts_nothing_is_refused(patched: Any, kind: str, body: bytes, stock: int) -> None:
+    def ask(asked: Any) -> int:
+        return asked.post("/inference/v1/abort_requests", content=body, headers={"Content-Type": kind}).status_code
+
+    with patched(*PATCHES), client("--enable-scale-out") as asked:
+        assert ask(asked) == 400
+    with patched(), client("--enable-scale-out") as asked:
+        assert ask(asked) == stock, "stock"
 
 
 READING = """
