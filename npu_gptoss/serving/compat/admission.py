@@ -37,8 +37,8 @@ ASKS = {f"guided_{name}" for name in STRUCTURE} | {
 }
 
 # where vLLM does nothing but read a request: whatever it raises there, the request is to blame, or the installation
-READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony"} | {
-    *("_preprocess_chat", "adjust_harmony_request", "to_chat_completion_request")  # the last two are of 0.33
+READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"} | {
+    *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony")  # of 0.33
 }
 
 # what serves a route, None in the application's state where the model has no use for it; vLLM says so with status 200

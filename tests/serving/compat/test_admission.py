@@ -128,6 +128,27 @@ def test_what_aborts_nothing_is_refused(patched: Any, kind: str, body: bytes, st
         assert ask(asked) == stock, "stock"
 
 
+@pytest.mark.skipif(of_line.LINE != "0.33", reason="needs vLLM 0.33")
+@pytest.mark.parametrize(
+    "message", [{"role": "assistant", "tool_calls": [5]}, {"role": "user", "content": [5]}, {"role": "tool", "name": 5}]
+)
+def test_a_history_that_cannot_be_rendered_is_the_clients_mistake(message: dict[str, Any]) -> None:
+    """An AttributeError where /v1/responses makes a prompt of `previous_input_messages`: 500."""
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    renderer = types.SimpleNamespace(
+        adjust_harmony_request=lambda _: None,
+        _get_harmony_builtin_tool_descriptions=lambda *_: {},
+        reasoning_effort_map={},
+    )
+    request = of_line.responses_class()(input="hi", previous_input_messages=[message])
+    with pytest.raises(AttributeError) as raised:
+        OnlineRenderer._render_responses_with_harmony(
+            renderer, request, previous_messages=None, previous_response_outputs=None, tool_server=None
+        )
+    assert VllmServer(None, False).blame(raised.value).status == 400
+
+
 READING = """
 def to_sampling_params():
     try:
