@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -106,7 +107,6 @@ def test_every_field_of_sampling_params_is_bound_or_known_to_need_no_bound() -> 
 
 @pytest.mark.serving
 def test_structured_outputs_have_no_field_without_a_bound() -> None:
-    dataclasses = pytest.importorskip("dataclasses")
     params = pytest.importorskip("vllm.sampling_params").StructuredOutputsParams
     names = {field.name for field in dataclasses.fields(params) if not field.name.startswith("_")}
     flags = {"json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
@@ -128,6 +128,35 @@ def test_a_transfer_among_the_extra_fields_is_an_object_too(route: str, extra: t
             contextlib.nullcontext() if passes else pytest.raises(Refusal, match="kv_transfer_params: expected an obj")
         ):
             fields.check(route, body, LIMITS)
+
+
+def _anthropic_result(part: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [part]}]}
+
+
+# a message of each route with a part of its content
+MEDIA: list[tuple[str, str, Callable[[Any], dict[str, Any]]]] = [
+    *(
+        (route, field, lambda part: {"role": "user", "content": [{"type": "text", "text": "a"}, part]})
+        for route, field in (
+            *((route, "messages") for route in ("/v1/chat/completions", "/v1/messages", "/tokenize")),
+            *(("/v1/responses", field) for field in ("input", "previous_input_messages")),
+        )
+    ),
+    ("/v1/messages", "messages", _anthropic_result),
+]
+
+
+@pytest.mark.parametrize(("route", "field", "message"), MEDIA)
+def test_an_image_is_not_read_as_an_empty_text(route: str, field: str, message: Callable[[Any], Any]) -> None:
+    """vLLM 0.33 answers such a chat with 200, as if the image were not there."""
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"image_url": "x"}, {"type": "input_audio"}):
+        with pytest.raises(Refusal, match="a part of type") as refusal:
+            fields.check(route, {field: [message(part)]}, LIMITS)
+        assert refusal.value.param.startswith(f"{field}[0].content[")
+        fields.check(route, {field: [message(part)]}, dataclasses.replace(LIMITS, media=True))
+    for part in ({"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}, {"type": "thinking"}, "a"):
+        fields.check(route, {field: [message(part)]}, LIMITS)
 
 
 # what clients send in earnest, on either route

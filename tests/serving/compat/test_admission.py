@@ -45,7 +45,7 @@ def client(*flags: str) -> Iterator[Any]:
     app = of_line.application(of_line.parsed("--model", MODEL, *flags))
     model = types.SimpleNamespace(
         get_vocab_size=lambda: 201_088, max_model_len=2048, max_logprobs=20, enable_prompt_embeds=False,
-        skip_tokenizer_init=False,
+        skip_tokenizer_init=False, is_multimodal_model=False,
     )  # fmt: skip
     parallel = types.SimpleNamespace(data_parallel_backend="mp")
     app.state.vllm_config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
