@@ -19,6 +19,7 @@ from openai_harmony import Message
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
 from npu_gptoss.serving.compat.targets import (
+    BATCH_SERVING,
     HARMONY_UTILS,
     RENDERER,
     RENDERER_0_23,
@@ -58,6 +59,19 @@ def install(renderer: ModuleType) -> None:
     replace(harmony_utils, "render_for_completion", _encoded, copies=(RENDERER, RESPONSES_CONTEXT))
     for name in ("render_chat", "render_responses"):
         around(online, name)(_rendered)
+
+
+@repair("batch-encoding", f"{BATCH_SERVING}:OpenAIServingChatBatch.render_batch_chat_request", lines=("0.33",))
+def install_batch(serving: ModuleType) -> None:
+    """As harmony-encoding, of conversations in one request, whose prompts are made past the renderer's own entrance."""
+    batch = serving.OpenAIServingChatBatch
+    expect_parameters(batch.render_batch_chat_request, "self", "request")
+    expect_source(batch.render_batch_chat_request, "if renderer.use_harmony:", "renderer._make_request_with_harmony(")
+
+    @around(batch, "render_batch_chat_request")
+    async def render_batch_chat_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
+        renderer = self.online_renderer
+        return await _beside(renderer.model_config, renderer.use_harmony, request, lambda: original(self, request))
 
 
 @repair(
@@ -101,11 +115,15 @@ def _encoded(messages: list[Message]) -> list[int]:
 
 
 async def _rendered(original: Callable[..., Any], self: Any, request: Any, **options: Any) -> Any:
-    """With harmony, `original` never waits: it may run in a loop of its own."""
-    _served.set(self.model_config)
-    if not self.use_harmony or _size(request) <= IN_THE_LOOP:
-        return await original(self, request, **options)
-    return await asyncio.to_thread(asyncio.run, original(self, request, **options))
+    return await _beside(self.model_config, self.use_harmony, request, lambda: original(self, request, **options))
+
+
+async def _beside(config: Any, use_harmony: bool, request: Any, render: Callable[[], Any]) -> Any:
+    """With harmony, `render` never waits: it may run in a loop of its own."""
+    _served.set(config)
+    if not use_harmony or _size(request) <= IN_THE_LOOP:
+        return await render()
+    return await asyncio.to_thread(asyncio.run, render())
 
 
 def _size(request: Any) -> int:

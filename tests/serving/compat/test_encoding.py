@@ -113,6 +113,45 @@ def test_a_run_of_one_character_takes_no_square_of_its_length(patched: Any, rend
         assert seconds(48_000) > 5 * ours, "stock"
 
 
+@pytest.mark.skipif(LINE != "0.33", reason="needs vLLM 0.33")
+def test_conversations_of_one_request_are_encoded_as_chats_are(patched: Any, renderer: Any) -> None:
+    """Their prompts are made past the renderer's own entrance: one took the square, and held everybody."""
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+
+    async def known(_: Any) -> None:
+        return None
+
+    serving = SimpleNamespace(_check_model=known, _preflight=lambda: None, online_renderer=renderer)
+
+    def rendered(length: int) -> tuple[list[int], float, int]:
+        """The first prompt's tokens, the seconds that it took, and how often the loop went on meanwhile."""
+
+        async def beats() -> tuple[Any, int]:
+            request = BatchChatCompletionRequest(messages=[[{"role": "user", "content": "-" * length}]] * 2)
+            made = OpenAIServingChatBatch.render_batch_chat_request(serving, request)
+            done, count = asyncio.create_task(made), 0
+            while not done.done():
+                await asyncio.sleep(0.001)
+                count += 1
+            return done.result(), count
+
+        since = time.perf_counter()
+        (_, _, (first, _)), count = asyncio.run(beats())
+        return first["prompt_token_ids"], time.perf_counter() - since, count
+
+    with patched("harmony-encoding", "batch-encoding"):
+        alone = prompt(renderer, [{"role": "user", "content": "-" * 24_000}])
+        ours = rendered(24_000)
+        assert ours[0] == alone
+        assert ours[2] > 3
+    for repairs in (("harmony-encoding",), ()):
+        with patched(*repairs):
+            _, seconds, count = rendered(24_000)
+            assert seconds > 3 * ours[1], "stock"
+            assert count <= 3, "stock"
+
+
 def test_the_loop_goes_on_while_a_long_prompt_is_encoded(patched: Any, renderer: Any) -> None:
     """/health waits for it else."""
 
