@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from npu_gptoss.serving.compat.targets import (
     RENDERER_0_23,
     RESPONSES_CONTEXT,
     RESPONSES_SERVING,
+    SCORING,
 )
 from npu_gptoss.serving.compat.vocabulary import checkpoint_directory
 
@@ -72,6 +74,22 @@ def install_batch(serving: ModuleType) -> None:
     async def render_batch_chat_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
         renderer = self.online_renderer
         return await _beside(renderer.model_config, renderer.use_harmony, request, lambda: original(self, request))
+
+
+@repair("scoring-prompts", f"{SCORING}:ServingGenerativeScoring._build_prompts", lines=("0.33",))
+def install_scoring(serving: ModuleType) -> None:
+    """/generative_scoring encodes its texts, and writes the query once more for each item, in the event loop: a long
+    query with many items holds everybody for seconds."""
+    scoring = serving.ServingGenerativeScoring
+    expect_parameters(scoring._build_prompts, "self", "request", "tokenizer", "max_model_len")
+    expect_source(scoring._build_prompts, "prompt_token_ids = query_token_ids + item_token_ids")
+
+    one = ThreadPoolExecutor(1, "scoring")  # vLLM copies its tokenizer for each that asks at once, and keeps the copies
+
+    @around(scoring, "_build_prompts")
+    async def _build_prompts(original: Callable[..., Any], *args: Any) -> Any:
+        # which never waits
+        return await asyncio.get_running_loop().run_in_executor(one, lambda: asyncio.run(original(*args)))
 
 
 @repair(

@@ -44,6 +44,7 @@ INPUT_PROCESSOR = "vllm.v1.engine.input_processor"  # of 0.33
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 RENDERER_0_23 = "vllm.entrypoints.serve.render.serving"
 BATCH_SERVING = "vllm.entrypoints.openai.chat_completion.batch_serving"  # of 0.33
+SCORING = "vllm.entrypoints.generate.generative_scoring.serving"  # of 0.33
 RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
 HARMONY_UTILS = "vllm.entrypoints.openai.parser.harmony_utils"
 RESPONSES_CONTEXT = "vllm.entrypoints.openai.responses.context"

@@ -152,6 +152,27 @@ def test_conversations_of_one_request_are_encoded_as_chats_are(patched: Any, ren
             assert count <= 3, "stock"
 
 
+@pytest.mark.skipif(LINE != "0.33", reason="needs vLLM 0.33")
+def test_the_loop_goes_on_while_prompts_are_made_to_score(patched: Any) -> None:
+    """A query is written once for each item before the prompt is cut to the context."""
+    from vllm.entrypoints.generate.generative_scoring.serving import GenerativeScoringRequest, ServingGenerativeScoring
+
+    async def beats() -> int:
+        request = GenerativeScoringRequest(query=[1] * 1_000_000, items=[[2]] * 100, label_token_ids=[1])
+        made = ServingGenerativeScoring._build_prompts(SimpleNamespace(), request, None, 4096)
+        done, count = asyncio.create_task(made), 0
+        while not done.done():
+            await asyncio.sleep(0.001)
+            count += 1
+        assert done.result()[1] == [4095] * 100
+        return count
+
+    with patched("scoring-prompts"):
+        assert asyncio.run(beats()) > 5
+    with patched():
+        assert asyncio.run(beats()) <= 3, "stock"
+
+
 def test_the_loop_goes_on_while_a_long_prompt_is_encoded(patched: Any, renderer: Any) -> None:
     """/health waits for it else."""
 
