@@ -58,6 +58,8 @@ def test_more_ranks_than_key_heads_hold_a_head_each():
     one, eight, sixteen = (Part.of(PUBLISHED_20B, ranks) for ranks in (1, 8, 16))
     assert kv_bytes_per_token(PUBLISHED_20B, sixteen) == kv_bytes_per_token(PUBLISHED_20B, eight)
     assert weight_bytes(PUBLISHED_20B, sixteen) > weight_bytes(PUBLISHED_20B, one) / 16
+    sixteen_heads = replace(PUBLISHED_20B, num_key_value_heads=16)  # of which each rank has one as well
+    assert weight_bytes(PUBLISHED_20B, sixteen) == weight_bytes(sixteen_heads, sixteen)
 
 
 def test_the_published_models_in_words():

@@ -39,6 +39,9 @@ def test_the_shares_of_every_tensor_make_the_whole(experts: str, mxfp4: bool) ->
             cut.add(name)
             assert torch.equal(torch.cat(parts, axis), tensor)
             assert parts[0].shape[axis] * 2 == tensor.shape[axis]
+    once = ["o_proj.bias"] if experts == EXPERT else ["o_proj.bias", "down_proj_bias"]
+    for name in expected_tensors(config):  # what is added before ranks are summed
+        assert Shard(0, 2, experts).only_on_rank_0(name) == name.endswith(tuple(once)), name
     matrices = {n for n in expected_tensors(config) if "_proj" in n and not n.endswith("bias")}
     assert matrices <= cut  # whatever is large is shared
 
@@ -70,6 +73,8 @@ def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
     maps = torch.stack([Shard(rank, 4, EXPERT).expert_map(config, torch.device("cpu")) for rank in range(4)])
     assert ((maps >= 0).sum(0) == 1).all()
     assert maps.max(0).values.tolist() == [0, 1] * 4
+    cut = shares("model.layers.0.mlp.experts.down_proj_bias", torch.arange(8)[:, None], 4, EXPERT)
+    assert [part.flatten().tolist() for part in cut] == [(one >= 0).nonzero().flatten().tolist() for one in maps]
     assert Shard(0, 4, TENSOR).expert_map(config, torch.device("cpu")) is None
 
 

@@ -179,6 +179,8 @@ def test_kernels_are_asked_whether_they_know_experts_of_other_ranks(monkeypatch)
 def test_any_negative_id_is_padding():
     share = local_share(make_layer(1).weights, 2, 5)
     assert share.local_ids(torch.tensor([-1, -100, 1, 2, 4, 5])).tolist() == [-1, -1, -1, 0, 2, -1]
+    first = local_share(make_layer(1).weights, 0, 3)  # padding is not its expert 0
+    assert first.local_ids(torch.tensor([-1, -100, 0, 2, 3])).tolist() == [-1, -1, 0, 2, -1]
 
 
 def test_a_gate_without_its_up_is_refused_in_every_format():
