@@ -8,7 +8,7 @@ from pathlib import Path
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
 from npu_gptoss.doctor.machine import Device
 from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection
+from npu_gptoss.model.config import GptOssConfig, published_config, tensor_parallel_objection, uncut_objection
 from npu_gptoss.model.device_memory import (
     AUTO,
     BUFFSIZE,
@@ -161,6 +161,9 @@ def memory(
         choice = choice_of(config, ranks, length, total, buffsize=buffsize, objection=objection, wish=wish)
         yield _on_npu(config, ranks, device, choice, presets, buffsize)
     else:
+        if device.mxfp4 and config.quantization and (uncut := uncut_objection(config.intermediate_size, ranks)):
+            sentence, _, remedy = uncut.partition("; ")
+            yield warning(f"{sentence}.", f"{remedy.capitalize()}.")
         yield _elsewhere(config, ranks, length, device, presets)
     if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
         yield warning(

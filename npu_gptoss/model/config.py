@@ -267,6 +267,17 @@ def packed_columns(rank: int, width: int) -> int:
     return (end - first) * MXFP4_GROUP
 
 
+def uncut_objection(intermediate_size: int, ranks: int) -> str | None:
+    """Why `ranks` NVIDIA GPUs cannot cut experts that stay in MXFP4, and vLLM's option that deals them out."""
+    groups = intermediate_size // MXFP4_GROUP
+    if groups % ranks == 0:
+        return None
+    return (
+        f"--tensor-parallel-size {ranks}: it does not divide the {groups} groups of {MXFP4_GROUP} columns that an "
+        "expert in MXFP4 has; add --enable-expert-parallel, which deals experts out whole"
+    )
+
+
 def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
     """Why vLLM's tensor parallelism cannot cut this model for `ranks` ranks; None when it can.
 

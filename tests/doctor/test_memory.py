@@ -127,6 +127,16 @@ def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(lar
     only(memory.memory(large, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
 
 
+def test_gpus_that_cannot_cut_an_expert_in_mxfp4_are_told_to_deal_experts_out(model):
+    """The server refuses --tensor-parallel-size 4 alone there, and the doctor called it fine."""
+    gpus = Device("cuda", "NVIDIA H200", 4, 139 * GIB, 139 * GIB, mxfp4=True)
+    told = {finding.state: finding for finding in memory.memory(model, 16384, 4, gpus)}
+    assert "90 groups of 32" in told["warning"].sentence
+    assert "--enable-expert-parallel" in told["warning"].remedy
+    for fits in (memory.memory(model, 16384, 2, gpus), memory.memory(model, 16384, 4, replace(gpus, mxfp4=False))):
+        assert [finding.state for finding in fits] == ["ok"]
+
+
 def test_what_does_not_fit_is_a_failure(model):
     card = replace(CARD, total=32 * GIB, free=32 * GIB)
     only(memory.memory(model, 16384, 1, card), "failed", "on 32.0 GiB of Ascend910B3: that does not fit", "more cards")

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from npu_gptoss import envs
-from npu_gptoss.model.config import MXFP4_GROUP
+from npu_gptoss.model.config import uncut_objection
 from npu_gptoss.model.device_memory import AUTO, PACKED, VARIABLE
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def objections(config: VllmConfig) -> list[str]:
     parallel, model, offload = config.parallel_config, config.model_config, config.offload_config
     positions = model.hf_config.max_position_embeddings  # rows of the table of rotary angles
     mxfp4, wish = bool(getattr(model.hf_config, "quantization_config", None)), envs.get(VARIABLE)
-    ranks, groups = parallel.tensor_parallel_size, model.hf_config.intermediate_size // MXFP4_GROUP
+    uncut = uncut_objection(model.hf_config.intermediate_size, parallel.tensor_parallel_size)
     refused = {
         "--load-format dummy: the weights are made when they are loaded; give the path of a checkpoint": (
             config.load_config.load_format == "dummy"
@@ -29,10 +29,7 @@ def objections(config: VllmConfig) -> list[str]:
         f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: use --tensor-parallel-size": (
             parallel.pipeline_parallel_size > 1
         ),
-        f"--tensor-parallel-size {ranks}: it does not divide the {groups} groups of {MXFP4_GROUP} columns that an "
-        "expert in MXFP4 has; add --enable-expert-parallel, which deals experts out whole": (
-            mxfp4 and not parallel.enable_expert_parallel and groups % ranks > 0
-        ),
+        uncut or "": bool(uncut) and mxfp4 and not parallel.enable_expert_parallel,
         f"{VARIABLE}={wish}: experts stay in the checkpoint's format on NVIDIA GPUs; unset it": (
             wish != AUTO and mxfp4 != (wish == PACKED)
         ),
