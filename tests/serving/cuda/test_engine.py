@@ -74,6 +74,7 @@ STALE = (NGRAM, 3)  # a graph that reads the lengths of another step
 def _drafting(method: str, drafts: int) -> tuple[dict[str, Any], dict[str, Any]]:
     own = {"prompt_lookup_max": 2} if method == NGRAM else {"model": HEAD}
     options = {
+        "max_model_len": 500,  # ends within a page
         "speculative_config": {"method": method, "num_speculative_tokens": drafts, **own},
         "compilation_config": {"cudagraph_capture_sizes": [size * (1 + drafts) for size in (1, 2, 4, 8)]},
     }
