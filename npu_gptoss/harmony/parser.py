@@ -18,6 +18,8 @@ from openai_harmony import HarmonyEncoding, HarmonyError, Message, Role, Streama
 logger = logging.getLogger(__name__)
 
 TOOL_PREFIX = "functions."
+# what stands behind a channel and is no recipient: a format, as in `final json`
+_FORMAT = re.compile(r"<\|channel\|>((analysis|final)\s+(?!functions\.)\S+|commentary\s*(<\|constrain\|>|\s)json)\s*$")
 
 
 class Kind(enum.Enum):
@@ -139,23 +141,29 @@ class TolerantParser(StreamableParser):
     def _read_header(self) -> bool:
         """Feed the header to the strict parser, or what can be understood of it. False when nothing can."""
         header, self._header = self._header, []
-        if self._start not in header:  # else the model has begun the message twice
-            named = header and not self._encoding.is_special_token(header[0])
-            try:
-                self._begin("" if named else "assistant")  # without a role the strict parser would make it a tool's
-                for token in (*header, self._message):
-                    super().process(token)
-            except HarmonyError:
-                pass
-            else:
-                return True
-        else:
+        begun_twice = self._start in header
+        if begun_twice:
             header = header[len(header) - header[::-1].index(self._start) :]
         try:
             text = self._encoding.decode(header)
         except (HarmonyError, ValueError):
+            text = None
+        # the strict parser takes a word that stands alone for a recipient: `final json`, which vLLM 0.33's grammar of a
+        # structured answer allows, would be a call of `json`
+        format_alone = text is not None and "to=" not in text and _FORMAT.search(text)
+        if not begun_twice and not format_alone and self._read_strictly(header):
+            return True
+        return text is not None and self._read_header_text(text)
+
+    def _read_strictly(self, header: list[int]) -> bool:
+        named = header and not self._encoding.is_special_token(header[0])
+        try:
+            self._begin("" if named else "assistant")  # without a role the strict parser would make it a tool's
+            for token in (*header, self._message):
+                super().process(token)
+        except HarmonyError:
             return False
-        return self._read_header_text(text)
+        return True
 
     def _begin(self, role: str) -> None:
         """Give the strict parser the <|start|> that it waits for, unless it was made to expect the header of a role."""
@@ -173,7 +181,7 @@ class TolerantParser(StreamableParser):
         logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
         spelled = f" to={recipient[1]}" if recipient else ""
         spelled += f"<|channel|>{channel[1] if channel else 'commentary' if recipient else 'final'}"
-        spelled += " <|constrain|>json" if "json" in text else ""
+        spelled += " <|constrain|>json" if recipient and "json" in text else ""
         try:
             self._begin("assistant")
             for token in self._encoding.encode(spelled + "<|message|>", allowed_special="all"):

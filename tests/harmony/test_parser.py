@@ -168,6 +168,27 @@ def test_a_message_that_lacks_a_part_of_its_header_is_the_assistants(library, te
     assert (parser.current_channel, parser.current_recipient, parser.current_content) == (channel, recipient, found)
 
 
+@pytest.mark.parametrize("begin", ["", "<|channel|>analysis<|message|>a<|end|><|start|>assistant"])
+@pytest.mark.parametrize(
+    ("header", "channel", "recipient"),
+    [
+        ("<|channel|>final json", "final", None),
+        ("<|channel|>final <|constrain|>json", "final", None),
+        ("<|channel|>commentary <|constrain|>json", "commentary", None),
+        ("<|channel|>commentary json", "commentary", None),
+        ("<|channel|>analysis code", "analysis", None),
+        (" to=functions.f<|channel|>final json", "final", "functions.f"),
+        ("<|channel|>final to=functions.f json", "final", "functions.f"),
+        ("<|channel|>commentary functions.f", "commentary", "functions.f"),
+        ("<|channel|>commentary to=json", "commentary", "json"),
+    ],
+)
+def test_a_format_behind_the_channel_is_no_recipient(library, begin, header, channel, recipient):
+    parser, told = read(library, library.encode(f"{begin}{header}<|message|>{{}}", allowed_special="all"))
+    assert (parser.current_channel, parser.current_recipient, told[-2:]) == (channel, recipient, "{}")
+    assert parser.process_eos().messages[-1].recipient == recipient
+
+
 def test_what_the_model_writes_as_somebody_else_is_not_told(library):
     text = "<|channel|>analysis<|message|>a<|end|><|start|>user<|channel|><|message|>b<|end|>"
     assert read(library, library.encode(text, allowed_special="all"))[1] == "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,25 @@ def test_what_is_well_formed_is_told_byte_for_byte_as_by_stock_vllm(library):
         want = told()
         with repaired():
             assert told() == want
+
+
+@pytest.mark.parametrize("constrain", parsing._JSON_CONSTRAINS)
+def test_a_structured_answer_is_content_however_vllms_own_grammar_lets_its_header_be(library, constrain):
+    tokens = tokens_of(library, (parsing._FINAL_BEGIN.format(constrain=constrain), '{"a": 1}', "<|return|>"))
+    want = {"reasoning": "", "content": '{"a": 1}', "calls": []}
+    stock = Served(library).whole(tokens)
+    assert stock == want if "constrain" in constrain else stock["calls"] == [("json", '{"a": 1}')]  # why it is repaired
+    with repaired():
+        assert Served(library).whole(tokens) == Served(library).streamed(tokens, random.Random(0)) == want
+
+
+def test_calls_are_calls_however_vllms_own_grammar_lets_their_header_be(library):
+    parts = parsing._FUNCTION_CALL_BEGINS, parsing._TOOL_CALL_CHANNELS, parsing._JSON_CONSTRAINS
+    with repaired():
+        for begin, channel, constrain in itertools.product(*parts):
+            header = begin.format(name="f", channel=channel, constrain=constrain)
+            told = Served(library).whole(tokens_of(library, (header, '{"a": 1}', "<|call|>")))
+            assert told == {"reasoning": "", "content": "", "calls": [("f", '{"a": 1}')]}, header
 
 
 def test_what_goes_to_a_tool_of_the_server_is_not_told_as_text(library):

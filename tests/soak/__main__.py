@@ -30,7 +30,7 @@ from scripts import serve_here
 from tests.serving.server import Server, wait_for
 from tests.soak import report
 from tests.soak.honest import VARIANTS
-from tests.soak.run import CUT, PARTED, Findings, Soak
+from tests.soak.run import PARTED, Findings, Soak
 from tests.soak.server import EMULATED, MODES, ROOT, STACKS, Stack, Watch, key_value_use, start
 
 OUT = ROOT / "outputs/soak"
@@ -68,8 +68,7 @@ def soak(
         if progress and time.monotonic() - said > 15:
             said = time.monotonic()
             parted = findings.number("honest", PARTED)
-            fine = findings.number("honest", "equal") + findings.number("honest", CUT)
-            wrong = findings.number("honest") - fine - parted
+            wrong = findings.number("honest") - findings.number("honest", "equal") - parted
             print(
                 f"  … {findings.done} of {requests} after {said - begin:.0f} s; of the honest ones {wrong} wrong, "
                 f"{parted} differ, to be judged",

@@ -17,8 +17,8 @@ from typing import Any
 
 from npu_gptoss.engine import Engine
 from npu_gptoss.files import write_atomically
-from tests.soak.honest import STRUCTURED, Said
-from tests.soak.run import CUT, NEAR_TIE, Findings
+from tests.soak.honest import Said
+from tests.soak.run import NEAR_TIE, Findings
 from tests.soak.server import Sample
 
 HEALTH_LIMIT = 1.0  # seconds
@@ -120,13 +120,9 @@ def grown(record: Record) -> list[str]:
 
 def verdicts(record: Record, health_limit: float = HEALTH_LIMIT) -> list[tuple[str, bool, str]]:
     """(what is promised, kept, what was seen)."""
-    cut = record.number("honest", CUT)
-    whole = sum(n for _, kind, outcome, n in record.counts if (kind, outcome) == (STRUCTURED, "equal"))
-    wrong = record.not_of("honest", "equal", NEAR_TIE, CUT) + record.number("alone")
-    wrong += cut if cut > whole else 0  # a model that mostly loses itself shows nothing
+    wrong = record.not_of("honest", "equal", NEAR_TIE) + record.number("alone")
     near = record.number("honest", NEAR_TIE)
     turned = f", {near} near-ties (fp32 prefers one by {max(record.regrets):.3f} at most)" if near else ""
-    turned += f", {cut} cut off as alone" if cut else ""
     unanswered = record.not_of("hostile", "answered")
     growth = grown(record)
     at_rest = ", ".join(f"{name} {value:g}" for name, value in record.at_rest.items()) or "not asked"
@@ -172,7 +168,7 @@ def printed(record: Record, health_limit: float = HEALTH_LIMIT) -> str:
     return "\n".join(lines)
 
 
-FINE = ("equal", NEAR_TIE, CUT, "answered", "done")
+FINE = ("equal", NEAR_TIE, "answered", "done")
 
 
 def save(record: Record, folder: Path) -> Path:
@@ -201,13 +197,13 @@ def table(records: Sequence[Record]) -> str:
         def total(group: str, outcome: str = "", runs: list[Record] = runs) -> int:
             return sum(run.number(group, outcome) for run in runs)
 
-        apart = [(total("honest", NEAR_TIE), "near-ties"), (total("honest", CUT), "cut off as alone")]
+        near = total("honest", NEAR_TIE)
         rest: Any = [max(values) for values in zip(*(run.at_rest.values() for run in runs), strict=False)]
         cells = [
             stack.replace("-", ", "),
             len(runs),
             sum(run.requests for run in runs),
-            f"{total('honest', 'equal')} of {total('honest')}" + "".join(f", {n} {what}" for n, what in apart if n),
+            f"{total('honest', 'equal')} of {total('honest')}" + (f", {near} near-ties" if near else ""),
             f"{total('hostile', 'answered')} of {total('hostile')}",
             total("rude"),
             sum(run.exit_status is not None for run in runs),

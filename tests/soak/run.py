@@ -33,7 +33,6 @@ SHARES = {"honest": 0.72, "hostile": 0.16, "rude": 0.12}
 PATIENCE = 120  # seconds for an honest request; the server is meant to be busy
 HOSTILE_PATIENCE = 30  # seconds; a refusal computes nothing, but waits its turn
 DIFFERENT, NEAR_TIE, PARTED = "different", "near-tie", "parted"
-CUT = "cut off"  # a structured answer, as it was when alone
 KEPT = 40  # findings with their words; the rest is counted
 
 
@@ -200,8 +199,6 @@ class Soak:
                     if tokens and alone and tokens != alone:
                         self.findings.parted[request.kind, alone, tokens, words] += 1
                         outcome, words = PARTED, ""
-                elif got.get("cut"):
-                    outcome = CUT
             except Wrong as error:
                 outcome, words = "wrong", str(error)
         self.findings.note("honest", request.kind, outcome, time.monotonic() - begin, words)

@@ -18,16 +18,13 @@ from tests.serving.server import Server
 from tests.soak import report
 from tests.soak.honest import (
     KINDS,
-    SEASONS,
-    STRUCTURED,
     Said,
     Wrong,
     read_chat_stream,
     read_response_stream,
-    read_structured,
     said,
 )
-from tests.soak.run import CUT, Findings, Soak, ask, refuse_other_machines
+from tests.soak.run import Findings, Soak, ask, refuse_other_machines
 from tests.soak.server import Sample, Stack, start
 
 REQUESTS = 120
@@ -213,51 +210,6 @@ def test_the_tokens_of_a_stream_are_those_of_the_whole_reply() -> None:
 def test_memory_of_the_gpu_that_grows_is_told() -> None:
     growing = [replace(sample(n, 900), gpu={"all": 9000.0 + 20 * n}) for n in range(60)]
     assert broken(record(thirds=report.thirds(growing))) == ["memory, descriptors, threads flat"]
-
-
-def structured(content: str, finish: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"content": content}, "finish_reason": finish}]}
-
-
-def test_a_structured_answer_that_is_cut_off_is_a_beginning_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 allows a chat's JSON any spaces, and the tiny model loses itself in them."""
-    with pytest.raises(json.JSONDecodeError):  # where no spaces are allowed, nothing excuses it
-        read_structured([structured("  ", "length")])
-    monkeypatch.setattr("tests.soak.honest.SCHEMA", {"enum": SEASONS})
-    for content in ("", "   ", ' "spr'):
-        assert read_structured([structured(content, "length")])["cut"]
-    assert "cut" not in read_structured([structured(' "spring"', "stop")])
-    for content, finish in (("summer", "length"), ("  ", "stop"), ('"summer"', "stop")):
-        with pytest.raises((Wrong, ValueError)):
-            read_structured([structured(content, finish)])
-
-
-def test_answers_cut_off_as_alone_are_counted_apart_and_are_not_most() -> None:
-    some = [("honest", STRUCTURED, "equal", 9), ("honest", STRUCTURED, CUT, 3)]
-    assert broken(record(counts=some)) == []
-    assert "9 of 12, 3 cut off as alone" in report.table([record(counts=some)])
-    most = [("honest", STRUCTURED, "equal", 3), ("honest", STRUCTURED, CUT, 9)]
-    assert broken(record(counts=most)) == ["honest answers as alone"]
-
-
-async def told(content: str, alone: dict[str, Any]) -> Findings:
-    """What a soak notes of a structured answer with that content that was cut off."""
-    make = next(make for _, make in KINDS if make(1).kind == STRUCTURED)
-    lines = [json.dumps(structured(content, "length"))]
-    async with server_that_says(lambda: (200, lines)) as url:
-        soak = Soak(url, 1)
-        soak.alone[make(0).key] = alone, None
-        async with soak.session() as session:
-            await soak.honest(session, make, 1)
-    return soak.findings
-
-
-def test_an_answer_that_is_cut_off_otherwise_than_alone_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.soak.honest.SCHEMA", {"enum": SEASONS})
-    alone = read_structured([structured(" ", "length")])
-    assert asyncio.run(told(" ", alone)).number("honest", CUT) == 1
-    assert asyncio.run(told('"spr', alone)).number("honest", "different") == 1
-    assert asyncio.run(told("summer", alone)).number("honest", "wrong") == 1
 
 
 LEAK = [sample(n, 900 + 5 * n) for n in range(60)]

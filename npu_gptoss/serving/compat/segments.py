@@ -24,7 +24,8 @@ from npu_gptoss.serving.compat.targets import CHAT_SERVING, PARSING
 )
 def install_segments(parsing: ModuleType) -> None:
     """Whatever openai-harmony's parser refuses is left out without a word, and with a badly spelled header all text
-    behind it; so is text on a channel that vLLM does not know."""
+    behind it; so is text on a channel that vLLM does not know. A structured answer may begin with `final json`, by
+    vLLM's own grammar, and is then told as a call of `json`."""
     from vllm.entrypoints.openai.parser import harmony_utils
 
     segment = parsing._SegmentType
