@@ -113,7 +113,7 @@ EMULATED_FP32 = ("emulated_fp32",)  # float32 in the place of bfloat16: no hardw
 TRITON = Capability.of("cuda", features=("triton",))
 TRITON_ASCEND = Capability.of("ascend", features=("torch_npu", TRITON_FOR_ASCEND))
 # Gluon is experimental: our kernels in it were seen working with these releases of Triton and are used with no others.
-HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={"triton": ("3.6", "3.9")})
+HOPPER = Capability.of("cuda", features=("triton",), archs=((9, 0),), releases={"triton": ("3.6", "3.8", "3.9")})
 
 
 def _installed(module: str) -> bool:
