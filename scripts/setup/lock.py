@@ -47,10 +47,10 @@ ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
 ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
 ON_CUDA_SERVED = """\
 The environment of `make serve` on an NVIDIA GPU: vLLM 0.33.0 with the torch and the Triton with which it
-# has served on an H200. vLLM asks for torch 2.14, with whose Triton our Gluon kernels have not run, and for
-# a certifi that is not published. Left out on purpose, since gpt-oss imports none of it: audio, images and
-# video (opencv, torchvision, torchaudio, torchcodec, pynvvideocodec), others' kernels and loaders
-# (flashinfer, cutlass-dsl, cudnn-frontend, tilelang, tokenspeed-mla, fastsafetensors, instanttensor).
+# has served on H200s and H100s, one and two. vLLM asks for torch 2.14, with which it has served on one H100,
+# and for a certifi that is not published. Left out on purpose, since a start does not import it (a test asks
+# vLLM's own modules): audio and video (opencv, torchaudio, torchcodec, pynvvideocodec), others' kernels and
+# loaders (flashinfer, cutlass-dsl, cudnn-frontend, tilelang, tokenspeed-mla, fastsafetensors, instanttensor).
 # To change a version, write it here without its hashes, and run `lock.py cuda`."""
 
 Place = tuple[str, str]  # Python, machine
