@@ -264,7 +264,7 @@ def minute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[report.Record]:
     write_tiny(folder / "model", trained=True)
     stack = Stack()
     with start(stack, folder / "model", folder / "server.log") as (server, process):
-        yield soak(stack, folder / "model", server, process, requests=REQUESTS, seconds=120, seed=13, variants=4)
+        yield soak(stack, folder / "model", server, process, requests=REQUESTS, seconds=120, seed=13, variants=2)
 
 
 @pytest.mark.serving
