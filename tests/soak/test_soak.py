@@ -212,6 +212,30 @@ def test_memory_of_the_gpu_that_grows_is_told() -> None:
     assert broken(record(thirds=report.thirds(growing))) == ["memory, descriptors, threads flat"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "outcome"),
+    [
+        ("chat", "3 + 4 = 7.", "equal"),
+        ("chat", "3 + 4 = 8.", "different"),
+        ("structured output", "", "wrong"),  # as a call that nobody asked for leaves it
+        ("structured output", '"summer"', "wrong"),
+    ],
+)
+def test_an_answer_is_held_to_what_was_said_alone_and_to_its_schema(kind: str, content: str, outcome: str) -> None:
+    make = next(make for _, make in KINDS if make(1).kind == kind)
+    message = {"message": {"content": content}, "finish_reason": "stop"}
+
+    async def told() -> Findings:
+        async with server_that_says(lambda: (200, [json.dumps({"choices": [message]})])) as url:
+            soak = Soak(url, 1)
+            soak.alone[make(0).key] = {"content": "3 + 4 = 7.", "reasoning": "", "calls": [], "finish": "stop"}, None
+            async with soak.session() as session:
+                await soak.honest(session, make, 1)
+        return soak.findings
+
+    assert asyncio.run(told()).number("honest", outcome) == 1
+
+
 LEAK = [sample(n, 900 + 5 * n) for n in range(60)]
 OPEN = [sample(n, 900, descriptors=40 + n) for n in range(60)]
 
