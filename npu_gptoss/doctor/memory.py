@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from npu_gptoss.doctor.findings import Finding, failed, not_applicable, ok, warning
@@ -213,7 +214,7 @@ def _elsewhere(config: GptOssConfig, ranks: int, length: int, device: Device, pr
     on_cpu = device.kind == "cpu"
     packed = device.mxfp4 and config.quantization is not None
     total = device.free // ranks if on_cpu else device.total
-    found = fit(config, Part.of(config, ranks), length, total, packed=packed)
+    found = fit(config, replace(Part.of(config, ranks), whole_embedding=not on_cpu), length, total, packed=packed)
     where = f"of {device.name}"
     if on_cpu:
         where = f"of available memory for {'one process' if ranks == 1 else f'each of {ranks} processes'}"

@@ -32,7 +32,8 @@ class Part:
     """What one rank holds of a model.
 
     ranks: that share heads and vocabulary. parts, experts: into how many parts each expert's width is cut, and how many
-    experts are here. layers: of this pipeline stage; ends: how many of embedding and head.
+    experts are here. layers: of this pipeline stage; ends: how many of embedding and head;
+    whole_embedding: each rank has all of its rows, as on a GPU.
     """
 
     ranks: int
@@ -40,6 +41,7 @@ class Part:
     experts: int
     layers: int
     ends: int = 2
+    whole_embedding: bool = False
 
     @classmethod
     def of(cls, config: GptOssConfig, ranks: int = 1) -> Part:
@@ -67,7 +69,8 @@ def weight_bytes(config: GptOssConfig, part: Part, packed: bool = False) -> int:
     attention += config.num_attention_heads // part.ranks
     router = config.num_local_experts * (hidden + 1)
     layer = attention + router + part.experts * (2 * inner + hidden) + 2 * hidden
-    ends = part.ends * config.vocab_size * hidden // part.ranks + hidden
+    rows = config.vocab_size * hidden
+    ends = part.ends * rows // part.ranks + hidden + (rows - rows // part.ranks if part.whole_embedding else 0)
     others = BF16 * (part.layers * layer + ends)
     return others + int(part.layers * room_bytes(config, part, packed) * (MXFP4 / BF16 if packed else 1))
 

@@ -15,10 +15,11 @@ from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.doctor.memory import PUBLISHED_20B, PUBLISHED_120B
 from npu_gptoss.model.checkpoint import expected_tensors
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.device_memory import Part, buffsize, hccl_bytes, kv_bytes_per_token, weight_bytes
+from npu_gptoss.model.device_memory import Part, buffsize, gib, hccl_bytes, kv_bytes_per_token, weight_bytes
 from npu_gptoss.model.layout import BYTES
+from npu_gptoss.model.sharding import Shard
 from npu_gptoss.nominal import MEMORY
-from tests.checkpoints import random_config
+from tests.checkpoints import random_config, random_tensors
 from tests.doctor.machines import machine, only, write
 from tests.model.published import published_config
 
@@ -52,6 +53,17 @@ def test_ranks_share_all_but_what_each_holds_whole(ranks):
     per_layer = 128 * 2881 + 2 * 2880 + 128 * 2880 + 2880  # router, norms, biases of down and o
     assert shared - whole == 2 * (ranks - 1) * (36 * per_layer + 2880)
     assert ranks * kv_bytes_per_token(PUBLISHED_120B, part) == kv_bytes_per_token(PUBLISHED_120B, one)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_is_told_the_bytes_of_the_share_that_it_gets(rank):
+    """The embedding is not cut: half of 1.2 GB was left out for each of two GPUs."""
+    config = random_config()
+    share = sum(Shard(rank, 2).cut(name, tensor).numel() for name, tensor in random_tensors(config).items())
+    assert 2 * share == weight_bytes(config, replace(Part.of(config, 2), whole_embedding=True))
+    found = memory._elsewhere(PUBLISHED_120B, 2, 4096, Device("cuda", "NVIDIA H200", 2, 139 * GIB, 139 * GIB), ())
+    whole = weight_bytes(PUBLISHED_120B, replace(Part.of(PUBLISHED_120B, 2), whole_embedding=True))
+    assert f"{gib(whole)} of BF16 weights" in found.sentence
 
 
 def test_more_ranks_than_key_heads_hold_a_head_each():
