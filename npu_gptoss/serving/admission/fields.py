@@ -344,9 +344,6 @@ ROUTES: dict[str, Fields] = {
     ),
 }
 
-# of 0.33: where it is sent, it counts before the body's field; a number that no message holds leaves its request behind
-HEADERS: Fields = {"X-Vllm-Priority": QUEUED["priority"]}
-
 INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
 RESPONSES_ROUTE = "/v1/responses"
 ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM reads them so, whatever their Content-Type says
@@ -376,12 +373,12 @@ def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:
         relation(body, limits)
 
 
-def check_headers(headers: Mapping[bytes, bytes], limits: Limits) -> None:
-    """Raises Refusal for the first header that is out of its bounds."""
-    for name, rule in HEADERS.items():
-        value = headers.get(name.lower().encode())
-        if value is not None:
-            rule(value.decode("latin-1"), limits, name)
+def check_priority_header(headers: Mapping[bytes, bytes], limits: Limits) -> None:
+    """Of 0.33: it counts before the body's field. Raises Refusal for a number that no message holds, which would leave
+    its request behind."""
+    value = headers.get(b"x-vllm-priority")
+    if value is not None:
+        QUEUED["priority"](value.decode("latin-1"), limits, "X-Vllm-Priority")
 
 
 def _sequences(body: Mapping[str, Any], limits: Limits) -> None:

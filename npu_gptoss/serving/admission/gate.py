@@ -91,7 +91,7 @@ class Gate:
         if not raw or not (route in fields.ALWAYS_JSON or _is_json(headers)):
             return await self.app(scope, replayed, send)
         limits = await self.server.limits()
-        fields.check_headers(headers, limits)
+        fields.check_priority_header(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
         body = await asyncio.to_thread(check) if len(raw) > LARGE else check()
         await self.server.check_structure(route, body)

@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,8 @@ def names(module: str, path: Path, statement: ast.Import | ast.ImportFrom) -> It
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
         return
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    start = package[: len(package) - statement.level + 1] if statement.level else []
-    base = ".".join([*start, *filter(None, [statement.module])])
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    base = resolve_name("." * statement.level + (statement.module or ""), package)
     yield base
     yield from (name for alias in statement.names if source(name := f"{base}.{alias.name}"))
 
