@@ -47,7 +47,7 @@ ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
 ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
 ON_CUDA_SERVED = """\
 The environment of `make serve` on an NVIDIA GPU: vLLM 0.33.0 with the torch and the Triton with which it
-# has served on H200s and H100s, one and two. vLLM asks for torch 2.14, with which it has served on one H100,
+# has served on H200s and H100s, one and two. vLLM asks for torch 2.14, which has served on two H200s and gains nothing,
 # and for a certifi that is not published. Left out on purpose, since a start does not import it (a test asks
 # vLLM's own modules): audio and video (opencv, torchaudio, torchcodec, pynvvideocodec), others' kernels and
 # loaders (flashinfer, cutlass-dsl, cudnn-frontend, tilelang, tokenspeed-mla, fastsafetensors, instanttensor).
