@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.npu_gptoss")  # so that vLLM's handlers and --l
 # Where two repairs replace the same name, the later one calls the earlier one.
 FILES = (
     "checkpoint",
+    "inspection",
     "window",
     "rope",
     "cpu",

@@ -182,7 +182,7 @@ def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(asked, answer
 
 @pytest.mark.parametrize("asked", [COLD])
 def test_kernels_that_are_compiled_while_requests_wait_are_noticed(asked, answer) -> None:
-    """Which ones depends on what else is installed: with FlashInfer vLLM tunes its kernels in a step that runs our model."""
+    """Which ones depends on what else is installed: FlashInfer's are tuned in a step that runs our model."""
     assert answer(asked).compiled
 
 

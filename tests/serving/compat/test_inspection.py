@@ -1,0 +1,69 @@
+"""A start looks at our model's class without another process that imports vLLM, and finds what that one finds."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from ascend_emulator.launch import Machine, environment
+from vllm.model_executor.models import registry
+
+from emulator.tests.machine import venv
+from npu_gptoss.serving.lines import here
+
+pytestmark = pytest.mark.serving
+
+MODULE, _, NAME = here().model.partition(":")
+OTHER = "vllm.model_executor.models.opt", "OPTForCausalLM"
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was looked at in another process, which is asked here instead."""
+    asked: list[str] = []
+
+    def run(look):
+        found = look()
+        asked.append(found.architecture)
+        return found
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", run)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_save_modelinfo_to_cache", lambda *_: None)
+    return asked
+
+
+def test_our_class_is_looked_at_in_the_process_itself(patched, processes) -> None:
+    model = registry._LazyRegisteredModel(MODULE, NAME)
+    with patched():
+        stock = model.inspect_model_cls()
+    assert processes == [NAME], "stock vLLM starts one each time"
+    with patched("model-inspection"):
+        assert model.inspect_model_cls() == stock
+    assert processes == [NAME]
+    assert stock.is_text_generation_model
+    assert stock.supports_pp
+
+
+def test_another_s_class_is_left_to_vllm(patched, processes) -> None:
+    with patched("model-inspection"):
+        registry._LazyRegisteredModel(*OTHER).inspect_model_cls()
+    assert processes == [OTHER[1]]
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_our_class_starts_no_npu_as_it_is_looked_at() -> None:
+    """Or the engine, which is forked later, could not use it."""
+    place = venv(Machine())
+    code = (
+        "import torch, torch_npu; from vllm import ModelRegistry; from vllm.plugins import load_general_plugins; "
+        f"load_general_plugins(); ModelRegistry.models[{NAME!r}].inspect_model_cls(); "
+        "print(torch.npu.is_initialized()); torch.ones(1, device='npu'); print(torch.npu.is_initialized())"
+    )
+    command = [str(place / "bin/python"), "-c", code]
+    done = subprocess.run(command, env=environment(Machine(), place), capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-2:] == ["False", "True"], done.stderr[-3000:]
