@@ -150,14 +150,16 @@ def test_sequence_parallelism_is_refused_however_it_is_asked_for(right_stack, mo
     assert limits.objections(configuration())[0].startswith(f"{name}=1: sequence parallelism")
 
 
-@pytest.mark.parametrize("kernel", ["small_ops", "reference", "moe.experts.small_ops"])
-def test_experts_that_no_graph_takes_are_refused_with_graphs_only(right_stack, monkeypatch, kernel):
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", kernel)
+@pytest.mark.parametrize("operation", ["experts", "expand"])
+@pytest.mark.parametrize("kernel", ["small_ops", "reference", "moe.{}.small_ops"])
+def test_experts_that_no_graph_takes_are_refused_with_graphs_only(right_stack, monkeypatch, operation, kernel):
+    variable, asked = f"NPU_GPTOSS_KERNEL_MOE_{operation.upper()}", kernel.format(operation)
+    monkeypatch.setenv(variable, asked)
     (objection,) = limits.objections(configuration())
-    assert objection.startswith(f"NPU_GPTOSS_KERNEL_MOE_EXPERTS={kernel}: it asks the device in every step")
+    assert objection.startswith(f"{variable}={asked}: it asks the device in every step")
     assert "use --enforce-eager" in objection
     assert limits.objections(configuration(enforce_eager=True)) == []
-    monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "ascend")
+    monkeypatch.setenv(variable, {"experts": "ascend", "expand": "triton_ascend"}[operation])
     assert limits.objections(configuration()) == []
 
 

@@ -158,18 +158,23 @@ def choose_graphs(config: VllmConfig) -> None:
         config.compilation_config.cudagraph_mode = CUDAGraphMode[GRAPHS]
 
 
-def _kernel_objection() -> str | None:
-    """Experts by plain torch operators ask the device how many rows each expert has: right, and in no graph."""
+def _kernel_objections() -> list[str]:
+    """Experts by plain torch operators ask the device, for the rows of each or for the scales of packed ones: right,
+    and in no graph."""
     from npu_gptoss.kernels.registry import registry
     from npu_gptoss.kernels.selection import override_for
     from npu_gptoss.moe.operations import EXPERTS
+    from npu_gptoss.moe.packed import EXPAND
 
-    asked = override_for(EXPERTS)
-    slow = [kernel for kernel in registry.kernels_of(EXPERTS) if kernel.solution in ("small_ops", "reference")]
-    if asked not in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
-        return None
-    variable = f"{envs.KERNEL_OVERRIDE_PREFIX}{EXPERTS.family}_{EXPERTS.mode}".upper()
-    return f"{variable}={asked}: it asks the device in every step, which no graph takes; use --enforce-eager"
+    found = []
+    for operation in (EXPERTS, EXPAND):
+        asked = override_for(operation)
+        slow = [one for one in registry.kernels_of(operation) if one.solution in ("small_ops", "reference")]
+        if asked in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
+            variable = f"{envs.KERNEL_OVERRIDE_PREFIX}{operation.family}_{operation.mode}".upper()
+            why = "it asks the device in every step, which no graph takes"
+            found.append(f"{variable}={asked}: {why}; unset it, or use --enforce-eager")
+    return found
 
 
 def objections(config: VllmConfig) -> list[str]:
@@ -189,7 +194,7 @@ def objections(config: VllmConfig) -> list[str]:
     found += [f"{name}=1: {why}; unset it" for name, why in VARIABLES.items() if os.environ.get(name) in _ON]
     found.append(_experts_objection(config))
     if _has_graphs(config):
-        found += [_scheduling_objection(config), _kernel_objection()]
+        found += [_scheduling_objection(config), *_kernel_objections()]
     return [objection for objection in found if objection]
 
 

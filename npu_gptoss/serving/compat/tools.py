@@ -139,6 +139,12 @@ def forced_schema(request: Any, tools: Sequence[Any]) -> dict[str, Any] | None:
     return schema | ({"maxItems": 1} if one else {}) | ({"$defs": definitions} if definitions else {})
 
 
+def _refuse_another(asked: Any, schema: Mapping[str, Any] | None) -> None:
+    """asked: StructuredOutputsParams or None. Raises ValueError where `schema`, of a forced call, would replace it."""
+    if schema is not None and asked is not None and asked.json not in (None, schema):
+        raise ValueError("tool_choice forces a call, structured_outputs.json another answer: leave one of them out.")
+
+
 @repair(
     "forced-call-schema",
     f"{PROTOCOL}:ChatCompletionRequest._get_json_schema_from_tool ResponsesRequest.to_sampling_params",
@@ -154,7 +160,9 @@ def install_schema(protocol: ModuleType) -> None:
     def _get_json_schema_from_tool(self) -> dict[str, Any] | None:
         if self.tool_choice == "none" or self.tools is None:
             return None
-        return forced_schema(self, [tool.function for tool in self.tools])
+        schema = forced_schema(self, [tool.function for tool in self.tools])
+        _refuse_another(self.structured_outputs, schema)
+        return schema
 
     replace(chat, "_get_json_schema_from_tool", _get_json_schema_from_tool)
 
@@ -186,6 +194,7 @@ def install_schema_0_23(module: ModuleType) -> None:
         bare = {"text": None} if isinstance(self, module.ResponsesRequest) else {"response_format": None}
         params = original(self.model_copy(update=bare), *args, **rest)
         asked = params.structured_outputs  # of another kind, the two are refused together, as on 0.11
+        _refuse_another(asked, schema)
         both = StructuredOutputsParams(json=schema) if asked is None else dataclasses.replace(asked, json=schema)
         params.structured_outputs = both
         return params

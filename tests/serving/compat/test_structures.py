@@ -206,6 +206,20 @@ def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
                 meant(of_line.responses_class()(input="a", **both))
 
 
+@pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
+@pytest.mark.parametrize("field", ["structured_outputs", "guided_json"])
+def test_a_schema_beside_a_forced_call_is_refused_and_not_dropped(patched: Any, field: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "required"}
+    own = {"type": "null"}
+    request = of_line.chat_class()(**call, **{field: own if field == "guided_json" else {"json": own}})
+    with patched(*FORMATS_REPAIRS, "forced-call-schema"), pytest.raises(ValueError, match="leave one of them out"):
+        sampling_of(request, 9)
+    with patched(*FORMATS_REPAIRS, "forced-call-schema"):
+        request = of_line.chat_class()(**call)
+        assert meant(request) == meant(request), "asked twice"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "means"),
     [
