@@ -10,7 +10,7 @@ from emulator.tests import machine
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_collectives(ranks: int) -> None:
     script = machine.FOLDER / "collectives.py"
     run = machine.emulate(str(script), str(ranks), machine=Machine(devices=ranks))

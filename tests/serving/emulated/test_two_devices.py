@@ -33,13 +33,14 @@ NOT_CAPTURED = {
     "DP=2": DIVERGING,
     "DP=2, experts in parallel": DIVERGING,
 }
+SHORT = {"eager": "TP=2", "piecewise": "TP=2, experts in parallel"}  # one of each mode, beside all of the third
 
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    # what cannot be captured whole is captured piecewise: once is enough; most layouts without graphs are long
+    # what cannot be captured whole is captured piecewise: once is enough
     [
-        pytest.param(mode, how, marks=[pytest.mark.long] * (mode == "eager" and how != "TP=2"))
+        pytest.param(mode, how, marks=[pytest.mark.long] * (mode in SHORT and how != SHORT[mode]))
         for mode in MODES
         for how in PARALLEL
         if mode != "piecewise" or how not in NOT_CAPTURED
