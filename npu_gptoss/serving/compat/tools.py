@@ -10,6 +10,7 @@ from typing import Any
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.structures import STRUCTURE, structure_of
 from npu_gptoss.serving.compat.targets import (
     CHAT,
     CHAT_PROTOCOL,
@@ -140,19 +141,26 @@ def forced_schema(request: Any, tools: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _refuse_another(asked: Any, schema: Mapping[str, Any] | None) -> None:
-    """asked: StructuredOutputsParams or None. Raises ValueError where `schema`, of a forced call, would replace it."""
-    if schema is not None and asked is not None and asked.json not in (None, schema):
-        raise ValueError("tool_choice forces a call, structured_outputs.json another answer: leave one of them out.")
+    """asked: StructuredOutputsParams or None. Raises ValueError where a forced call's `schema` would not be alone."""
+    if schema is None:
+        return
+    for name, value in structure_of(asked).items():
+        if name in STRUCTURE and name != "whitespace_pattern" and value != schema:
+            raise ValueError(
+                f"tool_choice forces a call, structured_outputs.{name} another answer: leave one of them out."
+            )
 
 
 @repair(
     "forced-call-schema",
-    f"{PROTOCOL}:ChatCompletionRequest._get_json_schema_from_tool ResponsesRequest.to_sampling_params",
+    f"{PROTOCOL}:ChatCompletionRequest._get_json_schema_from_tool .to_sampling_params",
+    f"{PROTOCOL}:ResponsesRequest.to_sampling_params",
     lines=("0.11",),
     upstream="vllm PR 44664 (open)",
 )
 def install_schema(protocol: ModuleType) -> None:
-    """A forced call of a function without parameters has no grammar; on /v1/responses none has one."""
+    """A forced call of a function without parameters has no grammar, one beside the format json_object is refused; on
+    /v1/responses none has one."""
     chat, responses = protocol.ChatCompletionRequest, protocol.ResponsesRequest
     expect_source(chat._get_json_schema_from_tool, "return tool.parameters", '"minItems": 1')
     expect_parameters(responses.to_sampling_params, "self", "default_max_tokens", "default_sampling_params")
@@ -166,8 +174,13 @@ def install_schema(protocol: ModuleType) -> None:
 
     replace(chat, "_get_json_schema_from_tool", _get_json_schema_from_tool)
 
+    @around(chat, "to_sampling_params")
+    def of_chat(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        forced = Reading(*choice_of(self.tool_choice)).forced  # the answer is the call, of which no format is asked
+        return original(self.model_copy(update={"response_format": None}) if forced else self, *args, **kwargs)
+
     @around(responses, "to_sampling_params")
-    def to_sampling_params(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_response(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         schema = forced_schema(self, allowed_functions(self))
         if schema is None:
             return original(self, *args, **kwargs)
@@ -193,7 +206,7 @@ def install_schema_0_23(module: ModuleType) -> None:
             return original(self, *args, **rest)
         bare = {"text": None} if isinstance(self, module.ResponsesRequest) else {"response_format": None}
         params = original(self.model_copy(update=bare), *args, **rest)
-        asked = params.structured_outputs  # of another kind, the two are refused together, as on 0.11
+        asked = params.structured_outputs
         _refuse_another(asked, schema)
         both = StructuredOutputsParams(json=schema) if asked is None else dataclasses.replace(asked, json=schema)
         params.structured_outputs = both

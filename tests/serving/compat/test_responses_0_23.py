@@ -206,7 +206,7 @@ def test_a_forced_call_has_a_grammar(patched: Any) -> None:
         asked_otherwise = of_chat("required", response_format={"type": "json_object"})
         assert asked_otherwise["type"] == "array"
     for fields in ({"structured_outputs": {"regex": "x"}}, {"guided_regex": "x"}):  # not dropped without a word
-        with patched("forced-call-schema", "guided-fields"), pytest.raises(ValueError, match="one kind"):
+        with patched("forced-call-schema", "guided-fields"), pytest.raises(ValueError, match="leave one of them out"):
             of_chat("required", **fields)
 
 

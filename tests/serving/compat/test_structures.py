@@ -166,6 +166,10 @@ FORMATS = [
 ]
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORCED = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "tool_choice": "required"}
+
+
 def meant(request: Any) -> dict[str, Any]:
     return structure_of(sampling_of(request, 9).structured_outputs)
 
@@ -207,17 +211,28 @@ def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
 
 
 @pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
-@pytest.mark.parametrize("field", ["structured_outputs", "guided_json"])
-def test_a_schema_beside_a_forced_call_is_refused_and_not_dropped(patched: Any, field: str) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    call = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "required"}
-    own = {"type": "null"}
-    request = of_line.chat_class()(**call, **{field: own if field == "guided_json" else {"json": own}})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": {"type": "null"}}},
+        {"structured_outputs": {"regex": "x"}},
+        {"guided_json": {"type": "null"}},
+    ],
+    ids=str,
+)
+def test_a_structure_beside_a_forced_call_is_refused_and_not_dropped(patched: Any, asked: dict[str, Any]) -> None:
     with patched(*FORMATS_REPAIRS, "forced-call-schema"), pytest.raises(ValueError, match="leave one of them out"):
-        sampling_of(request, 9)
+        sampling_of(of_line.chat_class()(**FORCED, **asked), 9)
+
+
+@pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
+@pytest.mark.parametrize("form", [form for form, _ in FORMATS])
+def test_the_answer_of_a_forced_call_is_the_call_whatever_format_is_asked(patched: Any, form: Any) -> None:
     with patched(*FORMATS_REPAIRS, "forced-call-schema"):
-        request = of_line.chat_class()(**call)
-        assert meant(request) == meant(request), "asked twice"
+        expected = meant(of_line.chat_class()(**FORCED))
+        assert expected.keys() == {"json"}
+        request = of_line.chat_class()(**FORCED, response_format=form)
+        assert meant(request) == meant(request) == expected, "asked twice"
 
 
 @pytest.mark.parametrize(
