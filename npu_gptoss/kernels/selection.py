@@ -103,13 +103,14 @@ def reasons_against(
 
 
 @functools.cache
-def _variable(operation: Operation) -> str:
+def override_variable(operation: Operation) -> str:
+    """NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>."""
     return f"{KERNEL_OVERRIDE_PREFIX}{operation.family}_{operation.mode}".upper()
 
 
 def override_for(operation: Operation) -> str | None:
-    """From NPU_GPTOSS_KERNEL_<FAMILY>_<MODE>."""
-    return os.environ.get(_variable(operation)) or None
+    """The kernel that the user asks for, by name or solution."""
+    return os.environ.get(override_variable(operation)) or None
 
 
 def explain(

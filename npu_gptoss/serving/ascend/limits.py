@@ -162,7 +162,7 @@ def _kernel_objections() -> list[str]:
     """Experts by plain torch operators ask the device, for the rows of each or for the scales of packed ones: right,
     and in no graph."""
     from npu_gptoss.kernels.registry import registry
-    from npu_gptoss.kernels.selection import override_for
+    from npu_gptoss.kernels.selection import override_for, override_variable
     from npu_gptoss.moe.operations import EXPERTS
     from npu_gptoss.moe.packed import EXPAND
 
@@ -171,9 +171,8 @@ def _kernel_objections() -> list[str]:
         asked = override_for(operation)
         slow = [one for one in registry.kernels_of(operation) if one.solution in ("small_ops", "reference")]
         if asked in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
-            variable = f"{envs.KERNEL_OVERRIDE_PREFIX}{operation.family}_{operation.mode}".upper()
             why = "it asks the device in every step, which no graph takes"
-            found.append(f"{variable}={asked}: {why}; unset it, or use --enforce-eager")
+            found.append(f"{override_variable(operation)}={asked}: {why}; unset it, or use --enforce-eager")
     return found
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-STRUCTURE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of which a structure has one
+STRUCTURE = (*KINDS, "whitespace_pattern")
 SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 _structures: Structures | None = None  # of this process's server
@@ -37,7 +38,7 @@ def structure_of(params: StructuredOutputsParams | None) -> dict[str, Any]:
         return {}
     fields = {name: getattr(params, name) for name in STRUCTURE}
     asked = {name: value for name, value in fields.items() if value is not None and value is not False}
-    if not asked.keys() - {"whitespace_pattern"}:
+    if asked.keys().isdisjoint(KINDS):
         return {}
     return asked | {name: True for name in SWITCHES if getattr(params, name, False)}
 

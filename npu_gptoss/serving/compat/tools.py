@@ -10,7 +10,7 @@ from typing import Any
 
 from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.structures import STRUCTURE, structure_of
+from npu_gptoss.serving.compat.structures import KINDS, structure_of
 from npu_gptoss.serving.compat.targets import (
     CHAT,
     CHAT_PROTOCOL,
@@ -142,13 +142,11 @@ def forced_schema(request: Any, tools: Sequence[Any]) -> dict[str, Any] | None:
 
 def _refuse_another(asked: Any, schema: Mapping[str, Any] | None) -> None:
     """asked: StructuredOutputsParams or None. Raises ValueError where a forced call's `schema` would not be alone."""
-    if schema is None:
-        return
-    for name, value in structure_of(asked).items():
-        if name in STRUCTURE and name != "whitespace_pattern" and value != schema:
-            raise ValueError(
-                f"tool_choice forces a call, structured_outputs.{name} another answer: leave one of them out."
-            )
+    others = [name for name, value in structure_of(asked).items() if name in KINDS and value != schema]
+    if schema is not None and others:
+        raise ValueError(
+            f"tool_choice forces a call, structured_outputs.{others[0]} another answer: leave one of them out."
+        )
 
 
 @repair(

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.serving
 FORMATS_REPAIRS = {"0.11": ("response-formats",), "0.33": ("guided-fields",)}.get(
     LINE, ("response-formats", "guided-fields")
 )
+forced_by_us = pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
 newer = pytest.mark.skipif(OLD, reason="needs vLLM 0.23 or 0.33")
 
 
@@ -210,7 +211,7 @@ def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
                 meant(of_line.responses_class()(input="a", **both))
 
 
-@pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
+@forced_by_us
 @pytest.mark.parametrize(
     "asked",
     [
@@ -225,7 +226,7 @@ def test_a_structure_beside_a_forced_call_is_refused_and_not_dropped(patched: An
         sampling_of(of_line.chat_class()(**FORCED, **asked), 9)
 
 
-@pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
+@forced_by_us
 @pytest.mark.parametrize("form", [form for form, _ in FORMATS])
 def test_the_answer_of_a_forced_call_is_the_call_whatever_format_is_asked(patched: Any, form: Any) -> None:
     with patched(*FORMATS_REPAIRS, "forced-call-schema"):
