@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_gptoss.harmony.chat import Chat
-from npu_gptoss.harmony.parser import Kind
+from openai_harmony import Role
+
+from npu_gptoss.frontend.turn import Turn
+from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.harmony.parser import Kind, TolerantParser
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -72,11 +75,12 @@ def refusal(options: argparse.Namespace) -> str | None:
     return None
 
 
-def show(output: RequestOutput, chat: Chat) -> None:
+def show(output: RequestOutput, directory: Path) -> None:
     completion, tokens = output.outputs[0], len(output.prompt_token_ids)
-    reply = chat.parse(completion.token_ids)
-    print(f"thought: {reply.text(Kind.REASONING)}")
-    answer = reply.text(Kind.ANSWER)
+    turn = Turn(TolerantParser(load_encoding(directory), Role.ASSISTANT))
+    turn.read(completion.token_ids, completion.finish_reason)
+    print(f"thought: {turn.texts(Kind.REASONING) or ''}")
+    answer = turn.texts(Kind.ANSWER)
     print(f"answer: {answer}" if answer else f"no answer yet, the end of the text: {completion.text[-200:]!r}")
     print(f"{tokens} tokens in, {len(completion.token_ids)} out, ended by {completion.finish_reason}")
 
@@ -84,7 +88,7 @@ def show(output: RequestOutput, chat: Chat) -> None:
 def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from npu_gptoss.serving.compat.vocabulary import checkpoint_directory, provide_vocabulary
+    from npu_gptoss.serving.openai.engine import checkpoint_directory
 
     llm = LLM(**settings)
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, skip_special_tokens=False)
@@ -96,9 +100,7 @@ def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     if options.profile:
         llm.stop_profile()
         print(f"trace: in {os.environ[PROFILER_VARIABLE]}")
-    directory = checkpoint_directory(llm.llm_engine.model_config)
-    provide_vocabulary(directory)
-    show(output, Chat(directory or Path(options.model)))
+    show(output, checkpoint_directory(llm.llm_engine.model_config) or Path(options.model))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

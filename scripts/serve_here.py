@@ -51,7 +51,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PATIENCE = 12  # seconds that the server gets to stop when the requests in flight are done or ended
 
 
-# how the server ends a log by itself: npu_gptoss/serving/compat/shutdown.py
+# how the server ends a log by itself: npu_gptoss/serving/compat/server/shutdown.py
 LAST_WORD = re.compile(r"(?:npu-gptoss: (?=the engine died)|(?:^|\) )vllm serve: )(.+)")
 
 

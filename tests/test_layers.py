@@ -22,10 +22,11 @@ ALLOWED: dict[str, set[str]] = {
     "dense": BASE | {"kernels", "attention", "moe"},
     "graphs": BASE | {"kernels"},
     "harmony": BASE,
+    "frontend": BASE | {"harmony"},
     "model": BASE | {"kernels", "attention", "moe", "dense"},
     "tiny": BASE | {"moe", "model", "harmony"},
-    "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony"},
-    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "selftest"},
+    "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend"},
+    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "selftest"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
     "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
     "emulate": BASE,  # and ascend_emulator, a distribution of its own
@@ -88,6 +89,13 @@ def test_foreign_serving_code_is_imported_by_serving_only():
         roots = {name.split(".")[0] for name in imported_names(path)}
         if path.relative_to(PACKAGE).parts[0] not in ("serving", "plugin.py"):
             assert not roots & {"vllm", "vllm_ascend", "transformers"}, path
+
+
+def test_front_end_loads_no_engine_and_no_client_of_its_apis():
+    names = ", ".join(f"npu_gptoss.frontend.{path.stem}" for path in (PACKAGE / "frontend").glob("[a-z]*.py"))
+    foreign = {"torch", "vllm", "openai", "anthropic", "fastapi"}
+    code = f"import sys, {names}; sys.exit(bool({foreign} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_product_and_emulator_are_two_distributions_that_know_nothing_of_each_other():

@@ -1,6 +1,6 @@
 """Whether openai-harmony gets its vocabulary without the network, as the server will arrange it.
 
-The same places in the same order as `serving/compat/vocabulary.py`; at the end the encoding is really loaded, from the
+The same places in the same order as `harmony/library.py`; at the end the encoding is really loaded, from the
 file and nothing else.
 """
 
@@ -13,6 +13,7 @@ from unittest import mock
 
 from npu_gptoss.doctor.findings import Finding, failed, ok, one_line, warning
 from npu_gptoss.doctor.machine import ASCEND, Machine
+from npu_gptoss.harmony.library import can_load
 from npu_gptoss.harmony.vocabulary import (
     BASE_VARIABLE,
     VOCABULARY_FILE,
@@ -21,7 +22,6 @@ from npu_gptoss.harmony.vocabulary import (
     find_vocabulary,
     is_published_vocabulary,
 )
-from npu_gptoss.serving.compat.vocabulary import harmony_can_load
 
 SAMPLE = "<|start|>user<|message|>What is 3 + 4?<|end|>"
 REBUILD = "`npu-gptoss vocabulary MODEL_DIR` rebuilds it from a checkpoint's tokenizer.json, offline."
@@ -42,7 +42,7 @@ def vocabulary(here: Machine, model: Path | None) -> Finding:
         )
     if (found := find_vocabulary(model)) is not None:
         return _loaded(found, f"found in {found}")
-    if harmony_can_load():
+    if can_load():
         return ok("openai-harmony has its vocabulary in its own cache.")
     if model is None:
         return warning(

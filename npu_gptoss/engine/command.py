@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from npu_gptoss.engine.chat import Chats, Reading
 from npu_gptoss.engine.decode import AUTO, MODES
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
@@ -20,8 +21,8 @@ from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
 from npu_gptoss.engine.request import Request, Result, SamplingParams
 from npu_gptoss.engine.text import TextCodec
 from npu_gptoss.errors import InputError
-from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.conversation import REASONING_EFFORTS
+from npu_gptoss.harmony.parser import Kind
 from npu_gptoss.model.assembly import WEIGHTS
 from npu_gptoss.model.sharding import EXPERT, TENSOR
 
@@ -89,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     sizes = None if args.capture_sizes is None else _whole_numbers("--capture-sizes", args.capture_sizes)
     if any(entry.form == "prompt" for entry in entries):
         TextCodec(args.model).expect()  # before minutes of loading
-    with _standard_output_kept_clean(), device_and_ranks(args.device, args.share_experts) as (device, ranks):
+    with _standard_output_kept_clean() as output, device_and_ranks(args.device, args.share_experts) as (device, ranks):
         speaks = is_rank_0()  # the others compute the same
-        chat = Chat(args.model) if any(entry.form == "messages" for entry in entries) else None
+        chats = Chats(args.model) if any(entry.form == "messages" for entry in entries) else None
         start = time.perf_counter()
         engine = Engine(
             args.model,
@@ -109,24 +110,26 @@ def run(args: argparse.Namespace) -> int:
         )
         if speaks:
             _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
-        prompts, each = [], []
+        prompts, each, readings = [], [], []
         for entry in entries:
-            prompts.append(_prompt_ids(engine, chat, entry, args))
+            ids, reading = _prompt(engine, chats, entry, args)
+            prompts.append(ids)
+            readings.append(reading)
             # a chat ends where harmony says so, also when the checkpoint lists fewer stop tokens
-            stops = chat.stop_token_ids if chat and entry.form == "messages" and not args.ignore_eos else ()
+            stops = chats.stop_token_ids if reading is not None and not args.ignore_eos else ()
             each.append(replace(params, stop_token_ids=stops))
-        results = engine.generate(prompts, each, on_step=_Progress() if speaks else None)
+        streamed = speaks and not args.json and readings[0] is not None and len(entries) == 1 and args.logprobs is None
+        watch = _Watch(engine, readings, output if streamed else None, _Progress() if speaks else None)
+        results = engine.generate(prompts, each, on_step=watch)
         engine.close()
     if not speaks:
         return 0
     if args.json:
-        rows = [
-            _row(result, chat if e.form == "messages" else None) for e, result in zip(entries, results, strict=True)
-        ]
+        rows = [_row(result, reading) for result, reading in zip(results, readings, strict=True)]
         print(json.dumps(rows, allow_nan=False))
-    else:
-        for entry, result in zip(entries, results, strict=True):
-            _print_text(entry, result, chat if entry.form == "messages" else None, alone=len(entries) == 1)
+    elif not streamed:
+        for entry, result, reading in zip(entries, results, readings, strict=True):
+            _print_text(entry, result, reading, alone=len(entries) == 1)
     return 0
 
 
@@ -158,22 +161,25 @@ def _whole_numbers(option: str, text: str) -> list[int]:
         raise InputError(f"{option} must be whole numbers with commas between, got {text!r}") from None
 
 
-def _prompt_ids(engine: Engine, chat: Chat | None, entry: PromptEntry, args: argparse.Namespace) -> list[int]:
-    """The entry as checked token ids; an error names where the entry stands."""
+def _prompt(
+    engine: Engine, chats: Chats | None, entry: PromptEntry, args: argparse.Namespace
+) -> tuple[list[int], Reading | None]:
+    """The entry as checked token ids, with the reading of its answer if it is a chat; an error names its place."""
     try:
-        if entry.form == "messages":
-            assert chat is not None
-            options = {"reasoning_effort": args.reasoning_effort, **entry.options}
-            ids = engine.encode(chat.render(entry.value, date=args.date, **options))
+        if entry.form != "messages":
+            reading, ids = None, engine.encode(entry.value)
         else:
-            ids = engine.encode(entry.value)
+            assert chats is not None
+            fields = {"messages": entry.value, **entry.options}
+            request = chats.read(fields, date=args.date, effort=args.reasoning_effort)
+            reading, ids = chats.reading(request), engine.encode(chats.prompt(request))
         engine.check_length(ids)
     except InputError as error:
         raise InputError(f"{entry.label}: {error}") from None
-    return ids
+    return ids, reading
 
 
-def _row(result: Result, chat: Chat | None) -> dict[str, Any]:
+def _row(result: Result, reading: Reading | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "prompt_token_ids": result.prompt_token_ids,
         "token_ids": result.token_ids,
@@ -190,26 +196,44 @@ def _row(result: Result, chat: Chat | None) -> dict[str, Any]:
             }
             for entry in result.logprobs
         ]
-    if chat is not None:
-        reply = chat.parse(result.token_ids)
-        row["messages"] = [{"channel": t.channel, "recipient": t.recipient, "content": t.text} for t in reply.turns]
-        row["format_error"] = reply.error
+    if reading is not None:
+        row |= {"message": reading.message, "finish_reason": reading.choice.finish_reason}
     return row
 
 
-def _print_text(entry: PromptEntry, result: Result, chat: Chat | None, *, alone: bool) -> None:
+def _print_text(entry: PromptEntry, result: Result, reading: Reading | None, *, alone: bool) -> None:
     if not alone:
         print(f"== {entry.label} ({result.finish_reason}, {len(result.token_ids)} tokens)")
-    if chat is None:
+    if reading is None:
         print(result.text if result.text is not None else ",".join(map(str, result.token_ids)))
     else:
-        reply = chat.parse(result.token_ids)
-        for turn in reply.turns:
-            print(f"[{turn.channel or 'no channel'}{f' to {turn.recipient}' if turn.recipient else ''}] {turn.text}")
-        if reply.error:
-            print(f"[not harmony from here: {reply.error}] {result.text}")
+        for part in reading.choice.turn.parts:
+            print(f"{_title(part.kind, part.name)}{part.text}")
     for logprob in result.logprobs or ():
         print(f"  {logprob.token_id}: {logprob.logprob:.4f}  {'  '.join(f'{t}: {p:.4f}' for t, p in logprob.top)}")
+
+
+def _title(kind: Kind, name: str | None) -> str:
+    return {Kind.REASONING: "[reasoning] ", Kind.ANSWER: "[answer] ", Kind.CALL: f"[call of {name}] "}[kind]
+
+
+class _Watch:
+    """Called after each step: reads the answers of chats, writes a single one as it comes, and reports the progress."""
+
+    def __init__(
+        self, engine: Engine, readings: Sequence[Reading | None], output: TextIO | None, progress: _Progress | None
+    ) -> None:
+        self._engine, self._readings, self._output, self._progress = engine, readings, output, progress
+
+    def __call__(self, requests: Sequence[Request]) -> None:
+        for request, reading in zip(requests, self._readings, strict=True):
+            events = reading.update(request, self._engine.cancel) if reading is not None else ()
+            for event in events if self._output is not None else ():
+                title = _title(event.part.kind, event.part.name) if event.what == "begun" else ""
+                self._output.write(title + event.text + ("\n" if event.what == "ended" else ""))
+                self._output.flush()
+        if self._progress is not None:
+            self._progress(requests)
 
 
 class _Progress:
@@ -233,14 +257,19 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _standard_output_kept_clean() -> Iterator[None]:
-    """Sends what libraries print, from Python or from C, to standard error: standard output is for the answer."""
+def _standard_output_kept_clean() -> Iterator[TextIO]:
+    """Sends what libraries print, from Python or from C, to standard error; yields standard output, for the answer."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
+        is_descriptor = sys.stdout.fileno() == 1
+    except (OSError, ValueError):  # another object, as in tests
+        is_descriptor = False
+    try:
         os.dup2(2, 1)
-        with redirect_stdout(sys.stderr):
-            yield
+        answer = os.fdopen(os.dup(kept), "w") if is_descriptor else nullcontext(sys.stdout)
+        with answer as output, redirect_stdout(sys.stderr):
+            yield output
     finally:
         os.dup2(kept, 1)
         os.close(kept)

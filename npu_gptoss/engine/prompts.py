@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from npu_gptoss.engine.chat import FIELDS as CHAT_FIELDS
 from npu_gptoss.errors import InputError
 
 # form -> what else may stand beside it
 FORMS: dict[str, frozenset[str]] = {
     "prompt": frozenset(),
     "prompt_token_ids": frozenset(),
-    "messages": frozenset({"tools", "reasoning_effort"}),
+    "messages": CHAT_FIELDS,
 }
 
 

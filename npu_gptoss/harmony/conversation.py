@@ -8,6 +8,7 @@ library. Every refusal is a ConversationError that names the message.
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from npu_gptoss.errors import InputError
 REASONING_EFFORTS = ("low", "medium", "high")
 # what clients send -> what gpt-oss was trained on. `none` is refused: gpt-oss always reasons.
 _EFFORTS = {effort: effort for effort in REASONING_EFFORTS} | {"minimal": "low"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FUNCTIONS = "functions."
 # type of a content part -> its field that holds the text
 TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text") | {"refusal": "refusal"}
@@ -49,7 +50,7 @@ def reasoning_effort(word: object, param: str = "reasoning_effort") -> str:
     if isinstance(word, str) and word in _EFFORTS:
         return _EFFORTS[word]
     raise ConversationError(
-        f"{param} must be {', '.join(REASONING_EFFORTS)} (or minimal, which is taken as low), got {word!r:.80}", param
+        f"{param}: expected {', '.join(REASONING_EFFORTS)} (or minimal, which is low here), got {word!r:.80}.", param
     )
 
 
@@ -59,40 +60,55 @@ def conversation(
     tools: Sequence[Any] = (),
     effort: object = None,
     date: str | None = None,
+    identity: str | None = None,
     instructions_in_system: bool = False,
 ) -> list[Message]:
     """The harmony messages of a chat: system turn, one developer turn when there is something in it, the messages.
 
-    tools as in OpenAI's chat API; date YYYY-MM-DD, default today. instructions_in_system: the first instructions go
-    to the system turn's identity, which vLLM has an option for.
+    tools: functions as in OpenAI's chat API. date: YYYY-MM-DD, default today. identity: in the place of "You are
+    ChatGPT, …". instructions_in_system: the first instructions go to the system turn's identity (an option of vLLM's).
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise ConversationError(f"messages must be a list, got {messages!r:.80}")
+        raise ConversationError(f"messages: expected a list of messages, got {messages!r:.80}.")
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ConversationError(f"tools must be a list, got {tools!r:.80}", "tools")
+        raise ConversationError(f"tools: expected a list of tools, got {tools!r:.80}.", "tools")
     names: dict[str, str] = {}
     turns: list[Message] = []
     for number, message in enumerate(messages):
-        turns += chat_message(number, message, names)
+        turns += chat_message(f"messages[{number}]", message, names)
+    return with_head(turns, tools, effort, date, identity, instructions_in_system)
+
+
+def with_head(
+    turns: Sequence[Message],
+    tools: Sequence[Any] = (),
+    effort: object = None,
+    date: str | None = None,
+    identity: str | None = None,
+    instructions_in_system: bool = False,
+) -> list[Message]:
+    """Harmony messages of a conversation behind its system turn and the developer turn with its tools."""
     turns = join_developer_turns(turns)
     instructions = None
     if instructions_in_system and turns and turns[0].author.role is Role.DEVELOPER:
         instructions = turns.pop(0).content[0].instructions
-    head = [system_message(effort, date, instructions), developer_message(None, tools)]
+    head = [system_message(effort, date, instructions, identity), developer_message(None, tools)]
     return join_developer_turns([*head, *turns])
 
 
-def system_message(effort: object = None, date: str | None = None, instructions: str | None = None) -> Message:
-    """harmony's system turn. Raises ConversationError for an unknown effort and a date that is none."""
+def system_message(
+    effort: object = None, date: str | None = None, instructions: str | None = None, identity: str | None = None
+) -> Message:
+    """harmony's system turn. Raises ConversationError for an unknown effort and for a date of another form."""
     today = datetime.date.today().isoformat()
     try:
         date = today if date is None else datetime.date.fromisoformat(date).isoformat()
     except (TypeError, ValueError):
-        raise ConversationError(f"the date must be written like {today}, got {date!r:.80}", "date") from None
+        raise ConversationError(f"date: expected a date like {today}, got {date!r:.80}.", "date") from None
     content = SystemContent.new().with_conversation_start_date(date)
     content.with_reasoning_effort(ReasoningEffort[reasoning_effort(effort).upper()])
-    if instructions:
-        content.with_model_identity(f"{content.model_identity}\n{instructions}")
+    if identity or instructions:
+        content.with_model_identity("\n".join(filter(None, (identity or content.model_identity, instructions))))
     return Message.from_role_and_content(Role.SYSTEM, content)
 
 
@@ -111,11 +127,11 @@ def tool_description(number: int, tool: Any) -> ToolDescription:
 
     A function without arguments has no parameters: template and guide write `() => any` for it.
     """
-    fields = _fields(tool)
+    fields, place = fields_of(tool), f"tools[{number}]"
     function = fields.get("function", fields) if fields.get("type") == "function" else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ConversationError(
-            f'tool {number} must be {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.80}', "tools"
+            f'{place}: expected {{"type": "function", "function": {{"name": …}}}}, got {tool!r:.80}.', place
         )
     parameters = function.get("parameters")
     if isinstance(parameters, Mapping) and not parameters.get("properties"):
@@ -123,8 +139,7 @@ def tool_description(number: int, tool: Any) -> ToolDescription:
     try:
         return ToolDescription.new(function["name"], function.get("description") or "", parameters)
     except (ValueError, HarmonyError) as error:  # pydantic's own check
-        name = function["name"]
-        raise ConversationError(f"tool {number} ({name!r:.80}) cannot be written: {error}", "tools") from None
+        raise ConversationError(f"{place} ({function['name']!r:.80}) cannot be written: {error}", place) from None
 
 
 def join_developer_turns(messages: Iterable[Message]) -> list[Message]:
@@ -151,98 +166,87 @@ def join_developer_turns(messages: Iterable[Message]) -> list[Message]:
     return joined
 
 
-def chat_message(number: int, message: Any, names: dict[str, str]) -> list[Message]:
-    """The harmony messages of one message of a chat; number: its place, for errors.
+def chat_message(place: str, message: Any, names: dict[str, str]) -> list[Message]:
+    """The harmony messages of one message of a chat. place: its path in the request, for errors.
 
     `names` maps the id of each tool call so far to its function's name; an assistant message adds to it.
     """
     if isinstance(message, Message):
         return [message]
-    fields = _fields(message)
+    fields = fields_of(message)
     role, content = fields.get("role"), fields.get("content")
-    where = f"message {number} ({role})"
     if content is None and role in ("system", "developer", "user"):
-        raise ConversationError(f"{where} has no content; expected a text or a list of text parts.")
+        raise ConversationError(
+            f"{place}.content: expected a text or a list of text parts, got null.", f"{place}.content"
+        )
     if role in ("system", "developer"):
-        return [developer_message(as_text(content, where))]
+        return [developer_message(as_text(content, f"{place}.content"))]
     if role == "user":
-        return [Message.from_role_and_content(Role.USER, as_text(content, where))]
+        return [Message.from_role_and_content(Role.USER, as_text(content, f"{place}.content"))]
     if role == "assistant":
-        return _assistant_messages(where, fields, names)
+        return _assistant_messages(place, fields, names)
+    if role == "function":  # deprecated: the function's name in the place of the id of its call
+        return [tool_result(_text_field(fields, "name", place), as_text(content, f"{place}.content"))]
     if role == "tool":
-        name = names.get(fields.get("tool_call_id", ""), fields.get("name"))
+        name = names.get(fields.get("tool_call_id") or "", fields.get("name"))
         if not isinstance(name, str) or not name:
             raise ConversationError(
-                f"{where} answers the tool_call_id {fields.get('tool_call_id')!r:.80}, but no assistant message before "
-                "it makes that call. Send the assistant's message with its tool_calls too, or the tool's name."
+                f"{place}.tool_call_id: expected the id of a call that an assistant message before it makes, got "
+                f"{fields.get('tool_call_id')!r:.80}. Send the assistant's message with its tool_calls too.",
+                f"{place}.tool_call_id",
             )
-        return [tool_result(name, as_text(content, where))]
-    raise ConversationError(f"message {number} needs a role of {', '.join(ROLES)}, got {role!r:.80}")
+        return [tool_result(name, as_text(content, f"{place}.content"))]
+    raise ConversationError(f"{place}.role: expected {', '.join(ROLES)}, got {role!r:.80}.", f"{place}.role")
 
 
-def _assistant_messages(where: str, fields: Mapping[str, Any], names: dict[str, str]) -> list[Message]:
-    turns = []
-    reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"), where)
-    if reasoning:
-        turns.append(said(reasoning, "analysis"))  # the rendering leaves it out once an answer has followed
-    calls = list(fields.get("tool_calls") or ())
+def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, str]) -> list[Message]:
     content = fields.get("content")
-    text = as_text(content, where)
-    if text or (content is not None and not calls):
+    thought, text = _reasoning_and_text(content, f"{place}.content")
+    reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning"), f"{place}.reasoning") or thought
+    # the rendering leaves reasoning out once an answer has followed it
+    turns = [said(reasoning, "analysis")] if reasoning else []
+    calls = [(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(fields.get("tool_calls") or ())]
+    if (deprecated := fields.get("function_call")) is not None:
+        calls.append((f"{place}.function_call", {"function": deprecated}))
+    if text or (content is not None and not calls and not thought):
         turns.append(said(text, "commentary" if calls else "final"))
-    for call in calls:
-        function = _fields(_fields(call).get("function"))
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or "", str):
-            raise ConversationError(
-                f"{where}: a tool call needs a function with name and arguments as texts, got {call!r:.80}"
-            )
-        names[_fields(call).get("id") or ""] = function["name"]
-        turns.append(tool_call(function["name"], function.get("arguments") or ""))
+    for path, call in calls:
+        custom = fields_of(fields_of(call).get("custom"))
+        function = fields_of(fields_of(call).get("function")) or custom
+        name, arguments = _text_field(function, "name", path), function.get("input" if custom else "arguments") or ""
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str):
+            raise ConversationError(f"{path}: expected arguments as a text, got {arguments!r:.80}.", path)
+        names[fields_of(call).get("id") or ""] = name
+        turns.append(tool_call(name, custom_arguments(arguments) if custom else arguments))
     return turns
 
 
-def response_item(item: Any, names: dict[str, str]) -> list[Message]:
-    """The harmony messages of one input item of /v1/responses; a function call adds to `names` (call id -> function).
-
-    A reasoning item without text, which clients send back with an id or a summary alone, gives none.
-    """
-    fields = _fields(item)
-    kind = fields.get("type") or "message"
-    if kind == "message":
-        role, text = fields.get("role"), as_text(fields.get("content"), "an input message", "input")
-        if role in ("system", "developer"):
-            return [developer_message(text)]
-        if role == "assistant":
-            return [said(text, "final")]
-        if role != "user":
-            roles = ", ".join(ROLES[:4])
-            raise ConversationError(f"an input message needs a role of {roles}, got {role!r:.80}", "input")
-        return [Message.from_role_and_content(Role.USER, text)]
-    if kind == "reasoning":
-        text = as_text(fields.get("content"), "a reasoning item", "input")
-        return [said(text, "analysis")] if text else []
-    if kind == "function_call":
-        names[fields["call_id"]] = fields["name"]
-        return [tool_call(fields["name"], fields["arguments"])]
-    if kind == "function_call_output":
-        call_id = fields["call_id"]
-        if call_id not in names:
-            raise ConversationError(
-                f"No call message found for {call_id!r:.80}: send the function_call item before its output.", "input"
-            )
-        return [tool_result(names[call_id], as_text(fields["output"], "a function's output", "input"))]
-    raise ConversationError(f"Unknown input type: {kind!r:.80}", "input")
+def custom_arguments(text: str) -> str:
+    """The arguments of the function that stands for a custom tool, whose input is one text."""
+    return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def with_preambles(messages: Iterable[Message]) -> list[Message]:
-    """A Responses item does not say whether it was an answer or came before a call; one that a call follows did."""
-    found: list[Message] = []
-    for message in messages:
-        is_call = message.author.role is Role.ASSISTANT and message.recipient is not None
-        if is_call and found and found[-1].channel == "final":
-            found[-1] = found[-1].model_copy(update={"channel": "commentary"})
-        found.append(message)
-    return found
+def _text_field(fields: Mapping[str, Any], name: str, place: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise ConversationError(f"{place}.{name}: expected a text, got {value!r:.80}.", f"{place}.{name}")
+    return value
+
+
+def _reasoning_and_text(content: Any, place: str) -> tuple[str, str]:
+    """Parts of type `thinking` and `reasoning`, which clients of other servers send back, are the model's reasoning."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return "", as_text(content, place)
+    parts = [(fields_of(part).get("type"), part) for part in content]
+    thought = [
+        as_text(fields_of(part).get("thinking") or fields_of(part).get("text") or fields_of(part).get("summary"), place)
+        for kind, part in parts
+        if kind in ("thinking", "reasoning")
+    ]
+    rest = [part for kind, part in parts if kind not in ("thinking", "reasoning", "redacted_thinking")]
+    return "\n".join(filter(None, thought)), as_text(rest, place)
 
 
 def said(text: str, channel: str) -> Message:
@@ -259,26 +263,27 @@ def tool_result(name: str, output: str) -> Message:
     return Message.from_author_and_content(author, output).with_channel("commentary").with_recipient("assistant")
 
 
-def as_text(content: Any, where: str = "a message", param: str = "messages") -> str:
+def as_text(content: Any, place: str = "messages") -> str:
     """The text of a message's content: a string, None, or a list of parts. gpt-oss reads nothing but text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
-        raise ConversationError(f"{where}: content must be a text or a list of text parts, got {content!r:.80}", param)
+        raise ConversationError(f"{place}: expected a text or a list of text parts, got {content!r:.80}.", place)
     texts = []
-    for part in content:
+    for number, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
             continue
-        fields = _fields(part)
+        fields, path = fields_of(part), f"{place}[{number}]"
         kind = fields.get("type", "text")
-        if kind not in TEXT_PARTS:
+        if kind not in TEXT_PARTS or ("type" not in fields and "text" not in fields):
+            kind = fields.get("type") or next(iter(fields), None)
             raise ConversationError(
-                f"{where}: gpt-oss reads text only, the content has a part of type {kind!r:.80}. Leave it out.", param
+                f"{path}: expected a part of text, which is all that gpt-oss reads, got one of type {kind!r:.80}.", path
             )
         text = fields.get(TEXT_PARTS[kind]) or ""
         if not isinstance(text, str):
-            raise ConversationError(f"{where}: the text of a part must be a text, got {text!r:.80}", param)
+            raise ConversationError(f"{path}.text: expected a text, got {text!r:.80}.", f"{path}.text")
         texts.append(text)
     return "".join(texts)
 
@@ -296,7 +301,7 @@ def _function(name: str) -> str:
     return FUNCTIONS + name.removeprefix(FUNCTIONS)
 
 
-def _fields(value: Any) -> Mapping[str, Any]:
+def fields_of(value: Any) -> Mapping[str, Any]:
     """A message, a part or a tool as a mapping; an empty one when it is none."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)

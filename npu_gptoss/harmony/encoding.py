@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.harmony.conversation import ConversationError
-from npu_gptoss.harmony.rendering import CONTROL, pieces
+from npu_gptoss.harmony.rendering import CHANNEL, CONTROL, MESSAGE, pieces
 from npu_gptoss.tokenizer import load_tokenizer
 
 LONGEST_TOKEN = 128  # characters; a run of spaces. tests/harmony looks at the whole vocabulary
@@ -75,6 +75,14 @@ class Encoder:
             else:
                 ids += next(encoded)
         return ids
+
+    def text(self, text: str) -> list[int]:
+        """Token ids of a text, in which names of control tokens are letters."""
+        return self._encode_texts([text])[0]
+
+    def header(self, channel: str) -> list[int]:
+        """Token ids between `<|start|>assistant` and the text of a message on a channel."""
+        return [CHANNEL, *self.text(channel), MESSAGE]
 
     def characters(self, messages: Sequence[Message]) -> int:
         """How long the texts of the messages are, system turn and tools' fields left out: is it work for a thread?"""

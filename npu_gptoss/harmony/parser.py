@@ -1,9 +1,9 @@
-"""From the model's tokens to answers: a harmony parser that does not give up, and one rule for what a message is.
+"""Reads the model's tokens as harmony messages: a parser that never fails, and one rule for what a message is.
 
 The format is the harmony guide's: messages `<|start|>{role}{header}<|message|>{content}` that end with `<|end|>`,
 `<|call|>` (a tool call: the turn is over) or `<|return|>` (an answer: the turn is over). openai-harmony's parser raises
-HarmonyError at the first token that does not fit. It happens in every load test, because `ignore_eos` makes the model
-go on past `<|return|>`, and now and then in headers that the model spells badly.
+HarmonyError at the first token that does not fit. Every load test sends such tokens, because `ignore_eos` makes the
+model go on past `<|return|>`, and the model itself writes a malformed header now and then.
 """
 
 from __future__ import annotations
@@ -12,14 +12,28 @@ import enum
 import functools
 import logging
 import re
+from collections.abc import Container
 
 from openai_harmony import HarmonyEncoding, HarmonyError, Message, Role, StreamableParser, StreamState
 
 logger = logging.getLogger(__name__)
 
 TOOL_PREFIX = "functions."
-# what stands behind a channel and is no recipient: a format, as in `final json`
-_FORMAT = re.compile(r"<\|channel\|>((analysis|final)\s+(?!functions\.)\S+|commentary\s*(<\|constrain\|>|\s)json)\s*$")
+_NAME = r"[\w.-]{1,256}"
+# Headers that openai-harmony's strict parser reads as the guide means them. It takes a format that stands alone behind
+# the channel (`final json`) for a recipient, so a format needs a recipient before it.
+_WELL_FORMED = re.compile(
+    rf"(assistant)?( to={_NAME})?(<\|channel\|>[a-z]+( to={_NAME})?)?(?P<format> (<\|constrain\|>)?json)?"
+)
+# The parts of a header at the beginning of a text. What follows them is content whose `<|message|>` is missing.
+_PARTS = re.compile(
+    rf"\s*(assistant\b)?\s*(to=(?P<before>{_NAME}))?\s*(<\|channel\|>)?\s*((?P<channel>analysis|commentary|final)\b)?"
+    rf"\s*(to=(?P<behind>{_NAME}))?\s*(?P<json>(<\|constrain\|>)?json\b)?\s*"
+)
+# What is left of a header that was cut off within one of its parts
+_CUT = re.compile(r"to=?|<\|constrain\|>\s*\w*|code")
+_OTHER_ROLE = re.compile(r"\s*((user|system|developer|tool)\b|\S+ to=assistant\b)")
+_CHANNELS = r"(analysis|commentary|final)\b"
 
 
 class Kind(enum.Enum):
@@ -30,16 +44,18 @@ class Kind(enum.Enum):
     CALL = "commentary"
 
 
-def kind_of(role: Role | str | None, channel: str | None, recipient: str | None) -> Kind | None:
-    """The kind of a message from its header; None for what is not the assistant's.
+def kind_of(
+    role: Role | str | None, channel: str | None, recipient: str | None, functions: Container[str] = ()
+) -> Kind | None:
+    """The kind of a message by its header; None for a message that is not the assistant's.
 
-    A recipient `functions.*` makes a tool call on any channel. `commentary` without a recipient is a preamble, which
-    the harmony guide means for the user, as is text without a channel. What goes to another recipient (a built-in tool
-    that is not there) is told as reasoning.
+    A recipient `functions.NAME` makes a call on any channel, and so does a bare NAME of `functions`, those that the
+    request offers. `commentary` without a recipient is a preamble, which the harmony guide means for the user, as is
+    text without a channel. A message to another recipient (a built-in tool that is not offered) is reasoning.
     """
     if role is None or Role(role) is not Role.ASSISTANT:
         return None
-    if recipient is not None and recipient.startswith(TOOL_PREFIX):
+    if function_of(recipient, functions) is not None:
         return Kind.CALL
     if channel == "final":
         return Kind.ANSWER
@@ -48,75 +64,87 @@ def kind_of(role: Role | str | None, channel: str | None, recipient: str | None)
     return Kind.ANSWER
 
 
-def kind_of_message(message: Message) -> Kind | None:
-    return kind_of(message.author.role, message.channel, message.recipient)
+def function_of(recipient: str | None, functions: Container[str] = ()) -> str | None:
+    """The function that a recipient names, without its prefix; None when it names none."""
+    if recipient is None:
+        return None
+    if recipient.startswith(TOOL_PREFIX):
+        return recipient.removeprefix(TOOL_PREFIX) or None
+    return recipient if recipient in functions else None
 
 
 def text_of(message: Message) -> str:
     return "".join(getattr(part, "text", "") for part in message.content)
 
 
+def _is_cut(header: str, end: int) -> bool:
+    """Whether a header behind `end` is only the beginning of another of its parts."""
+    rest = header[end:].strip()
+    begun = header[:end].rstrip()
+    if begun.endswith("<|channel|>") and any(kind.value.startswith(rest) for kind in Kind):
+        return True
+    return bool(_CUT.fullmatch(rest)) and (bool(begun) or rest.startswith("to"))
+
+
 class _Phase(enum.Enum):
-    BETWEEN = enum.auto()  # after a message: only <|start|> means anything, or the <|channel|> of one that left it out
+    BETWEEN = enum.auto()  # after a message
     HEADER = enum.auto()
     CONTENT = enum.auto()
-    OVER = enum.auto()  # the turn has ended: nothing means anything
+    SKIPPED = enum.auto()  # in the content of a message that is not the assistant's
+    OVER = enum.auto()  # the turn has ended: further tokens are dropped
 
 
 @functools.cache
 def _tokens(encoding: HarmonyEncoding, text: str) -> tuple[int, ...]:
-    """Of the few texts of the format itself: encoding one takes a millisecond."""
+    """Token ids of the few texts of the format itself: encoding one takes a millisecond."""
     return tuple(encoding.encode(text, allowed_special="all"))
 
 
 class TolerantParser(StreamableParser):
-    """openai-harmony's parser that never raises and never loses text that it has read.
+    """openai-harmony's parser, but it never raises and loses no text of the assistant before the end of its turn.
 
-    Tokens between messages and after the end of the turn are dropped; a message may begin with its `<|channel|>`. A
-    header goes to the strict parser as a whole; when that refuses it, channel and recipient are read out of it as far
-    as they can be, and when neither can, the message is an answer. One of another role is dropped up to the next
-    `<|start|>`.
+    A header goes to the strict parser when it is well formed. Otherwise channel and recipient are read out of it as far
+    as possible; without either the message is an answer. A message may lack its `<|start|>`. One that ends within its
+    header is text of the channel that the header names. A message of another role is dropped.
     """
 
     def __init__(self, encoding: HarmonyEncoding, role: Role | None) -> None:
         super().__init__(encoding, role=role)
         self._encoding = encoding
-        self._start, self._channel, self._message = _tokens(encoding, "<|start|><|channel|><|message|>")
+        self._start, self._message, self._end = _tokens(encoding, "<|start|><|message|><|end|>")
+        (self._end_of_text,) = _tokens(encoding, "<|endoftext|>")  # a stop token, too, by generation_config.json
         self._turn_ends = frozenset(encoding.stop_tokens_for_assistant_actions())
         self._message_ends = frozenset(encoding.stop_tokens())
         self._phase = _Phase.BETWEEN if role is None else _Phase.HEADER
         self._header: list[int] = []  # tokens after <|start|>
         self._delta_is_fresh = False
         self._completed = False
-        self._messages: list[Message] | None = None  # as last told; None when there may be another
-        self.ignored_last_token = False  # it came between messages or after the turn: a repaired vLLM asks
+        self._messages: list[Message] | None = None  # as last read; None when there may be another
 
     def process(self, token: int) -> TolerantParser:
+        if token == self._end_of_text:  # behind the `<|end|>` of an answer that a grammar of vLLM 0.33 ends so
+            return self.process_eos()
         self._delta_is_fresh = self._completed = False
-        begins = token in (self._start, self._channel)
-        if token in self._message_ends or token == self._message:  # between them the strict parser begins and ends none
-            self._messages = None
-        self.ignored_last_token = self._phase is _Phase.OVER or (self._phase is _Phase.BETWEEN and not begins)
         if self._phase is _Phase.CONTENT:
             self._process_content(token)
-        elif self._phase is _Phase.HEADER:
-            self._process_header(token)
-        elif self._phase is _Phase.BETWEEN and begins:
-            self._phase = _Phase.HEADER
-            if token == self._channel:
-                self._header = [token]
+        elif self._phase is not _Phase.OVER:
+            self._process_outside(token)
         return self
 
     def process_eos(self) -> TolerantParser:
-        """Nothing comes any more: a message that is cut off in its text ends there, one in its header was none."""
+        """Ends the turn after its last token: a message that is cut off in its text ends there."""
         self._delta_is_fresh, self._completed, self._messages = False, False, None
         if self._phase is _Phase.CONTENT:
             super().process_eos()
             self._completed = True
+        elif self._phase is _Phase.HEADER:
+            self._end_in_header()
         self._phase = _Phase.OVER
         return self
 
     def _process_content(self, token: int) -> None:
+        if token in self._message_ends:  # of the others the strict parser begins and ends no message
+            self._messages = None
         try:
             super().process(token)
         except HarmonyError as error:
@@ -127,33 +155,58 @@ class TolerantParser(StreamableParser):
             self._completed = True
             self._phase = _Phase.OVER if token in self._turn_ends else _Phase.BETWEEN
 
-    def _process_header(self, token: int) -> None:
-        if token in self._turn_ends:
-            self._phase = _Phase.OVER
+    def _process_outside(self, token: int) -> None:
+        if token in self._message_ends or token == self._start:
+            if self._phase is _Phase.HEADER:
+                self._end_in_header()
+            ended = _Phase.OVER if token in self._turn_ends else _Phase.BETWEEN
+            self._phase = _Phase.HEADER if token == self._start else ended
+        elif self._phase is _Phase.SKIPPED:
+            pass
         elif token != self._message:
             self._header.append(token)
+            self._phase = _Phase.HEADER
         elif self._read_header():
+            self._messages = None
             self._phase = _Phase.CONTENT
             self._delta_is_fresh = True
         else:
-            self._phase = _Phase.BETWEEN
+            self._phase = _Phase.SKIPPED
+
+    def _take_header(self) -> tuple[list[int], str]:
+        header, self._header = self._header, []
+        try:
+            return header, self._encoding.decode(header)
+        except (HarmonyError, ValueError):
+            return header, ""
 
     def _read_header(self) -> bool:
-        """Feed the header to the strict parser, or what can be understood of it. False when nothing can."""
-        header, self._header = self._header, []
-        begun_twice = self._start in header
-        if begun_twice:
-            header = header[len(header) - header[::-1].index(self._start) :]
-        try:
-            text = self._encoding.decode(header)
-        except (HarmonyError, ValueError):
-            text = None
-        # the strict parser takes a word that stands alone for a recipient: `final json`, which vLLM 0.33's grammar of a
-        # structured answer allows, would be a call of `json`
-        format_alone = text is not None and "to=" not in text and _FORMAT.search(text)
-        if not begun_twice and not format_alone and self._read_strictly(header):
+        """Feed the header, or what can be understood of it, to the strict parser. False: not the assistant's."""
+        header, text = self._take_header()
+        found = _WELL_FORMED.fullmatch(text)
+        if found and ("to=" in text or not found["format"]) and self._read_strictly(header):
             return True
-        return text is not None and self._read_header_text(text)
+        if _OTHER_ROLE.match(text):
+            logger.debug("harmony: a message is dropped because it is not the assistant's: %r", text)
+            return False
+        logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
+        channel = re.search(rf"<\|channel\|>\W*{_CHANNELS}", text) or re.search(rf"\b{_CHANNELS}", text)
+        recipient = re.search(rf"\bto=({_NAME})", text) or re.search(rf"\b(functions\.{_NAME})", text)
+        return self._begin_message(channel and channel[1], recipient and recipient[1], "json" in text)
+
+    def _end_in_header(self) -> None:
+        """Read a message that ends before its `<|message|>`: what is not part of the header is its content."""
+        _, text = self._take_header()
+        parts = _PARTS.match(text)
+        content = text[parts.end() :]
+        if not content.strip() or _is_cut(text, parts.end()) or _OTHER_ROLE.match(text):
+            return
+        logger.debug("harmony: a message has no <|message|>: %r", text)
+        if not self._begin_message(parts["channel"], parts["before"] or parts["behind"], bool(parts["json"])):
+            return
+        for token in (*self._encoding.encode(content, disallowed_special=()), self._end):
+            super().process(token)
+        self._completed, self._messages = True, None
 
     def _read_strictly(self, header: list[int]) -> bool:
         named = header and not self._encoding.is_special_token(header[0])
@@ -171,17 +224,11 @@ class TolerantParser(StreamableParser):
             for token in (self._start, *_tokens(self._encoding, role)):
                 super().process(token)
 
-    def _read_header_text(self, text: str) -> bool:
-        channels = r"(analysis|commentary|final)\b"
-        channel = re.search(rf"<\|channel\|>\W*{channels}", text) or re.search(rf"\b{channels}", text)
-        recipient = re.search(r"\bto=([\w.-]{1,256})", text)
-        if re.match(r"\s*(user|system|developer|tool)\b", text):
-            logger.debug("harmony: a message is dropped because it is not the assistant's: %r", text)
-            return False
-        logger.debug("harmony: a message's header is malformed, and read as far as possible: %r", text)
-        spelled = f" to={recipient[1]}" if recipient else ""
-        spelled += f"<|channel|>{channel[1] if channel else 'commentary' if recipient else 'final'}"
-        spelled += " <|constrain|>json" if recipient and "json" in text else ""
+    def _begin_message(self, channel: str | None, recipient: str | None, as_json: bool) -> bool:
+        """Begin a message of the assistant with a well-formed header."""
+        spelled = f" to={recipient}" if recipient else ""
+        spelled += f"<|channel|>{channel or ('commentary' if recipient else 'final')}"
+        spelled += " <|constrain|>json" if recipient and as_json else ""
         try:
             self._begin("assistant")
             for token in self._encoding.encode(spelled + "<|message|>", allowed_special="all"):
@@ -190,15 +237,6 @@ class TolerantParser(StreamableParser):
             logger.debug("harmony: the message is dropped after all: %s", error)
             return False
         return True
-
-    def resume(self) -> None:
-        """Read on after the end of a turn: the output of a tool that the server ran, and the turn after it."""
-        if self._phase is _Phase.OVER:
-            self._phase = _Phase.BETWEEN
-
-    def pause(self) -> None:
-        """An output came without a token: there is nothing new to tell."""
-        self._delta_is_fresh = self._completed = False
 
     @property
     def in_header(self) -> bool:
@@ -215,8 +253,7 @@ class TolerantParser(StreamableParser):
 
     @property
     def messages(self) -> list[Message]:
-        """Those that have ended. vLLM 0.33 asks after every token, and the strict parser writes and reads JSON of them
-        all for it."""
+        """The messages that have ended. Cached: the strict parser writes and reads JSON of them all."""
         if self._messages is None:
             self._messages = super().messages
         return list(self._messages)
@@ -225,10 +262,3 @@ class TolerantParser(StreamableParser):
     def last_content_delta(self) -> str | None:
         """Text that the last token completed; None when it completed none, also when it was dropped."""
         return super().last_content_delta if self._delta_is_fresh else None
-
-    @property
-    def state(self) -> StreamState:
-        """EXPECT_START exactly once a message, with the token that ends it: vLLM sends the "done" events upon it."""
-        if self._completed:
-            return StreamState.EXPECT_START
-        return StreamState.CONTENT if self._phase is _Phase.CONTENT else StreamState.HEADER

@@ -1,7 +1,7 @@
 """Prometheus metrics of our own on vLLM's /metrics: selected kernels, graph replays against eager steps, padding.
 
 `StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
-that group yet, so `compat/metrics.py` hands it over there. vLLM 0.23 and 0.33 count steps only with
+that group yet, so `compat/server/metrics.py` hands it over there. vLLM 0.23 and 0.33 count steps only with
 --cudagraph-metrics; without it there are no series. One instance per engine, one set of metrics per process.
 docs/monitoring.md lists them.
 """

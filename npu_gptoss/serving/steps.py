@@ -7,8 +7,8 @@ another process. What a worker observes travels on vLLM's own road, so any numbe
 
 vLLM 0.11.0 has no field for it, later releases do (`cudagraph_stats`, vllm PR 29825). Until the scheduler it is an
 attribute of the output; from there it lies in `kv_connector_stats`, the one free-form part of the statistics, out of
-which the stat logger takes it before vLLM's own loggers look. The hooks are in `compat/metrics.py`. Imports neither
-vLLM nor torch.
+which the stat logger takes it before vLLM's own loggers look. The hooks are in `compat/server/metrics.py`. Imports
+neither vLLM nor torch.
 """
 
 from __future__ import annotations

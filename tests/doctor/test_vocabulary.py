@@ -19,7 +19,7 @@ def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(BASE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TIKTOKEN_RS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(checked, "harmony_can_load", lambda: False)
+    monkeypatch.setattr(checked, "can_load", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_no_vocabulary_and_no_tokenizer_is_a_failure(tmp_path):
 
 def test_without_a_model_it_is_a_warning_unless_harmony_has_it(tmp_path, monkeypatch):
     only(vocabulary(machine(tmp_path), None), "warning", "rebuilds it from its checkpoint's tokenizer.json")
-    monkeypatch.setattr(checked, "harmony_can_load", lambda: True)
+    monkeypatch.setattr(checked, "can_load", lambda: True)
     only(vocabulary(machine(tmp_path), None), "ok", "its own cache")
 
 

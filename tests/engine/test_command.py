@@ -21,10 +21,10 @@ import openai_harmony
 
 from npu_gptoss import cli
 from npu_gptoss.engine import Engine, Result, SamplingParams, command
+from npu_gptoss.engine.chat import Chats, Reading
 from npu_gptoss.engine.command import add_arguments
 from npu_gptoss.engine.prompts import PromptEntry
 from npu_gptoss.errors import InputError
-from npu_gptoss.harmony.chat import Reply, Turn
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 from tests.checkpoints import write_random_checkpoint
@@ -153,18 +153,80 @@ def test_an_empty_answer_is_printed_as_such_and_not_as_token_ids(capsys: pytest.
         assert capsys.readouterr().out == printed
 
 
-def test_what_is_no_harmony_is_printed_with_what_was_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    turns = (Turn(None, None, "So"), Turn("analysis", None, "I think"), Turn("commentary", "functions.f", "{}"))
-    chat = SimpleNamespace(parse=lambda ids: Reply(turns, "token 9: no"))
+class Generated:
+    """A request of the engine that has generated these tokens, in steps."""
+
+    prompt_length = 1
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.all, self.token_ids, self.finish_reason = tokens, [0], None
+
+    def step(self, count: int) -> None:
+        self.token_ids += self.all[len(self.token_ids) - 1 :][:count]
+        if len(self.token_ids) > len(self.all):
+            self.finish_reason = "stop"
+
+
+TURN = (
+    "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+)
+USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.fixture
+def read(chat_directory: Path) -> Any:
+    """The reading of a turn that the model writes in answer to a chat, in steps of so many tokens."""
+    chats = Chats(chat_directory)
+
+    def reading(text: str, steps: int = 100, **fields: Any) -> tuple[Reading, list[Generated]]:
+        made = chats.reading(chats.read({"messages": [USER]} | fields))
+        request, cancelled = Generated(chats.library.encode(text, allowed_special="all")), []
+        while request.finish_reason is None and not cancelled:
+            request.step(steps)
+            made.update(request, cancelled.append)
+        return made, cancelled
+
+    return reading
+
+
+def test_a_chat_is_printed_without_its_parts_or_a_call(capsys: pytest.CaptureFixture[str], read: Any) -> None:
     entry = PromptEntry("--prompt", "messages", [], {})
-    command._print_text(entry, Result((1,), (5, 6), "raw", "length"), chat, alone=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "== --prompt (length, 2 tokens)",
-        "[no channel] So",
-        "[analysis] I think",
-        "[commentary to functions.f] {}",
-        "[not harmony from here: token 9: no] raw",
-    ]
+    for steps in (1, 100):
+        reading, _ = read(TURN, steps, tools=[TOOL])
+        command._print_text(entry, Result((1,), (5, 6), "raw", "stop"), reading, alone=False)
+        assert capsys.readouterr().out.splitlines() == [
+            "== --prompt (stop, 2 tokens)",
+            "[reasoning] I think.",
+            "[answer] I look.",
+            "[call of f] {}",
+        ]
+    row = command._row(Result((1,), (5, 6), "raw", "stop"), reading)
+    assert row["finish_reason"] == "tool_calls"
+    assert row["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_a_chat_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str], chat_directory: Path) -> None:
+    chats = Chats(chat_directory)
+    request = Generated(chats.library.encode(TURN, allowed_special="all"))
+    reading = chats.reading(chats.read({"messages": [USER], "tools": [TOOL]}))
+    watch = command._Watch(SimpleNamespace(cancel=None), [reading], sys.stdout, None)
+    printed = []
+    while request.finish_reason is None:
+        request.step(3)
+        watch([request])
+        printed.append(capsys.readouterr().out)
+    assert "".join(printed) == "[reasoning] I think.\n[answer] I look.\n[call of f] {}\n"
+    assert len(list(filter(None, printed))) > 3
+
+
+def test_a_stop_string_does_not_end_the_request(read: Any) -> None:
+    text = "<|channel|>final<|message|>One, two, three.<|return|>"
+    reading, cancelled = read(text, 1, stop="two")
+    assert (reading.message["content"], reading.choice.finish_reason) == ("One, ", "stop")
+    (request,) = cancelled
+    assert request.finish_reason is None
 
 
 def test_text_without_json_is_readable(capsys, worded_directory, directory, tmp_path) -> None:
@@ -183,19 +245,22 @@ def test_chats_are_rendered_as_harmony_and_their_answers_parsed(capsys, chat_dir
     options = ("--date", "2025-11-20", "--reasoning-effort", "low", "--max-tokens", "2", "--ignore-eos")
     hi = {"messages": [{"role": "user", "content": "Hi"}]}
     plain = {"prompt": "<|start|>user<|message|>Hé"}
-    file = prompts_file(tmp_path, hi, {**hi, "reasoning_effort": "high"}, plain, {"prompt_token_ids": [1]})
-    low, high, text, ids = rows(capsys, chat_directory, "--prompts-file", file, *options)
+    file = prompts_file(
+        tmp_path, hi, {**hi, "reasoning_effort": "high"}, {**hi, "tools": [TOOL]}, plain, {"prompt_token_ids": [1]}
+    )
+    low, high, tools, text, ids = rows(capsys, chat_directory, "--prompts-file", file, *options)
     encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     rendered = encoding.decode(low["prompt_token_ids"])
     assert "Current date: 2025-11-20\n\nReasoning: low" in rendered
     assert rendered.endswith("<|start|>user<|message|>Hi<|end|><|start|>assistant")
     assert "Reasoning: high" in encoding.decode(high["prompt_token_ids"])  # what a line says about itself comes first
-    assert low["messages"] == []
-    assert low["format_error"]  # random weights write no harmony, which is said and not hidden
-    assert {"messages", "format_error"} == low.keys() - text.keys() == low.keys() - ids.keys()
+    assert low["message"]["role"] == "assistant"
+    assert {"message"} == low.keys() - text.keys() == low.keys() - ids.keys()
+    assert "functions.f" not in encoding.decode(high["prompt_token_ids"])
+    assert "type f = " in encoding.decode(tools["prompt_token_ids"])
     assert text["prompt_token_ids"][:3] == [200_006, 1428, 200_008]  # special tokens in a plain prompt are such
     _, out, _ = generate(capsys, chat_directory, "--prompt", "Hi", "--chat", *options)
-    assert out.startswith("[not harmony from here: ")
+    assert out == "" or out.startswith(("[answer] ", "[reasoning] ", "[call of "))
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -296,8 +361,17 @@ def test_a_bad_line_of_a_prompts_file_is_named_whatever_is_wrong_with_it(capsys,
         assert message in err
 
 
-def test_a_bad_conversation_in_a_prompts_file_is_named(capsys, chat_directory, tmp_path) -> None:
-    file = prompts_file(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "user"}]})
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format: the offline engine"),
+        ({"messages": [USER], "tools": [TOOL], "tool_choice": "required"}, "tools: the offline engine"),
+        ({"messages": [USER], "temperature": 1}, "nothing reads 'temperature'"),
+    ],
+)
+def test_a_bad_conversation_in_a_prompts_file_is_not_named(capsys, chat_directory, tmp_path, fields, message) -> None:
+    file = prompts_file(tmp_path, {"messages": [USER]}, fields)
     code, _, err = generate(capsys, chat_directory, "--prompts-file", file)
     assert code == 2
-    assert f"{file} line 2: message 0 (user)" in err
+    assert f"{file} line 2: {message}" in err

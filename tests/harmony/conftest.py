@@ -12,7 +12,6 @@ pytest.importorskip("openai_harmony")
 
 import openai_harmony as harmony
 
-from npu_gptoss.harmony.chat import Chat
 from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
 from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
@@ -44,16 +43,6 @@ def library(directory: Path) -> Iterator[harmony.HarmonyEncoding]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BASE_VARIABLE, str(directory))
         yield _encoding()
-
-
-@functools.cache
-def _chat(directory: Path) -> Chat:
-    return Chat(directory)
-
-
-@pytest.fixture(scope="module")
-def chat(directory: Path, library: harmony.HarmonyEncoding) -> Chat:
-    return _chat(directory)
 
 
 @pytest.fixture(scope="module")

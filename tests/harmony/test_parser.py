@@ -14,9 +14,9 @@ pytest.importorskip("openai_harmony")
 
 from openai_harmony import HarmonyEncoding, HarmonyError, Role, StreamableParser
 
-from npu_gptoss.harmony.parser import TolerantParser, kind_of_message, text_of
+from npu_gptoss.harmony.parser import TolerantParser, kind_of, text_of
 
-STREAMS = 2_000  # of each of two kinds; test_segments.py has 5000, through vLLM
+STREAMS = 2_000  # of each of two kinds
 BEGINS = ("", "assistant", "<|start|>", "<|start|>assistant<|start|>assistant", "\n<|start|>assistant")
 MARKS = ("start", "end", "message", "channel", "constrain", "return", "call")
 
@@ -108,7 +108,7 @@ def test_no_text_of_a_message_is_lost_however_its_header_is_spelled(library):
         for message in messages:
             at = told.find(message.text, at) + len(message.text)
             assert at >= len(message.text), f"{message.text!r} of {pieces} is not in {told!r}"
-        assert all(kind_of_message(message) for message in parser.messages), pieces
+        assert all(kind_of(m.author.role, m.channel, m.recipient) for m in parser.messages), pieces
 
 
 def test_any_tokens_at_all_are_read_without_an_exception(library):
@@ -191,7 +191,52 @@ def test_a_format_behind_the_channel_is_no_recipient(library, begin, header, cha
 
 def test_what_the_model_writes_as_somebody_else_is_not_told(library):
     text = "<|channel|>analysis<|message|>a<|end|><|start|>user<|channel|><|message|>b<|end|>"
-    assert read(library, library.encode(text, allowed_special="all"))[1] == "a"
+    parser, told = read(library, library.encode(text, allowed_special="all"))
+    assert (told, len(parser.messages)) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "channel", "recipient", "content"),
+    [
+        ("Four.<|return|>", "final", None, "Four."),
+        ("Four.", "final", None, "Four."),
+        ("<|channel|>analysis<|message|>a<|end|> Four.<|return|>", "final", None, "Four."),
+        ("<|channel|>analysis need more.<|return|>", "analysis", None, "need more."),
+        ("<|channel|>analysis need more.<|start|>assistant", "analysis", None, "need more."),
+        (
+            '<|channel|>commentary to=functions.f <|constrain|>json{"a": 1}<|call|>',
+            "commentary",
+            "functions.f",
+            '{"a": 1}',
+        ),
+    ],
+)
+def test_text_of_a_message_that_ends_in_its_header_is_kept(library, text, channel, recipient, content):
+    parser, _ = read(library, library.encode(text, allowed_special="all"))
+    message = parser.process_eos().messages[-1]
+    assert (message.channel, message.recipient, text_of(message).strip()) == (channel, recipient, content)
+
+
+@pytest.mark.parametrize("header", ["", "<|channel|>final", "<|channel|>commentary to=functions.f <|constrain|>json"])
+def test_a_header_that_is_cut_off_is_no_text(library, header):
+    parser, _ = read(library, library.encode(header, allowed_special="all"))
+    assert parser.process_eos().messages == []
+
+
+@pytest.mark.parametrize(
+    ("header", "recipient"),
+    [
+        ("commentary to=functions.bash<|channel|>commentary<|constrain|>json", "functions.bash"),
+        ("commentary to=functions.bash<|channel|>commentary <|constrain|>json", "functions.bash"),
+        ("commentary to=functions.bash––commentary <|constrain|>json", "functions.bash"),
+        ("commentary to=functions.bash<|constrain|>json", "functions.bash"),
+        ("commentary to=functions.bash <|constrain|>json", "functions.bash"),
+    ],
+)
+def test_a_recipient_has_no_control_tokens(library, header, recipient):
+    parser, _ = read(library, library.encode(f"<|channel|>{header}<|message|>{{}}<|call|>", allowed_special="all"))
+    (message,) = parser.messages
+    assert (message.channel, message.recipient, text_of(message)) == ("commentary", recipient, "{}")
 
 
 def test_the_strict_parser_fails_where_ours_reads_on(library):

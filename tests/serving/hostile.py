@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from tests.serving.openai import cases
+
 MODEL = "gpt-oss-tiny"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE, INVOCATIONS = "/tokenize", "/detokenize", "/invocations"
@@ -23,7 +25,7 @@ class Hostile:
     body: bytes  # as sent, with Content-Type: application/json
     status: int
     param: str | None
-    stock: str  # "death", "crash" (of the HTTP process), "hang", "500", "200", "400"
+    stock: str  # "death", "crash" (of the HTTP process), "hang", "500", "200", "400"; "" where it was not asked
     needs: str = "gate"  # who has to say it: the gate alone, a "compiler" of grammars behind it, or the "server"
 
 
@@ -190,7 +192,7 @@ _add(
     "chat-tools-empty-object",
     CHAT,
     _chat(tools=[{}], tool_choice={"function": {"name": "f"}}),
-    None,
+    "tools[0].type",
     "500",
     needs="server",
 )
@@ -293,3 +295,20 @@ for _route, _input in (
     ("/rerank", {"query": "a", "documents": ["b"]}),
 ):
     _add(f"no-use-for-{_route}", _route, {"model": MODEL} | _input, None, "200", needs="server")
+
+# what the front end refuses on each release
+for _route, _make, _api, _refused in (
+    (CHAT, _chat, "chat", cases.CHATS),
+    (RESPONSES, _responses, "responses", cases.RESPONSES),
+):
+    for _number, (_fields, _param) in enumerate(_refused):
+        _add(f"{_api}-front-end-{_number}-{_param}", _route, _make(**_fields), _param, "", needs="server")
+_add(
+    "responses-hosted-tool-forced",
+    RESPONSES,
+    _responses(tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}),
+    "tool_choice",
+    "",
+    needs="server",
+)
+_add("responses-hosted-tool", RESPONSES, _responses(tools=[{"type": "web_search"}]), None, "", 200, needs="server")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_gptoss.harmony.vocabulary import BASE_VARIABLE
-from npu_gptoss.serving.compat.ports import quiet_port
+from npu_gptoss.serving.compat.server.ports import quiet_port
 from scripts import serve_here
 
 START_LIMIT = 240  # seconds; about 20 on two idle cores

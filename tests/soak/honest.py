@@ -151,11 +151,12 @@ def read_chat_stream(pieces: list[Any]) -> Answer:
 
 
 def read_logprobs(pieces: list[Any]) -> Answer:
-    """As a chat; every token has its log-probability, and the chosen one is the likeliest."""
+    """As a chat; every token of the answer has its log-probability, and the chosen one is the likeliest."""
     (choice,) = pieces[0]["choices"]
     tokens = choice["logprobs"]["content"]
-    if len(tokens) != pieces[0]["usage"]["completion_tokens"]:
-        raise Wrong(f"{pieces[0]['usage']['completion_tokens']} tokens, {len(tokens)} log-probabilities")
+    text = b"".join(bytes(token["bytes"]) for token in tokens).decode()
+    if text != choice["message"]["content"]:
+        raise Wrong(f"the content is {choice['message']['content']!r}, the log-probabilities are {text!r}'s")
     for token in tokens:
         best = max(other["logprob"] for other in token["top_logprobs"])
         if token["logprob"] < best - 1e-6:

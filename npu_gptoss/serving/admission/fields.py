@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from npu_gptoss.serving.admission.refusal import Refusal, Said, refuse
+from npu_gptoss.serving.admission.refusal import Refusal, refuse
 from npu_gptoss.serving.admission.rules import (
     Limits,
     Rule,
@@ -175,40 +175,11 @@ TEMPLATE: Fields = {
     "chat_template_kwargs": mapping(32, keys=_template_name, values=size(4096)),
 }
 
-# parts of a message that are no text; one without a type has such a field
-MEDIA = {"image", "image_url", "image_embeds", "image_pil", "input_image"} | {
-    *("audio_url", "audio_embeds", "input_audio", "video", "video_url", "video_embeds"),
-    *("file", "input_file", "document", "prompt_embeds"),
-}
-
-
-def _content(value: Any, limits: Limits, name: str) -> None:
-    """vLLM 0.33 reads a part that is no text as an empty text, and answers without a word about it."""
-    if limits.media:
-        return
-    for index, part in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(part, dict):
-            place, kind = f"{name}[{index}]", part.get("type") or next(filter(MEDIA.__contains__, part), None)
-            if isinstance(kind, str) and kind in MEDIA:
-                raise refuse(place, "text, which is all that the served model reads", Said(f"a part of type {kind}"))
-            _content(part.get("content"), limits, f"{place}.content")  # of a tool's result, in Anthropic's form
-
-
-MESSAGE: Fields = {"content": _content}
-
-
-def _input(value: Any, limits: Limits, name: str) -> None:
-    """A text, or items of which some are messages."""
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(item, dict):
-            _content(item.get("content"), limits, f"{name}[{index}].content")
-
-
 CHAT: Fields = {
     **SAMPLING,
     **TOOLS,
     **TEMPLATE,
-    "messages": objects(16384, MESSAGE, empty=False),  # vLLM looks for the role of the last one
+    "messages": objects(16384, empty=False),  # vLLM looks for the role of the last one
     "top_logprobs": logprobs(least=-1),
     "max_completion_tokens": integer(0, INT64),
     "bad_words": texts(1024, 256, blank=False),  # a word of white space alone has no token
@@ -251,8 +222,7 @@ RESPONSES: Fields = (
         "text": fields_of({"format": _text_format}),
         "tools": objects(512, FUNCTION),
         "previous_response_id": identifier(256),
-        "input": _input,
-        "previous_input_messages": objects(16384, MESSAGE),
+        "previous_input_messages": objects(16384),
         "reasoning": fields_of({}),
         "prompt_cache_key": text(1024),
         "safety_identifier": text(1024),
@@ -266,7 +236,7 @@ MESSAGES: Fields = (
     | {
         **_TRANSFERS,
         "chat_template_kwargs": TEMPLATE["chat_template_kwargs"],
-        "messages": objects(16384, MESSAGE, empty=False),
+        "messages": objects(16384, empty=False),
         "max_tokens": integer(1, INT64),
         "stop_sequences": SAMPLING["stop"],
         "tools": objects(512, {"name": text(256, strict=True), "input_schema": FUNCTION["parameters"]}),
@@ -300,7 +270,7 @@ TOKENIZE: Fields = (
     | TEMPLATE
     | {
         "model": MODEL,
-        "messages": objects(16384, MESSAGE),
+        "messages": objects(16384),
         "mm_processor_kwargs": QUEUED["mm_processor_kwargs"],
         "media_io_kwargs": QUEUED["media_io_kwargs"],
     }
@@ -329,10 +299,6 @@ ROUTES: dict[str, Fields] = {
     "/v1/chat/completions/batch": BATCH,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
-    "/v1/chat/completions/render": CHAT,
-    "/v1/completions/render": COMPLETION,
-    "/v1/messages/render": MESSAGES,
-    "/v1/responses/render": RESPONSES,
     "/inference/v1/generate": GENERATE_TOKENS,
     "/inference/v1/abort_requests": ABORT,
     "/generative_scoring": SCORING,
@@ -345,9 +311,9 @@ ROUTES: dict[str, Fields] = {
 }
 
 INVOCATIONS = "/invocations"  # any of them, told apart by what it holds
-RESPONSES_ROUTE = "/v1/responses"
+RESPONSES_ROUTE, MESSAGES_ROUTE = "/v1/responses", "/v1/messages"
 ALWAYS_JSON = {"/inference/v1/abort_requests"}  # vLLM reads them so, whatever their Content-Type says
-GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, INVOCATIONS}
+GENERATE = {"/v1/chat/completions", "/v1/completions", RESPONSES_ROUTE, MESSAGES_ROUTE, INVOCATIONS}
 
 
 def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
@@ -356,7 +322,7 @@ def fields_for(route: str, body: Mapping[str, Any]) -> Fields:
         if "messages" in body:
             return CHAT | {name: COMPLETION[name] for name in ("prompt", "prompt_embeds") if "prompt" in body}
         return COMPLETION if "prompt" in body or "prompt_embeds" in body else OTHER
-    return ROUTES.get(route, {})
+    return ROUTES.get(route.removesuffix("/render"), {})
 
 
 def check(route: str, body: Mapping[str, Any], limits: Limits) -> None:

@@ -26,6 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LARGE = 128 * 1024  # bytes: from here a body is read in a thread, so that /health does not wait
 LEAVES = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+PARSED = "npu_gptoss.parsed"  # in the scope of a request: the body's bytes, and what JSON they are
 _NO_LIMITS = Limits(0, 0, 0, 0)
 
 
@@ -72,13 +73,13 @@ class Gate:
         if objection is not None:
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008})
-            return await answer(send, objection, CHALLENGE)
+            return await answer(send, objection, CHALLENGE, route_path(scope))
         if scope["type"] == "websocket" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         try:
             await self._post(scope, receive, send)
         except Refusal as refusal:
-            await answer(send, refusal)
+            await answer(send, refusal, route=route_path(scope))
         except _Gone:
             pass
 
@@ -94,6 +95,7 @@ class Gate:
         fields.check_priority_header(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
         body = await asyncio.to_thread(check) if len(raw) > LARGE else check()
+        scope[PARSED] = raw, body
         await self.server.check_structure(route, body)
         own = _own_id(route, headers, body)
         if own is None:
@@ -168,7 +170,8 @@ def _own_id(route: str, headers: Mapping[bytes, bytes], body: dict[str, Any]) ->
     if not isinstance(chosen, str):
         return None
     fields.REQUEST_ID(chosen, _NO_LIMITS, "request_id" if header is None else "X-Request-Id")
-    kind = route if route == fields.RESPONSES_ROUTE else "chat" if "messages" in body else "completion"
+    own = route in (fields.RESPONSES_ROUTE, fields.MESSAGES_ROUTE)
+    kind = route if own else "chat" if "messages" in body else "completion"
     return kind, chosen
 
 

@@ -1,4 +1,4 @@
-"""An answer that says no: the field, what was expected, what was got, in OpenAI's error form."""
+"""Refusals of a request: the field, what was expected and what was got, in the error form of its API."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from npu_gptoss.errors import short
 
+ANTHROPIC = "/v1/messages"  # and what is below it
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -42,7 +43,12 @@ class Refusal(Exception):
     param: str | None = None
     status: HTTPStatus = HTTPStatus.BAD_REQUEST
 
-    def body(self) -> bytes:
+    def body(self, route: str = "") -> bytes:
+        """The answer's JSON: in OpenAI's form, or in Anthropic's on the routes of its API."""
+        if route.startswith(ANTHROPIC):
+            from npu_gptoss.frontend.messages import error_body
+
+            return json.dumps(error_body(self.message, int(self.status))).encode()
         kind = "BadRequestError" if self.status == HTTPStatus.BAD_REQUEST else self.status.phrase
         error = {"message": self.message, "type": kind, "param": self.param, "code": int(self.status)}
         return json.dumps({"error": error}).encode()
@@ -58,8 +64,8 @@ class Said(str):
     """Words of ours about a value, to be printed as they are."""
 
 
-async def answer(send: Send, refusal: Refusal, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    body = refusal.body()
+async def answer(send: Send, refusal: Refusal, headers: tuple[tuple[bytes, bytes], ...] = (), route: str = "") -> None:
+    body = refusal.body(route)
     length = str(len(body)).encode()
     base = ((b"content-type", b"application/json"), (b"content-length", length))
     await send({"type": "http.response.start", "status": int(refusal.status), "headers": [*base, *headers]})

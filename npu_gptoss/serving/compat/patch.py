@@ -35,6 +35,7 @@ class Patch:
     install: Installer  # gets the module of the first of them, right after its import
     lines: tuple[str, ...]  # of serving/lines: the releases that it was written for
     upstream: str  # where vLLM repaired it, or "none found"
+    until: str  # the release that does not need it any more, or what vLLM has to do first
     essential: bool  # without it gpt-oss would compute something else without saying so
 
     @property
@@ -43,11 +44,16 @@ class Patch:
 
     @property
     def file(self) -> str:
-        return f"{self.install.__module__.rpartition('.')[2]}.py"
+        return f"{self.install.__module__.partition('.compat.')[2].replace('.', '/')}.py"
 
 
 def repair(
-    name: str, *touches: str, lines: tuple[str, ...] = ("0.11",), upstream: str = "none found", essential: bool = False
+    name: str,
+    *touches: str,
+    until: str,
+    lines: tuple[str, ...] = ("0.11",),
+    upstream: str = "none found",
+    essential: bool = False,
 ) -> Callable[[Installer], Installer]:
     """Puts an installer into the table. The first paragraph of its docstring is the reason.
 
@@ -63,7 +69,7 @@ def repair(
 
     def note(install: Installer) -> Installer:
         reason = " ".join(inspect.getdoc(install).partition("\n\n")[0].split())
-        install.repair = Patch(name, reason, tuple(places), install, lines, upstream, essential)
+        install.repair = Patch(name, reason, tuple(places), install, lines, upstream, until, essential)
         return install
 
     return note

@@ -22,11 +22,11 @@ RESPONSES_PROTOCOL = "vllm.entrypoints.openai.responses.protocol"
 RESPONSES_SERVING = "vllm.entrypoints.openai.responses.serving"
 RESPONSES_ROUTER = "vllm.entrypoints.openai.responses.api_router"  # of 0.23
 CHAT = "vllm.entrypoints.openai.serving_chat"
+ANTHROPIC_SERVING = "vllm.entrypoints.anthropic.serving"  # of 0.23 and 0.33
 ENGINE = "vllm.entrypoints.openai.serving_engine"
 RESPONSES = "vllm.entrypoints.openai.serving_responses"
 TOKENIZATION = "vllm.entrypoints.openai.serving_tokenization"
-TOOLS_0_23 = "vllm.tool_parsers.openai_tool_parser"
-TOOLS = "vllm.entrypoints.openai.tool_parsers.openai_tool_parser"
+TOKENIZATION_0_23 = "vllm.entrypoints.serve.tokenize.serving"
 REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
 PARSING = "vllm.parser.harmony"  # of 0.33
@@ -48,22 +48,6 @@ SCORING = "vllm.entrypoints.generate.generative_scoring.serving"  # of 0.33
 RENDERER = "vllm.renderers.online_renderer"  # of 0.33; the two below are of 0.23 too
 HARMONY_UTILS = "vllm.entrypoints.openai.parser.harmony_utils"
 RESPONSES_CONTEXT = "vllm.entrypoints.openai.responses.context"
-ERRORS = "vllm.entrypoints.serve.exception_handling.error_response"  # of 0.33, with its copies
-ERRORS_COPIES = (
-    "vllm.entrypoints.serve",
-    "vllm.entrypoints.serve.engine.serving",
-    "vllm.entrypoints.serve.exception_handling.handlers.exception",
-    "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
-    "vllm.entrypoints.openai.models.serving",
-    RENDERER,
-)
-ERRORS_0_23 = "vllm.entrypoints.serve.utils.error_response"  # with its copies
-ERRORS_0_23_COPIES = (
-    RENDERER_0_23,
-    "vllm.entrypoints.serve.utils.server_utils",
-    "vllm.entrypoints.openai.engine.serving",
-    "vllm.entrypoints.openai.models.serving",
-)
 LAUNCHER_0_33 = "vllm.entrypoints.launchers.launcher"
 MANAGERS = "vllm.v1.utils"
 LOGGERS = "vllm.v1.metrics.loggers"

@@ -10,7 +10,6 @@ from npu_gptoss.serving.steps import Step, take
 if TYPE_CHECKING:
     import torch
 
-    from npu_gptoss.harmony.parser import TolerantParser
     from npu_gptoss.model.config import GptOssConfig
 
 _LAYERS = "vllm.model_executor.layers"
@@ -70,18 +69,7 @@ def __getattr__(name: str) -> Any:
 
 
 # Loggers that write a traceback for each stream that fails.
-TALKATIVE = tuple(f"vllm.entrypoints.openai.serving_{name}" for name in ("chat", "completion", "responses"))
-
-
-def assistant_parser() -> TolerantParser:
-    """What reads a turn of the served model."""
-    from openai_harmony import Role
-    from vllm.entrypoints.harmony_utils import get_encoding
-
-    from npu_gptoss.harmony.parser import TolerantParser
-
-    return TolerantParser(get_encoding(), Role.ASSISTANT)
-
+TALKATIVE = ("vllm.entrypoints.openai.serving_completion",)
 
 MXFP4_NAME = "gptoss_mxfp4"  # ours, see serving/quantization.py
 MXFP4_NAMES = ("mxfp4",)  # in config.json, as this vLLM hands it over
@@ -183,29 +171,11 @@ def expert_share(config: Any) -> tuple[int, tuple[int, int]]:
     return cut.tp_size, (first, first + count)
 
 
-def request_classes() -> dict[str, tuple[Any, ...]]:
-    """The classes that vLLM tries for the body of a route that generates, in its order."""
+def request_classes() -> tuple[type, ...]:
+    """The classes by which vLLM reads a request that generates."""
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
-    return {
-        "/v1/chat/completions": (ChatCompletionRequest,),
-        "/v1/completions": (CompletionRequest,),
-        "/v1/responses": (ResponsesRequest,),
-        "/invocations": (ChatCompletionRequest, CompletionRequest),
-    }
-
-
-def sampling_of(request: Any, longest: int) -> Any:
-    """The SamplingParams of such a request; `longest`: the model's."""
-    from vllm.entrypoints.openai.protocol import ResponsesRequest
-
-    pattern = () if isinstance(request, ResponsesRequest) else (None,)
-    return request.to_sampling_params(longest, *pattern, {})
-
-
-def rewritten(state: Any, request: Any) -> Any:
-    """What vLLM makes of a request before it reads its structure; None: nothing. `state`: of vLLM's application."""
-    return None
+    return ChatCompletionRequest, CompletionRequest, ResponsesRequest
 
 
 def take_out(processor: Any, state: Any) -> None:
@@ -255,7 +225,7 @@ def structure_key(params: Any) -> tuple[Any, str]:
 
 
 def counts_steps(vllm_config: Any) -> bool:
-    """Whether the statistics of this server's engines tell their steps: `compat/metrics.py` has them told."""
+    """Whether the statistics of this server's engines tell their steps: `compat/server/metrics.py` has them told."""
     return True
 
 

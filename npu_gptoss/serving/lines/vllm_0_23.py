@@ -32,7 +32,6 @@ from npu_gptoss.serving.lines.vllm_0_33 import (  # noqa: F401
 if TYPE_CHECKING:
     import torch
 
-    from npu_gptoss.harmony.parser import TolerantParser
     from npu_gptoss.model.config import GptOssConfig
 
 # The names that serving takes from vLLM, by module.
@@ -57,36 +56,9 @@ def __getattr__(name: str) -> Any:
 
 
 # Loggers that write a traceback for each stream that fails.
-TALKATIVE = tuple(f"vllm.entrypoints.openai.{name}.serving" for name in ("chat_completion", "completion", "responses"))
-
-
-def assistant_parser() -> TolerantParser:
-    """What reads a turn of the served model, by this vLLM's channels and recipients."""
-    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
-
-    from npu_gptoss.serving.compat.channels import ChannelParser
-
-    return ChannelParser(get_encoding())
-
+TALKATIVE = ("vllm.entrypoints.openai.completion.serving",)
 
 MXFP4_NAMES = ("mxfp4", "gpt_oss_mxfp4")  # in config.json, as this vLLM hands it over
-
-
-def sampling_of(request: Any, longest: int) -> Any:
-    """The SamplingParams of a request of `request_classes`; `longest`: the model's."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
-
-    if isinstance(request, AnthropicMessagesRequest):
-        request = AnthropicServingMessages._convert_anthropic_to_openai_request(request)
-    elif isinstance(request, BatchChatCompletionRequest):
-        request = request.to_chat_completion_request(request.messages[0])
-    return request.to_sampling_params(longest, {})
-
-
-def rewritten(state: Any, request: Any) -> None:
-    """This vLLM takes a request's structure as it is written."""
 
 
 def vllms_own(owner: Any, name: str) -> Any:

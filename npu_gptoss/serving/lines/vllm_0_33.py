@@ -73,53 +73,15 @@ def register_formats() -> None:
     """None: vLLM hands the checkpoint's tensors over as they are."""
 
 
-def request_classes() -> dict[str, tuple[Any, ...]]:
-    """The classes that vLLM tries for the body of a route that generates, in its order."""
+def request_classes() -> tuple[type, ...]:
+    """The classes by which vLLM reads a request that generates."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    return {
-        "/v1/chat/completions": (ChatCompletionRequest,),
-        "/v1/chat/completions/batch": (BatchChatCompletionRequest,),
-        "/v1/completions": (CompletionRequest,),
-        "/v1/messages": (AnthropicMessagesRequest,),
-        "/v1/responses": (ResponsesRequest,),
-        "/invocations": (ChatCompletionRequest, CompletionRequest),
-    }
-
-
-def sampling_of(request: Any, longest: int) -> Any:
-    """The SamplingParams of such a request; `longest`: the model's."""
-    return _as_chat(request).to_sampling_params(longest, {})
-
-
-def _as_chat(request: Any) -> Any:
-    """As the chat that vLLM makes of it, or as it is."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
-
-    if isinstance(request, AnthropicMessagesRequest):
-        return AnthropicServingMessages.to_chat_completion_request(request)
-    if isinstance(request, BatchChatCompletionRequest):
-        return request.to_chat_completion_request(request.messages[0])
-    return request
-
-
-def rewritten(state: Any, request: Any) -> Any:
-    """What vLLM makes of a request before it reads its structure; None: nothing. `state`: of vLLM's application.
-
-    It wraps the structure of a chat or a response, or of its tools, into one of whole turns of harmony.
-    """
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    if isinstance(request, CompletionRequest):
-        return None
-    chat = _as_chat(request)
-    state.online_renderer.adjust_harmony_request(chat)
-    return chat
+    chats = (ChatCompletionRequest, BatchChatCompletionRequest, AnthropicMessagesRequest)
+    return (*chats, CompletionRequest, ResponsesRequest)
 
 
 def unavailable(said: str) -> Exception:

@@ -130,35 +130,6 @@ def test_a_transfer_among_the_extra_fields_is_an_object_too(route: str, extra: t
             fields.check(route, body, LIMITS)
 
 
-def _anthropic_result(part: Any) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [part]}]}
-
-
-# a message of each route with a part of its content
-MEDIA: list[tuple[str, str, Callable[[Any], dict[str, Any]]]] = [
-    *(
-        (route, field, lambda part: {"role": "user", "content": [{"type": "text", "text": "a"}, part]})
-        for route, field in (
-            *((route, "messages") for route in ("/v1/chat/completions", "/v1/messages", "/tokenize")),
-            *(("/v1/responses", field) for field in ("input", "previous_input_messages")),
-        )
-    ),
-    ("/v1/messages", "messages", _anthropic_result),
-]
-
-
-@pytest.mark.parametrize(("route", "field", "message"), MEDIA)
-def test_an_image_is_not_read_as_an_empty_text(route: str, field: str, message: Callable[[Any], Any]) -> None:
-    """vLLM 0.33 answers such a chat with 200, as if the image were not there."""
-    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"image_url": "x"}, {"type": "input_audio"}):
-        with pytest.raises(Refusal, match="a part of type") as refusal:
-            fields.check(route, {field: [message(part)]}, LIMITS)
-        assert refusal.value.param.startswith(f"{field}[0].content[")
-        fields.check(route, {field: [message(part)]}, dataclasses.replace(LIMITS, media=True))
-    for part in ({"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}, {"type": "thinking"}, "a"):
-        fields.check(route, {field: [message(part)]}, LIMITS)
-
-
 # what clients send in earnest, on either route
 SERVED: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 2}, {"temperature": "0.7"}, {"top_p": 1}, {"top_p": 1e-9}, {"top_k": -1},

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from npu_gptoss.serving.ascend import captured, full_graph, limits
-from npu_gptoss.serving.compat import ascend, metrics
 from npu_gptoss.serving.compat.patch import Mismatch
+from npu_gptoss.serving.compat.server import metrics
+from npu_gptoss.serving.compat.start import ascend
 from npu_gptoss.serving.lines import ascend_0_23
 
 pytestmark = pytest.mark.serving

@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -90,15 +91,17 @@ def test_each_patch_meets_its_own_fate():
     result = run(
         """
         import vllm.config.model as changed
-        import vllm.reasoning.gptoss_reasoning_parser as parser  # has a copy of a name of harmony_utils
+        import vllm.entrypoints.context as copy  # of a name of harmony_utils
+        import vllm.entrypoints.openai.serving_engine
+        import vllm.reasoning.gptoss_reasoning_parser as parser
         def get_sliding_window(self):
             return "changed"
         changed.ModelConfig.get_sliding_window = get_sliding_window
-        stock = parser.parse_chat_output
+        stock = copy.get_encoding
 
         from npu_gptoss.serving import compat
         compat.apply()
-        assert parser.parse_chat_output.__npu_gptoss_replaces__ is stock
+        assert copy.get_encoding.__npu_gptoss_replaces__ is stock
         assert changed.ModelConfig.get_sliding_window is get_sliding_window
         assert not hasattr(parser.GptOssReasoningParser.is_reasoning_end, "__npu_gptoss_replaces__")
         try:
@@ -203,9 +206,34 @@ def test_names_are_unique_and_every_record_is_filled():
         assert set(patch.lines) <= {line.name for line in lines.LINES}
 
 
-def test_every_file_with_a_repair_is_in_the_table():
-    files = {path.stem for path in Path(compat.__file__).parent.glob("*.py") if "\n@repair(" in path.read_text()}
-    assert files == set(compat.FILES)
+WHO = re.compile(r"(vLLM|vllm-ascend|torch-npu|openai-harmony|openai/harmony)\b.* \S+")
+
+
+def test_repair_outlives_its_until():
+    """A release that needs a repair no more, or that a repair reaches further than its last one says."""
+    names = [line.name for line in lines.LINES]
+    wrong = {}
+    for patch in compat.patches():
+        if not re.fullmatch(r"\d+\.\d+", patch.until):
+            if not WHO.match(patch.until):
+                wrong[patch.name] = f"until={patch.until!r} names nobody who has to do something"
+            continue
+        outlived = [line for line in patch.lines if version(line) >= version(patch.until)]
+        before = [line for line in names if version(line) < version(patch.until)]
+        last = max(before, key=version)
+        if outlived or not any(last in other.lines for other in compat.patches() if other.name == patch.name):
+            wrong[patch.name] = f"for {patch.lines}, until {patch.until}"
+    assert wrong == {}
+
+
+def version(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def test_file_with_a_repair_is_not_in_the_table():
+    root = Path(compat.__file__).parent
+    files = {path for path in root.rglob("*.py") if "\n@repair(" in path.read_text()}
+    assert {".".join(path.relative_to(root).with_suffix("").parts) for path in files} == set(compat.FILES)
 
 
 def test_a_wrong_skip_list_is_a_user_error():

@@ -13,7 +13,7 @@ import torch
 from vllm.config import CacheConfig, CompilationConfig, CompilationLevel
 from vllm.platforms.cpu import CpuPlatform
 
-from npu_gptoss.serving.compat import cpu
+from npu_gptoss.serving.compat.start import cpu
 
 pytestmark = pytest.mark.serving
 

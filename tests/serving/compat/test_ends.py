@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import types
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,14 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.entrypoints.openai import api_server
 
-from npu_gptoss.serving.compat import shutdown
-from npu_gptoss.serving.compat.shutdown import stopping_error
-from tests.serving.compat.of_line import OLD
-
-if OLD:
-    streams = api_server
-else:
-    from vllm.entrypoints.openai.responses import api_router as streams
+from npu_gptoss.serving.compat.server import keep_alive, shutdown
 
 pytestmark = pytest.mark.serving
 
@@ -33,28 +24,6 @@ def dead_core(exitcode: int | None, cause: str | None = None) -> Any:
     manager = types.SimpleNamespace(processes=[process])
     pulse = {} if cause is None else {"npu_gptoss_pulse": types.SimpleNamespace(cause=cause)}
     return types.SimpleNamespace(resources=types.SimpleNamespace(engine_manager=manager), **pulse)
-
-
-@pytest.mark.parametrize("name", [(), ("server-end-answers",)])
-def test_a_streamed_response_ends_with_an_error_and_does_not_break_off(patched: Any, name: tuple[str, ...]) -> None:
-    async def events() -> AsyncIterator[Any]:
-        yield types.SimpleNamespace(type="first", sequence_number=4, model_dump_json=lambda **options: "{}")
-        raise stopping_error()
-
-    async def texts() -> list[str]:
-        return [text async for text in streams._convert_stream_to_sse_events(events())]
-
-    with patched(*name):
-        if not name:
-            with pytest.raises(stopping_error()):
-                asyncio.run(texts())
-            return
-        first, last = asyncio.run(texts())
-        assert first.startswith("event: first\n")
-        event, data = last.splitlines()[:2]
-        assert event == "event: error"
-        told = json.loads(data.removeprefix("data: "))
-        assert (told["type"], told["sequence_number"], told["message"]) == ("error", 5, str(stopping_error()()))
 
 
 @pytest.mark.parametrize("name", [(), ("server-port",)])
@@ -98,3 +67,16 @@ def test_the_last_line_names_the_reason(caplog, monkeypatch, cause, exitcode, wo
     message = caplog.records[0].getMessage()
     assert words in message
     assert message.isprintable()
+
+
+@pytest.mark.parametrize(("variable", "seconds"), [(None, 75), ("9", 9)])
+def test_keep_alive_of_the_user_is_exchanged(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, seconds: int
+) -> None:
+    async def serve(**uvicorn_kwargs: Any) -> int:
+        return uvicorn_kwargs["timeout_keep_alive"]
+
+    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", variable)
+    assert asyncio.run(keep_alive._kept_alive(serve, timeout_keep_alive=int(variable or 5))) == seconds

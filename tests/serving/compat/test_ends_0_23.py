@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -21,12 +20,9 @@ pytest.importorskip("vllm.entrypoints.openai.chat_completion.stream_harmony", re
 
 import uvicorn
 from vllm.entrypoints import launcher
-from vllm.entrypoints.openai.engine.serving import OpenAIServing
-from vllm.entrypoints.serve.utils import server_utils
 from vllm.v1 import utils
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from npu_gptoss.serving.compat.shutdown import stopping_error
+from npu_gptoss.serving.compat.server.shutdown import stopping_error
 from tests.serving.compat.test_ends import dead_core
 from tests.serving.in_flight import is_running
 from tests.serving.server import wait_for
@@ -162,7 +158,7 @@ def test_a_signal_leaves_several_servers_the_time_to_finish(patched: Any, name: 
 def test_another_signal_ends_several_servers_and_their_engines_at_once(tmp_path: Path) -> None:
     code = """
         import multiprocessing, signal, time
-        from npu_gptoss.serving.compat import shutdown
+        from npu_gptoss.serving.compat.server import shutdown
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         print("child", child.pid, flush=True)
@@ -177,19 +173,3 @@ def test_another_signal_ends_several_servers_and_their_engines_at_once(tmp_path:
     assert status == 128 + signal.SIGTERM, said
     child = int(said.partition("child ")[2].split()[0])
     assert wait_for(lambda: not is_running(child), 5)
-
-
-@pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
-@pytest.mark.parametrize(("name", "code"), [((), 500), (("server-end-errors",), 503)])
-def test_a_request_that_the_engine_s_end_took_may_be_asked_for_again(
-    patched: Any, name: tuple[str, ...], code: int, error: Exception
-) -> None:
-    request = types.SimpleNamespace(app=types.SimpleNamespace(state=types.SimpleNamespace()), state=None)
-    request.app.state.args = types.SimpleNamespace(log_error_stack=False)
-    request.app.state.server = types.SimpleNamespace()
-    request.app.state.engine_client = types.SimpleNamespace(errored=False, is_running=True)
-    with patched(*name):
-        answer = asyncio.run(server_utils.engine_error_handler(request, error))
-        streamed = OpenAIServing.create_streaming_error_response(OpenAIServing, error)
-        assert (answer.status_code, json.loads(streamed)["error"]["code"]) == (code, code)
-        assert OpenAIServing.create_error_response("mine").error.code == 400

@@ -15,8 +15,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from npu_gptoss.serving.compat import barrier, grammars
-from npu_gptoss.serving.compat.grammars import GuardedGrammar
+from npu_gptoss.serving.compat.engine import failed_requests as barrier
+from npu_gptoss.serving.compat.engine import grammars
+from npu_gptoss.serving.compat.engine.grammars import GuardedGrammar
 from npu_gptoss.serving.compat.patch import Mismatch
 from tests.serving.compat.of_line import LINE, OLD
 

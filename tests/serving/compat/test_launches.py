@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from npu_gptoss.serving.compat.launches import Remembered
+from npu_gptoss.serving.compat.step_time.launches import Remembered
 
 pytestmark = pytest.mark.serving
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm import utils
 
-from npu_gptoss.serving.compat import ports
+from npu_gptoss.serving.compat.server import ports
 
 pytestmark = pytest.mark.serving
 

@@ -81,7 +81,7 @@ def test_another_engine_decodes_what_one_computed(server: Callable[..., Any], tm
 
 def test_a_cache_of_two_tensors_is_read_and_written_as_one_is(tmp_path: Path) -> None:
     """vllm-ascend keeps keys and values apart."""
-    from npu_gptoss.serving.compat.shared_storage import parts
+    from npu_gptoss.serving.compat.start.shared_storage import parts
 
     whole = torch.arange(2 * 3 * 4 * 5 * 6).view(2, 3, 4, 5, 6)
     for as_one, as_two in zip(parts(whole), parts(tuple(whole)), strict=True):

@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.serving_engine import OpenAIServing
 from vllm.utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from npu_gptoss.serving.compat.shutdown import stopping_error
+from npu_gptoss.serving.compat.server.shutdown import stopping_error
 
 pytestmark = pytest.mark.serving
 

@@ -16,20 +16,15 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from npu_gptoss.serving.admission.bounded import Bounded
 from npu_gptoss.serving.admission.structures import Structures, Verdict
-from npu_gptoss.serving.compat import structures
 from npu_gptoss.serving.compat.patch import Mismatch
-from npu_gptoss.serving.compat.structures import StructureCompiler, structure_of
+from npu_gptoss.serving.compat.server import structures
+from npu_gptoss.serving.compat.server.structures import StructureCompiler, structure_of
 from npu_gptoss.serving.lines import here
-from npu_gptoss.serving.lines.vllm import sampling_of
 from tests.serving.compat import of_line
 from tests.serving.compat.of_line import LINE, OLD
 
 pytestmark = pytest.mark.serving
 
-FORMATS_REPAIRS = {"0.11": ("response-formats",), "0.33": ("guided-fields",)}.get(
-    LINE, ("response-formats", "guided-fields")
-)
-forced_by_us = pytest.mark.skipif(LINE == "0.33", reason="forced calls are vLLM's own there")
 newer = pytest.mark.skipif(OLD, reason="needs vLLM 0.23 or 0.33")
 
 
@@ -156,112 +151,6 @@ def test_a_structure_of_any_route_is_asked_about_before_the_engine_has_it(
         assert vars(later.value)["status_code" if LINE == "0.23" else "http_status"] == 503
     with patched(), pytest.raises(Reached):
         ask(structured(regex="b"))
-
-
-FORMATS = [
-    ({"type": "text"}, None),
-    (None, None),
-    ({"type": "json_object"}, {"json_object": True}),
-    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}, {"json": {"type": "null"}}),
-    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, {"json": {}}),
-]
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-FORCED = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "tool_choice": "required"}
-
-
-def meant(request: Any) -> dict[str, Any]:
-    return structure_of(sampling_of(request, 9).structured_outputs)
-
-
-@pytest.mark.parametrize(("form", "means"), FORMATS)
-def test_a_format_means_the_same_on_every_route(patched: Any, form: Any, means: Any) -> None:
-    chat = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
-    completion = {"prompt": "hi", "response_format": form}
-    flat = form and {"type": form["type"], **form.get("json_schema", {})}
-    response = {"input": "hi", "text": {"format": flat}} if flat else {"input": "hi"}
-    with patched(*FORMATS_REPAIRS):
-        assert meant(of_line.chat_class()(**chat)) == (means or {})
-        assert meant(of_line.completion_class()(**completion)) == (means or {})
-        assert meant(of_line.responses_class()(**response)) == (means or {})
-    if LINE == "0.23":
-        with patched():
-            dropped = form is not None and form["type"] == "json_object"
-            assert meant(of_line.responses_class()(**response)) == ({} if dropped else means or {}), "stock"
-    if OLD:
-        with patched():
-            stock = sampling_of(of_line.chat_class()(**chat), 9).structured_outputs
-            assert (stock is None) is (form is None), "stock: an empty structure, at which the engine dies"
-            stock = sampling_of(of_line.completion_class()(**completion), 9).structured_outputs
-            assert stock is None, "stock: dropped"
-            if form is not None and form["type"] == "json_object":
-                with pytest.raises(NotImplementedError):  # answered 500
-                    sampling_of(of_line.responses_class()(**response), 9)
-
-
-def test_a_format_does_not_replace_what_else_was_asked(patched: Any) -> None:
-    fields = {"prompt": "a", "guided_choice": ["x"], "response_format": {"type": "text"}}
-    with patched(*FORMATS_REPAIRS):
-        assert meant(of_line.completion_class()(**fields)) == {"choice": ["x"]}
-    if LINE == "0.23":  # which has the field on /v1/responses, and takes no format beside it
-        both = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "x"}}
-        for repairs in ((), FORMATS_REPAIRS):
-            with patched(*repairs), pytest.raises(ValueError, match="both structured_outputs and text"):
-                meant(of_line.responses_class()(input="a", **both))
-
-
-@forced_by_us
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"structured_outputs": {"json": {"type": "null"}}},
-        {"structured_outputs": {"regex": "x"}},
-        {"guided_json": {"type": "null"}},
-    ],
-    ids=str,
-)
-def test_a_structure_beside_a_forced_call_is_refused_and_not_dropped(patched: Any, asked: dict[str, Any]) -> None:
-    with patched(*FORMATS_REPAIRS, "forced-call-schema"), pytest.raises(ValueError, match="leave one of them out"):
-        sampling_of(of_line.chat_class()(**FORCED, **asked), 9)
-
-
-@forced_by_us
-@pytest.mark.parametrize("form", [form for form, _ in FORMATS])
-def test_the_answer_of_a_forced_call_is_the_call_whatever_format_is_asked(patched: Any, form: Any) -> None:
-    with patched(*FORMATS_REPAIRS, "forced-call-schema"):
-        expected = meant(of_line.chat_class()(**FORCED))
-        assert expected.keys() == {"json"}
-        request = of_line.chat_class()(**FORCED, response_format=form)
-        assert meant(request) == meant(request) == expected, "asked twice"
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "means"),
-    [
-        ("guided_json", {"type": "null"}, {"json": {"type": "null"}}),
-        ("guided_regex", "[0-9]", {"regex": "[0-9]"}),
-        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
-        ("guided_grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
-        ("guided_regex", None, {}),
-    ],
-)
-def test_the_fields_of_old_are_no_field_that_nobody_reads(patched: Any, field: str, value: Any, means: Any) -> None:
-    """vLLM 0.33 answers with 200, held to nothing."""
-    for kind, rest in (
-        (of_line.chat_class(), {"messages": [{"role": "user", "content": "hi"}]}),
-        (of_line.completion_class(), {"prompt": "hi"}),
-    ):
-        with patched(*FORMATS_REPAIRS):
-            assert meant(kind(**rest, **{field: value})) == means
-        with patched():
-            assert meant(kind(**rest, **{field: value})) == (means if OLD else {}), "stock"
-
-
-@newer
-def test_a_field_of_old_of_another_type_is_refused(patched: Any) -> None:
-    with patched(*FORMATS_REPAIRS), pytest.raises(ValueError, match="regex"):
-        meant(of_line.completion_class()(prompt="a", guided_regex=[1]))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,462 @@
+"""Chat completions: OpenAI's request to what it asks of the model, and an engine's steps to chunks or one answer.
+
+A stream and a whole answer are written by the same `Choice`. Reasoning has both names that clients look for. Fields
+that this module does not read are handed to the engine in `sampling`; tests/serving/openai/test_ledger.py has every
+field of every release of vLLM under one of the tables below.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.sample import Sample, new_id, steps_until_done
+from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
+from npu_gptoss.frontend.structure import forced_structure, structure_of
+from npu_gptoss.frontend.tools import Tool, custom_input, read_tools
+from npu_gptoss.frontend.turn import Event, Part, Turn
+from npu_gptoss.harmony.conversation import ConversationError, as_text, chat_message, fields_of
+from npu_gptoss.harmony.parser import Kind
+
+Json = dict[str, Any]
+quoted: Callable[[str], str] = json.encoder.encode_basestring  # as json.dumps writes a text with ensure_ascii=False
+_PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
+NAMES = ("reasoning_content", "reasoning")  # clients look for either
+
+# Fields of a request that this module reads. The engine does not see them.
+READ = {
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", *STRUCTURE_FIELDS),
+    *("stop", "include_stop_str_in_output", "stream_options", "include_reasoning", "echo"),
+    *("reasoning_effort", "reasoning", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+}
+# Fields that the engine samples, schedules or reports by.
+PASSED = {
+    *("model", "stream", "n", "seed", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "best_of"),
+    *("presence_penalty", "repetition_penalty", "length_penalty", "logit_bias", "logprobs", "top_logprobs"),
+    *("logprob_token_ids", "prompt_logprobs", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos"),
+    *("stop_token_ids", "allowed_token_ids", "bad_words", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("thinking_token_budget", "repetition_detection", "watermarking", "routed_experts_prompt_start"),
+    *("request_id", "session_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params"),
+    *("vllm_xargs", "return_tokens_as_token_ids", "return_token_ids", "return_weight_versions", "stream_interval"),
+    *("return_prompt_text",),
+}
+# Fields that change nothing here, by OpenAI's or vLLM's own description of them, or that only other models have.
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "prediction", "verbosity", "moderation", "add_special_tokens"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"),
+    *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs", "return_token_offsets"),
+    *("guided_decoding_backend", "early_stopping"),  # of vLLM 0.11, where it does nothing; of beam search
+    "chat_template",  # admission refuses it unless the server trusts its clients; gpt-oss has one format
+}
+# field -> the values that say nothing, and what is expected
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "modalities": ((None, [], ["text"]), "text, which is all that gpt-oss writes"),
+    "audio": ((None,), "no audio: gpt-oss writes text"),
+    "web_search_options": ((None,), "no web search, which this server has none of"),
+    "documents": ((None, []), "the documents' text in messages"),
+    "truncate_prompt_tokens": ((None,), "a conversation that fits: harmony's messages are not cut"),
+    "logits_processors": ((None, []), "fields by which vLLM samples: this server runs no code of a request"),
+    "truncation_side": ((None,), "a conversation that fits: harmony's messages are not cut"),
+}
+BEAM_SEARCH = "use_beam_search"  # left to the engine's own server
+
+
+@dataclass(frozen=True)
+class Request:
+    """A chat. calls: how many of an answer's calls are sent; None: all. deprecated: calls in `function_call`."""
+
+    asked: Asked
+    n: int = 1
+    stream: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    with_reasoning: bool = True
+    with_token_ids: bool = False
+    calls: int | None = None
+    deprecated: bool = False
+    echo: str = ""
+
+
+NO_DEFAULTS = Defaults()
+
+
+def read(body: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS) -> Request:
+    """A request of /v1/chat/completions. Raises ConversationError, which names the field."""
+    _refuse(body)
+    warnings = [f"{name:.80} is no field of a chat and has no effect" for name in body if name not in _KNOWN]
+    template = template_arguments(body.get("chat_template_kwargs"), warnings)
+    inner = body.get("reasoning")
+    words = [
+        ("reasoning_effort", body.get("reasoning_effort")),
+        ("reasoning.effort", inner.get("effort") if isinstance(inner, Mapping) else None),
+        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
+    ]
+    param, effort = mapped_effort(words, defaults)
+    deprecated = body.get("functions") is not None and body.get("tools") is None
+    parallel = body.get("parallel_tool_calls")
+    given = [{"type": "function", "function": one} for one in body["functions"]] if deprecated else body.get("tools")
+    choice = _deprecated_choice(body.get("function_call")) if deprecated else body.get("tool_choice")
+    tools = read_tools(given, choice, parallel=parallel is not False)
+    messages = body.get("messages")
+    continued = _continued(body, messages)
+    turns, names = [], {}
+    for number, message in enumerate(messages if continued is None else messages[:-1]):
+        turns += chat_message(f"messages[{number}]", message, names)
+    if continued is not None and continued[0] == "final":
+        last = fields_of(messages[-1])
+        turns += chat_message(f"messages[{len(messages) - 1}]", {**last, "content": None}, names)
+    structure = forced_structure(tools, structure_of(body))
+    if structure and continued is not None:
+        raise ConversationError(
+            f"{structure.param}: an answer that continue_final_message continues has no structure; leave one out.",
+            structure.param,
+        )
+    options = body.get("stream_options") or {}
+    usage = bool(defaults.with_usage or options.get("include_usage"))
+    asked = Asked(
+        turns=turns,
+        tools=tools,
+        reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
+        structure=structure,
+        effort=effort,
+        effort_param=param,
+        sampling=_sampling(body),
+        identity=template.get("model_identity") or defaults.identity,
+        continued=continued,
+        instructions_in_system=defaults.instructions_in_system,
+        date=defaults.date,
+        warnings=(*tools.warnings, *warnings),
+    )
+    return Request(
+        asked,
+        n=body.get("n") or 1,
+        stream=bool(body.get("stream")),
+        usage=usage,
+        running_usage=bool(usage and options.get("continuous_usage_stats")),
+        with_reasoning=body.get("include_reasoning") is not False,
+        with_token_ids=bool(body.get("return_token_ids")),
+        calls=1 if deprecated or parallel is False else None,
+        deprecated=deprecated,
+        echo=_echo(body, messages),
+    )
+
+
+_KNOWN = READ | PASSED | WITHOUT_EFFECT | REFUSED.keys() | {BEAM_SEARCH}
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    for name, (accepted, expected) in REFUSED.items():
+        if body.get(name) not in accepted:
+            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
+    messages = body.get("messages")
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConversationError(f"messages: expected a list of at least one message, got {messages!r:.80}.")
+    functions = body.get("functions")
+    if functions is not None and (not isinstance(functions, Sequence) or isinstance(functions, str)):
+        raise ConversationError(f"functions: expected a list of functions, got {functions!r:.80}.", "functions")
+
+
+def _sampling(body: Mapping[str, Any]) -> Json:
+    sampling = {name: value for name, value in body.items() if name in PASSED and value is not None}
+    if sampling.get("logprobs"):
+        sampling.setdefault("top_logprobs", 0)  # the tokens' own, without others
+    return sampling
+
+
+def _deprecated_choice(choice: Any) -> Any:
+    return {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
+
+
+def _continued(body: Mapping[str, Any], messages: Sequence[Any]) -> tuple[str, str] | None:
+    """Channel and text of the last message, if the model is to go on with it."""
+    if not body.get("continue_final_message"):
+        if body.get("add_generation_prompt") is False:
+            raise ConversationError(
+                "add_generation_prompt: expected true, got false: gpt-oss begins a message of its own unless "
+                "continue_final_message is true.",
+                "add_generation_prompt",
+            )
+        return None
+    place = f"messages[{len(messages) - 1}]"
+    if body.get("add_generation_prompt"):
+        raise ConversationError(
+            "continue_final_message: expected add_generation_prompt to be false, got both true.",
+            "continue_final_message",
+        )
+    last = fields_of(messages[-1])
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        raise ConversationError(
+            f"{place}: continue_final_message expects a message of the assistant without calls, got one of "
+            f"{last.get('role')!r:.80}.",
+            place,
+        )
+    content = as_text(last.get("content"), f"{place}.content")
+    reasoning = as_text(last.get("reasoning_content") or last.get("reasoning"), f"{place}.reasoning")
+    return ("analysis", reasoning) if reasoning and not content else ("final", content)
+
+
+def _echo(body: Mapping[str, Any], messages: Sequence[Any]) -> str:
+    last = fields_of(messages[-1])
+    return as_text(last.get("content")) if body.get("echo") and last.get("role") == "assistant" else ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server says of an answer.
+
+    prompt_tokens: how many. role: of the message. fingerprint: of the system. cached_details: usage tells the tokens
+    found in the prefix cache. prompt: fields about the prompt, of the first chunk and of a whole answer. logprobs: the
+    front end's piece, and which of its tokens, to OpenAI's form. log: called with the text, tokens and finish reason of
+    each chunk, and at the end of each sample without tokens.
+    """
+
+    id: str
+    model: str
+    prompt_tokens: int
+    role: str = "assistant"
+    fingerprint: str | None = None
+    cached_details: bool = False
+    prompt: Json = field(default_factory=dict)
+    logprobs: Callable[[Piece, Sequence[int]], Json] | None = None
+    log: Callable[[str, Sequence[int] | None, str | None], None] | None = None
+
+
+class Choice:
+    """One sample, and what the client has of it."""
+
+    def __init__(self, request: Request, turn: Turn, index: int = 0) -> None:
+        self.sample = Sample(turn)
+        self.turn = turn
+        self._index = index
+        self.logprobs: list[Json] = []
+        self.token_ids: list[int] = []
+        self.extra: Json = {}
+        self._request = request
+        self._tools = request.asked.tools
+        self._sent: dict[Kind, int] = {}  # kind -> its last part that has text
+        self._last: Part | None = None  # the last part that was sent as text
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.sample.finish is not None and self.sample.called:
+            return "function_call" if self._request.deprecated else "tool_calls"
+        return self.sample.finish
+
+    def delta(self, events: Sequence[Event]) -> Json:
+        """What these events add to the message."""
+        calls: list[Json] = []
+        texts: dict[Kind, str] = {}
+        for event in events:
+            part = event.part
+            if part.kind is Kind.CALL:
+                self._add_call(event, calls)
+            elif event.what == "more" and (part.kind is Kind.ANSWER or self._request.with_reasoning):
+                new_line = "\n" if self._sent.get(part.kind, part.number) != part.number else ""
+                texts[part.kind] = texts.get(part.kind, "") + new_line + event.text
+                self._sent[part.kind] = part.number
+                self._last = part
+        delta: Json = {}
+        if Kind.ANSWER in texts:
+            delta["content"] = texts[Kind.ANSWER]
+        if Kind.REASONING in texts:
+            delta |= dict.fromkeys(NAMES, texts[Kind.REASONING])
+        if calls and self._request.deprecated:
+            delta["function_call"] = calls[0]["function"]
+        elif calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def more(self, event: Event) -> str | None:
+        """The beginning of a chunk that goes on with the text which was sent last; None for any other event."""
+        if event.part is not self._last or event.what != "more":
+            return None
+        text = quoted(event.text)
+        if event.part.kind is Kind.ANSWER:
+            return f'{{"index": {self._index}, "delta": {{"content": {text}'
+        return f'{{"index": {self._index}, "delta": {{"reasoning_content": {text}, "reasoning": {text}'
+
+    def _add_call(self, event: Event, calls: list[Json]) -> None:
+        """Add to the last entry of the same call: some clients read the first entry alone."""
+        part = event.part
+        number = next(i for i, call in enumerate(self.turn.calls) if call is part)
+        if self._request.calls is not None and number >= self._request.calls:
+            return
+        tool = self._tools.called(part.name or "")
+        if event.what == "begun":
+            calls.append({"index": number, "id": new_id("call")} | _call(tool, ""))
+        text = custom_input(part.text) if tool.kind == "custom" else event.text
+        if event.what != ("ended" if tool.kind == "custom" else "more"):
+            return
+        if not calls or calls[-1]["index"] != number:
+            calls.append({"index": number, tool.kind: {_TEXT[tool.kind]: ""}})
+        calls[-1][tool.kind][_TEXT[tool.kind]] += text
+
+    def message(self) -> Json:
+        """The whole message."""
+        content = self.turn.texts(Kind.ANSWER)
+        reasoning = self.turn.texts(Kind.REASONING) if self._request.with_reasoning else None
+        calls = []
+        for part in self.turn.calls[: self._request.calls]:
+            tool = self._tools.called(part.name or "")
+            text = custom_input(part.text) if tool.kind == "custom" else part.text
+            calls.append({"id": new_id("call")} | _call(tool, text))
+        message: Json = {"role": "assistant", "content": self._request.echo + (content or "") or content}
+        message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": calls}
+        if self._request.deprecated and calls:
+            message |= {"function_call": calls[0]["function"], "tool_calls": []}
+        return message | dict.fromkeys(NAMES, reasoning)
+
+
+_TEXT = {"function": "arguments", "custom": "input"}  # of a call's object
+
+
+def _call(tool: Tool, text: str) -> Json:
+    return {"type": tool.kind, tool.kind: {"name": tool.own_name, _TEXT[tool.kind]: text}}
+
+
+class Answer:
+    """The answer to a chat."""
+
+    def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
+        self.request, self.facts = request, facts
+        self.choices = [Choice(request, new_turn(), index) for index in range(request.n)]
+        self._created = int(time.time())
+        self._cached_tokens: int | None = None
+        self._extra: Json = {}
+        head = {"id": facts.id, "object": "chat.completion.chunk", "created": self._created, "model": facts.model}
+        self._head = f'data: {json.dumps(head)[:-1]}, "choices": ['
+        about_tokens = facts.logprobs is not None or request.with_token_ids or facts.log is not None
+        self._plain = not (about_tokens or request.running_usage)  # chunks of text have nothing beside it
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [choice.sample for choice in self.choices]
+
+    def usage(self, of: Sequence[Sample] | None = None) -> Json:
+        """Token counts of all samples, or of these."""
+        samples = self.samples if of is None else of
+        made, prompt = sum(sample.tokens for sample in samples), self.facts.prompt_tokens
+        thought = sum(sample.turn.reasoning_tokens for sample in samples)
+        usage: Json = {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
+        known = of is None and self.facts.cached_details and self._cached_tokens
+        usage["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens} if known else None
+        return usage | {"completion_tokens_details": {"reasoning_tokens": thought}}
+
+    async def whole(self, steps: AsyncIterator[Step]) -> Json:
+        """The answer in one piece."""
+        async for step in steps_until_done(steps, self.samples):
+            self._take(step)
+            for piece in step.pieces:
+                choice = self.choices[piece.index]
+                if choice.sample.finish is None:
+                    choice.sample.read(piece)
+                    self._collect(choice, piece)
+        choices = []
+        for index, choice in enumerate(self.choices):
+            self._log(choice)
+            logprobs = {"content": choice.logprobs} if self.facts.logprobs is not None else None
+            message = choice.message() | {"role": self.facts.role}
+            own = {"index": index, "message": message, "logprobs": logprobs}
+            own |= {"finish_reason": choice.finish_reason, "stop_reason": choice.sample.stop_reason}
+            own |= {"token_ids": choice.token_ids if self.request.with_token_ids else None}
+            choices.append(own | choice.extra)
+        facts = self.facts
+        answer = {"id": facts.id, "object": "chat.completion", "created": self._created, "model": facts.model}
+        answer |= {"choices": choices, "service_tier": None, "system_fingerprint": facts.fingerprint}
+        answer |= {"usage": self.usage(), "prompt_logprobs": None, "prompt_token_ids": None, "kv_transfer_params": None}
+        return answer | facts.prompt | self._extra
+
+    def _collect(self, choice: Choice, piece: Piece) -> None:
+        choice.extra.update(piece.extra or {})
+        if self.request.with_token_ids:
+            choice.token_ids += piece.token_ids
+        if self.facts.logprobs is not None:
+            choice.logprobs += self.facts.logprobs(piece, choice.sample.answer)["content"]
+
+    async def lines(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
+        """The events of a stream, without its end (`data: [DONE]`)."""
+        opened = False
+        async with aclosing(steps_until_done(steps, self.samples)) as taken:
+            async for step in taken:
+                self._take(step)
+                for line in () if opened else self._opening():
+                    yield line
+                opened = True
+                for piece in step.pieces:
+                    choice = self.choices[piece.index]
+                    if choice.sample.finish is None and (line := self._line(choice, piece)) is not None:
+                        yield line
+        for choice in self.choices:
+            self._log(choice)
+        if self.request.usage:
+            yield self._written(
+                "", {"usage": {k: v for k, v in self.usage().items() if v is not None}} | self._signed()
+            )
+
+    def _opening(self) -> list[str]:
+        running = {"usage": self.usage([])} if self.request.running_usage else {}
+        lines = []
+        for index in range(self.request.n):
+            # null, as OpenAI opens a call: pydantic-ai 1 takes an empty text for the whole answer
+            delta = {"role": self.facts.role, "content": None}
+            lines.append(self._written(_choice(index, delta), self.facts.prompt | running))
+            if self.request.echo:
+                lines.append(self._written(_choice(index, {"content": self.request.echo}), running))
+        return lines
+
+    def _line(self, choice: Choice, piece: Piece) -> str | None:
+        """The chunk of a piece; None when it adds nothing for the client."""
+        request, sample = self.request, choice.sample
+        events = sample.read(piece)
+        if self._plain and len(events) == 1 and sample.finish is None and (text := choice.more(events[0])) is not None:
+            return f"{self._head}{text}{_PLAIN_END}"  # nearly all chunks of a stream
+        delta = choice.delta(events) if events else {}
+        about: Json = {}
+        if self.facts.logprobs is not None and sample.answer:
+            about["logprobs"] = self.facts.logprobs(piece, sample.answer)
+        if request.with_token_ids and piece.token_ids:
+            about["token_ids"] = list(piece.token_ids)
+        if not delta and not about and sample.finish is None:
+            return None
+        tail: Json = {"usage": self.usage([sample])} if request.running_usage else {}
+        if sample.finish is not None:
+            about |= {"finish_reason": choice.finish_reason, "stop_reason": sample.stop_reason, **(piece.extra or {})}
+            tail |= self._extra if request.n == 1 else {}
+            tail |= {} if request.usage else self._signed()
+        if self.facts.log is not None:
+            self.facts.log(_logged(delta), piece.token_ids, sample.finish)
+        return self._written(_choice(piece.index, delta, about), tail)
+
+    def _written(self, choice: str, tail: Json) -> str:
+        end = f", {json.dumps(tail, ensure_ascii=False)[1:]}" if tail else "}"
+        return f"{self._head}{choice}]{end}\n\n"
+
+    def _signed(self) -> Json:
+        return {"system_fingerprint": self.facts.fingerprint} if self.facts.fingerprint else {}
+
+    def _take(self, step: Step) -> None:
+        if self._cached_tokens is None:
+            self._cached_tokens = step.cached_tokens
+        if step.extra:
+            self._extra |= step.extra
+
+    def _log(self, choice: Choice) -> None:
+        if self.facts.log is not None:
+            text = choice.turn.texts(Kind.ANSWER) or "".join(call.text for call in choice.turn.calls)
+            self.facts.log(text, None, choice.finish_reason)
+
+
+def _choice(index: int, delta: Json, about: Json | None = None) -> str:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    return json.dumps(choice | about if about else choice, ensure_ascii=False)
+
+
+def _logged(delta: Json) -> str:
+    calls = "".join(call.get("function", {}).get("arguments", "") for call in delta.get("tool_calls", ()))
+    return delta.get("content") or delta.get("reasoning") or calls

@@ -1,0 +1,753 @@
+"""Anthropic's messages: a request of /v1/messages to what it asks of the model, and an engine's steps to its answer.
+
+The blocks of an answer are made once, by `_Blocks`: a stream sends each change of them, a whole answer shows them at
+the end. Parts of a turn that follow each other and are of one kind make one block, so that a client which reads the
+first block of text has all of it. The front end does not read Anthropic's headers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from openai_harmony import Message, Role
+
+from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.sample import Sample, new_id, steps_until_done
+from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
+from npu_gptoss.frontend.tools import UNREADABLE, Tools, is_hosted, read_tools
+from npu_gptoss.frontend.turn import Event, Turn
+from npu_gptoss.harmony.conversation import (
+    ConversationError,
+    developer_message,
+    fields_of,
+    said,
+    tool_call,
+    tool_result,
+)
+from npu_gptoss.harmony.encoding import ContextError, Encoder
+from npu_gptoss.harmony.parser import Kind
+
+Json = dict[str, Any]
+
+# Fields of a request that this module reads. The engine does not see them.
+READ = {
+    *("messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences"),
+    "chat_template_kwargs",
+}
+# Fields that the engine samples, schedules or reports by, named as in chat completions.
+PASSED = {
+    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "watermarking", "request_id", "session_id"),
+    *("priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
+}
+# Fields that change nothing here, by Anthropic's or vLLM's own description of them.
+WITHOUT_EFFECT = {
+    *("metadata", "service_tier", "container", "context_management", "cache_control", "betas", "anthropic_beta"),
+    *("anthropic_version", "inference_geo", "speed", "diagnostics", "billing_policy", "user_profile_id"),
+    *("workspace_id", "fallbacks", "fallback_credit_token", "mm_payload", "return_mm_kwargs"),
+    *("media_io_kwargs", "mm_processor_kwargs"),
+}
+# field -> why the request is served without it
+LEFT_OUT = {"mcp_servers": "this server calls no MCP server"}
+# field -> what is expected in its place
+REFUSED = {
+    "compaction": "a conversation to answer: this server writes no summaries",
+    "thread": "the whole conversation in messages: this server keeps no threads",
+    "truncate_prompt_tokens": "a conversation that fits: harmony's messages are not cut",
+}
+_KNOWN = READ | PASSED | WITHOUT_EFFECT | LEFT_OUT.keys() | REFUSED.keys()
+
+THINKING_OFF = "thinking: disabled"  # as a word for an effort: gpt-oss always reasons
+EFFORTS = {"xhigh": "high", "max": "high", THINKING_OFF: "low"}
+THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
+# Claude Code's first block of `system`. It holds a number of the request, which would defeat the prefix cache.
+BILLING = "x-anthropic-billing-header"
+SIGNATURE = "bnB1X2dwdG9zcw=="  # of thinking; clients want one and send it back, nobody reads it
+# Blocks about tools that Anthropic's servers ran, and others that hold nothing for the model
+HOSTED_BLOCKS = {"server_tool_use", "mcp_tool_use", "mcp_tool_listing", "container_upload", "browser_state"}
+SILENT_BLOCKS = {"redacted_thinking", "fallback"}
+TOOL_CHANGES = {"tool_addition", "tool_removal"}
+# Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119
+_DATED = re.compile(r"\w+_\d{8}|mcp_toolset")
+# Stands for a tool that is left out, so that the tools behind it keep their numbers
+_NO_TOOL = {"type": "namespace", "name": "left_out", "tools": ()}
+# Anthropic's documentation has clients send a call's input that is no JSON object back within this key. Here a whole
+# answer has it so, too: nothing of the text is lost, and no tool runs with half of its input.
+INVALID_JSON = "INVALID_JSON"
+
+# HTTP status -> type of an error
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def error_type(status: int) -> str:
+    return ERROR_TYPES.get(int(status), "api_error" if status >= 500 else "invalid_request_error")
+
+
+def error_body(message: str, status: int, request_id: str | None = None) -> Json:
+    """An error in Anthropic's form."""
+    body: Json = {"type": "error", "error": {"type": error_type(status), "message": message}}
+    return body | ({"request_id": request_id} if request_id else {})
+
+
+# By the details Anthropic's SDK (2.14) knows that its tool runner has to send each conversation whole.
+THREADS_REFUSED = error_body(f"thread: expected {REFUSED['thread']}.", 400)
+THREADS_REFUSED["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def error_event(message: str, status: int) -> str:
+    """An error that ends a stream."""
+    return f"event: error\ndata: {json.dumps(error_body(message, status))}\n\n"
+
+
+class _Asked(Asked):
+    def prompt(self, encoder: Encoder, limit: int | None = None) -> list[int]:
+        try:
+            return super().prompt(encoder, limit)
+        except ContextError as error:
+            raise ContextError(_context_words(str(error)), error.param) from None
+
+
+def _context_words(text: str) -> str:
+    """Anthropic's words for a ContextError: by them Claude Code compacts the conversation or lowers max_tokens."""
+    limit, *numbers = re.findall(r"\d+", text)
+    if len(numbers) == 1:
+        return f"prompt is too long: {numbers[0]} tokens > {limit} maximum. {text}"
+    _, prompt, wanted = numbers
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {limit}, decrease input length or "
+        "`max_tokens` and try again"
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of messages. calls: how many of an answer's calls are sent; None: all."""
+
+    asked: Asked
+    stream: bool = False
+    with_reasoning: bool = True
+    calls: int | None = None
+
+
+_DEFAULTS = Defaults()
+
+
+def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: bool = False) -> Request:
+    """A request of /v1/messages, or with `counting` of its count_tokens.
+
+    Raises ConversationError, which names the field.
+    """
+    _refuse(body, counting)
+    warnings = [f"{name:.80} is no field of a message and has no effect" for name in body if name not in _KNOWN]
+    warnings += [f"{name} is left out: {why}" for name, why in LEFT_OUT.items() if body.get(name)]
+    template = template_arguments(body.get("chat_template_kwargs"), warnings)
+    with_reasoning = _with_reasoning(body.get("thinking"), warnings)
+    config = _object(body, "output_config")
+    words = [
+        ("output_config.effort", config.get("effort")),
+        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
+        ("thinking.type", None if with_reasoning else THINKING_OFF),
+    ]
+    param, effort = mapped_effort(words, replace(defaults, efforts=EFFORTS | dict(defaults.efforts)))
+    tools = _tools(body, warnings)
+    turns, continued = _conversation(body, warnings)
+    structure = forced_structure(tools, _structure(body, config))
+    if structure and continued is not None:
+        raise ConversationError(
+            f"{structure.param}: an answer that goes on with the last message is held to no structure; end messages "
+            "with one of the user.",
+            structure.param,
+        )
+    asked = _Asked(
+        turns=turns,
+        tools=tools,
+        reading=reading(tools, _stop_sequences(body)),
+        structure=structure,
+        effort=effort,
+        effort_param=param,
+        sampling={name: value for name, value in body.items() if name in PASSED and value is not None},
+        identity=template.get("model_identity") or defaults.identity,
+        continued=continued,
+        instructions_in_system=defaults.instructions_in_system,
+        warnings=(*tools.warnings, *warnings),
+    )
+    return Request(asked, bool(body.get("stream")), with_reasoning, None if tools.parallel else 1)
+
+
+def _refuse(body: Mapping[str, Any], counting: bool) -> None:
+    for name, expected in REFUSED.items():
+        if body.get(name) is not None:
+            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
+    messages, wanted = body.get("messages"), body.get("max_tokens")
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConversationError(f"messages: expected a list of at least one message, got {_shown(messages)}.")
+    if not counting and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
+        raise ConversationError(f"max_tokens: expected a number from 1, got {_shown(wanted)}.", "max_tokens")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.80}"
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConversationError(f"{name}: expected an object, got {value!r:.80}.", name)
+    return value or {}
+
+
+def _with_reasoning(given: Any, warnings: list[str]) -> bool:
+    if given is None:
+        return True
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind not in THINKING:
+        raise ConversationError(
+            f"thinking.type: expected {', '.join(THINKING)}, got {_shown(kind or given)}.", "thinking.type"
+        )
+    if given.get("budget_tokens") is not None:
+        warnings.append("thinking.budget_tokens has no effect: output_config.effort says how much gpt-oss thinks")
+    if given.get("display") == "omitted":
+        warnings.append(
+            "thinking.display has no effect: thinking is sent, because clients must send it back with calls"
+        )
+    return kind != "disabled"
+
+
+def _structure(body: Mapping[str, Any], config: Mapping[str, Any]) -> Structure:
+    if config.get("format") is None:
+        return structure_of_format(body.get("output_format"), "output_format")  # of an older beta
+    return structure_of_format(config["format"], "output_config.format")
+
+
+def _stop_sequences(body: Mapping[str, Any]) -> Sequence[str]:
+    given = body.get("stop_sequences") or ()
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(stop, str) for stop in given):
+        raise ConversationError(f"stop_sequences: expected a list of texts, got {given!r:.80}.", "stop_sequences")
+    return given
+
+
+def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if given is not None and (not isinstance(given, Sequence) or isinstance(given, str)):
+        raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
+    functions = [_function(tool, f"tools[{number}]", warnings) for number, tool in enumerate(given or ())]
+    if functions and all(function is _NO_TOOL for function in functions):
+        # Claude Code's web search is such a request: it would show what the model makes up as what was found
+        raise ConversationError(
+            f"tools[0].type: expected at least one tool with an input_schema, got "
+            f"{_shown(fields_of(given[0]).get('type'))} alone, which this server does not run.",
+            "tools[0].type",
+        )
+    _change_tools(functions, body["messages"], _deferred(given or (), body["messages"]), warnings)
+    if choice is None:
+        return read_tools(functions)
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind not in CHOICES:
+        path = "tool_choice.type"
+        raise ConversationError(f"{path}: expected {', '.join(CHOICES)}, got {_shown(kind or choice)}.", path)
+    wanted = {"type": "function", "name": choice.get("name")} if kind == "tool" else CHOICES[kind]
+    return read_tools(functions, wanted, parallel=choice.get("disable_parallel_tool_use") is not True)
+
+
+def _function(tool: Any, place: str, warnings: list[str]) -> Any:
+    """A tool in the form of /v1/responses, which `read_tools` reads."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if isinstance(tool, Mapping) and kind in (None, "custom"):
+        schema = tool.get("input_schema")
+        if not isinstance(schema, Mapping):
+            path = f"{place}.input_schema"
+            raise ConversationError(f"{path}: expected a JSON schema, got {_shown(schema)}.", path)
+        own = {name: tool.get(name) for name in ("name", "description", "strict")}
+        return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
+    if is_hosted(kind) or (isinstance(kind, str) and _DATED.fullmatch(kind)):
+        name = tool.get("name") or tool.get("mcp_server_name")
+        named = f" ({name:.80})" if isinstance(name, str) else ""
+        warnings.append(f"{place} is left out: this server runs no tool of type {kind:.80}{named}")
+        return _NO_TOOL
+    return tool
+
+
+def _deferred(tools: Sequence[Any], messages: Sequence[Any]) -> set[Any]:
+    """The names of tools with `defer_loading` that the prompt does not show: no `tool_reference` names them yet.
+
+    All are shown where nobody would search for them: Anthropic's servers would, or no other tool is there.
+    """
+    fields = [fields_of(tool) for tool in tools]
+    names = {tool.get("name") for tool in fields if tool.get("defer_loading")}
+    found_by_server = any(str(tool.get("type")).startswith("tool_search") for tool in fields)
+    own = {tool.get("name") for tool in fields if tool.get("type") in (None, "custom")}
+    if found_by_server or own <= names:
+        return set()
+    return names.difference(_references([fields_of(message) for message in messages]))
+
+
+def _references(blocks: Any) -> Iterator[Any]:
+    """The names in `tool_reference` blocks, those within other blocks too."""
+    for fields in map(fields_of, blocks if isinstance(blocks, list) else ()):
+        if fields.get("type") == "tool_reference":
+            yield fields.get("tool_name")
+        yield from _references(fields.get("content"))
+
+
+def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[Any], warnings: list[str]) -> None:
+    """Apply the blocks of system messages that add and remove tools: the prompt shows what is left at the end.
+
+    removed: names that are not shown unless a block adds them.
+    """
+    for number, message in enumerate(messages):
+        content = fields_of(message).get("content")
+        for index, block in enumerate(content if isinstance(content, list) else ()):
+            fields = fields_of(block)
+            if fields.get("type") not in TOOL_CHANGES:
+                continue
+            place = f"messages[{number}].content[{index}].tool"
+            tool = fields_of(fields.get("tool"))
+            adds, kind, name = fields["type"] == "tool_addition", tool.get("type"), tool.get("name")
+            if adds and kind == "tool_definition":
+                added = _function(tool.get("definition"), f"{place}.definition", warnings)
+                name = fields_of(added).get("name")
+                functions[:] = [_NO_TOOL if _is_named(one, name) else one for one in functions] + [added]
+            elif kind != "tool_reference":
+                warnings.append(f"{place} is left out: this server runs no tool of type {_shown(kind)}")
+                continue
+            elif not any(_is_named(one, name) for one in functions):
+                raise ConversationError(
+                    f"{place}.name: expected the name of a tool, got {_shown(name)}.", f"{place}.name"
+                )
+            (removed.discard if adds else removed.add)(name)
+    functions[:] = [_NO_TOOL if any(_is_named(one, name) for name in removed) else one for one in functions]
+
+
+def _is_named(tool: Any, name: Any) -> bool:
+    return tool is not _NO_TOOL and name is not None and fields_of(tool).get("name") == name
+
+
+def _conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Message], tuple[str, str] | None]:
+    """The turns, and channel and text of the last message if it is the assistant's: the model goes on with it."""
+    messages = [fields_of(message) for message in body["messages"]]
+    last_of_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    turns, names = _instructions(body.get("system"), "system", warnings), {}
+    for number, message in enumerate(messages):
+        place, role, content = f"messages[{number}]", message.get("role"), message.get("content")
+        if role in ("system", "developer"):
+            if message.get("clear_at") != "next_user_message" or number > last_of_user:
+                turns += _instructions(content, f"{place}.content", warnings)
+        elif role == "assistant" and number == len(messages) - 1:
+            thought, continued = _continued(content, f"{place}.content")
+            return turns + thought, continued
+        elif role in ("user", "assistant"):
+            turns += _turns(role, content, f"{place}.content", names, warnings)
+        else:
+            path = f"{place}.role"
+            raise ConversationError(f"{path}: expected user, assistant or system, got {_shown(role)}.", path)
+    return turns, None
+
+
+def _instructions(content: Any, place: str, warnings: list[str]) -> list[Message]:
+    if content is None:
+        return []
+    blocks = [one for one in _blocks(content, place, warnings) if one[1].get("type") not in TOOL_CHANGES]
+    texts = [_text(block, path) for path, block in blocks]
+    return [developer_message("\n\n".join(text for text in texts if text and not text.startswith(BILLING)))]
+
+
+def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The blocks of a content with their paths, without those that hold nothing for the model."""
+    if isinstance(content, str):
+        return [(place, {"type": "text", "text": content})]
+    if not isinstance(content, Sequence):
+        raise ConversationError(f"{place}: expected a text or a list of blocks, got {_shown(content)}.", place)
+    blocks = []
+    for number, block in enumerate(content):
+        path = f"{place}[{number}]"
+        fields = {"type": "text", "text": block} if isinstance(block, str) else fields_of(block)
+        kind = fields.get("type")
+        if kind in HOSTED_BLOCKS or (isinstance(kind, str) and kind.endswith("_tool_result")):
+            warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind:.80}")
+        elif kind not in SILENT_BLOCKS:
+            blocks.append((path, fields))
+    return blocks
+
+
+def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings: list[str]) -> list[Message]:
+    """The harmony messages of a message. `names` maps the id of each tool_use so far to its function's name."""
+    blocks = _blocks(content, place, warnings)
+    channel = "commentary" if any(block.get("type") == "tool_use" for _, block in blocks) else "final"
+    turns: list[Message] = []
+    texts: list[str] = []  # of blocks that follow each other
+
+    def end_text(always: bool = False) -> None:
+        text = "".join(texts)
+        texts.clear()
+        if text or always:
+            user = role == "user"
+            turns.append(Message.from_role_and_content(Role.USER, text) if user else said(text, channel))
+
+    for path, block in blocks:
+        kind = block.get("type")
+        if kind not in ("thinking", "tool_use", "tool_result"):
+            texts.append(_text(block, path))
+            continue
+        end_text()
+        if kind == "tool_use":
+            turns.append(_call(block, path, names))
+        elif kind == "tool_result":
+            turns.append(_result(block, path, names, warnings))
+        elif thought := _field(block, "thinking", path):
+            turns.append(said(thought, "analysis"))
+    end_text(always=not turns and all(block.get("type") == "text" for _, block in blocks))
+    return turns
+
+
+def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str] | None]:
+    """The reasoning before a last message that the model goes on with, and channel and text of what it goes on with."""
+    thoughts, text = [], ""
+    for path, block in _blocks(content, place, []):
+        kind = block.get("type")
+        if kind == "thinking" and not text:
+            thoughts.append(_field(block, "thinking", path))
+        elif kind == "text":
+            text += _text(block, path)
+        else:
+            raise ConversationError(
+                f"{path}: expected a block of text, because the model goes on with a last message of the assistant, "
+                f"got one of type {_shown(kind)}. End messages with one of the user.",
+                path,
+            )
+    thought = "\n".join(filter(None, thoughts))
+    if text:
+        return [said(thought, "analysis")] if thought else [], ("final", text)
+    return [], ("analysis", thought) if thought else None
+
+
+def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message:
+    name, given = _field(block, "name", path), block.get("input")
+    if not name:
+        raise ConversationError(f"{path}.name: expected the name of a tool, got {name!r}.", f"{path}.name")
+    if isinstance(given, Mapping):
+        raw = given.get(INVALID_JSON) if len(given) == 1 else None
+        # Without spaces, as the model writes it: the prefix cache has what it wrote
+        given = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    if given is not None and not isinstance(given, str):
+        raise ConversationError(f"{path}.input: expected an object, got {given!r:.80}.", f"{path}.input")
+    if isinstance(block.get("id"), str):
+        names[block["id"]] = name
+    return tool_call(name, given or "{}")
+
+
+def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warnings: list[str]) -> Message:
+    given, content = block.get("tool_use_id"), block.get("content")
+    name = names.get(given) if isinstance(given, str) else None
+    if name is None:
+        place = f"{path}.tool_use_id"
+        raise ConversationError(
+            f"{place}: expected the id of a tool_use block in an assistant message before it, got {_shown(given)}.",
+            place,
+        )
+    blocks = [] if content is None else _blocks(content, f"{path}.content", warnings)
+    text = "\n".join(_text_of_result(one, place, warnings) for place, one in blocks)
+    if block.get("is_error") and not text.lower().startswith(("error", "<tool_use_error>")):
+        text = f"Error: {text}"
+    return tool_result(name, text)
+
+
+def _text_of_result(block: Mapping[str, Any], path: str, warnings: list[str]) -> str:
+    """The text of a block of a tool's result; a sentence where the block is no text."""
+    kind = block.get("type")
+    is_data = kind != "document" or fields_of(block.get("source")).get("type") not in ("text", "content")
+    if kind not in UNREADABLE or not is_data:
+        return _text(block, path)
+    warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind}")
+    return UNREADABLE[kind]
+
+
+def _field(block: Mapping[str, Any], name: str, path: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise ConversationError(f"{path}.{name}: expected a text, got {_shown(value)}.", f"{path}.{name}")
+    return value
+
+
+def _text(block: Mapping[str, Any], path: str) -> str:
+    """The text of a block that is text in some form. Raises ConversationError for all others."""
+    kind = block.get("type")
+    if kind == "text":
+        return _field(block, "text", path)
+    if kind == "compaction":  # a summary of what came before
+        return block["content"] if isinstance(block.get("content"), str) else ""
+    if kind == "tool_reference":
+        name = block.get("tool_name") or block.get("name")
+        return f"The tool {name} is available." if isinstance(name, str) else ""
+    if kind == "search_result":
+        return _titled(block, ("title", "source"), block.get("content"), f"{path}.content")
+    source = fields_of(block.get("source"))
+    if kind == "document" and source.get("type") in ("text", "content"):
+        name = "data" if source["type"] == "text" else "content"
+        return _titled(block, ("title", "context"), source.get(name), f"{path}.source.{name}")
+    got = _shown(kind) if not source else f"{_shown(kind)} with a source of type {_shown(source.get('type'))}"
+    raise ConversationError(f"{path}: expected text, which is all that gpt-oss reads, got a block of type {got}.", path)
+
+
+def _titled(block: Mapping[str, Any], titles: Sequence[str], content: Any, place: str) -> str:
+    texts = [_text(one, path) for path, one in _blocks(content, place, [])]
+    return "\n".join([block[name] for name in titles if isinstance(block.get(name), str)] + texts)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server says of an answer.
+
+    prompt_tokens: how many. cached_details: usage tells the tokens found in the prefix cache. log: called with the
+    text, tokens and finish reason of each step of a stream, and at the end without tokens.
+    """
+
+    id: str
+    model: str
+    prompt_tokens: int
+    cached_details: bool = False
+    log: Callable[[str, Sequence[int] | None, str | None], None] | None = None
+
+
+# kind of a part -> type of its block, type of a change, and the field of the text in a change
+_TYPES = {
+    Kind.ANSWER: ("text", "text_delta", "text"),
+    Kind.REASONING: ("thinking", "thinking_delta", "thinking"),
+    Kind.CALL: ("tool_use", "input_json_delta", "partial_json"),
+}
+# What of a call's arguments says where a JSON string begins and ends, and characters that it cannot have
+_MARKS = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
+
+
+@dataclass
+class _Block:
+    """A block of an answer. part: the number of the turn's last part in it. quoted: within a string of arguments."""
+
+    index: int
+    kind: Kind
+    part: int
+    name: str = ""
+    id: str = ""
+    text: str = ""
+    quoted: bool = False
+    held: str = ""  # a backslash whose next character has not come
+
+    def arguments(self, text: str) -> str:
+        """The next text of a call's arguments. Models write line ends into JSON strings, and the clients of streams
+        fail on them: they are escaped."""
+        text, self.held = self.held + text, ""
+        if '"' not in text and "\\" not in text and text.isprintable():
+            return text
+
+        def mark(found: re.Match[str]) -> str:
+            self.quoted ^= found[0] == '"'
+            return json.dumps(found[0])[1:-1] if self.quoted and found[0] < " " else found[0]
+
+        if (len(text) - len(text.rstrip("\\"))) % 2:
+            text, self.held = text[:-1], "\\"
+        return _MARKS.sub(mark, text)
+
+    def shown(self) -> Json:
+        """The block of a whole answer."""
+        if self.kind is Kind.CALL:
+            return {"type": "tool_use", "id": self.id, "name": self.name, "input": _input(self.text)}
+        kind, _, name = _TYPES[self.kind]
+        signature = {"signature": SIGNATURE} if self.kind is Kind.REASONING else {}
+        return {"type": kind, name: self.text} | signature
+
+    def start(self) -> str:
+        kind, _, name = _TYPES[self.kind]
+        block: Json = {"type": kind}
+        block |= {"id": self.id, "name": self.name, "input": {}} if self.kind is Kind.CALL else {name: ""}
+        block |= {"signature": ""} if self.kind is Kind.REASONING else {}
+        return _event("content_block_start", index=self.index, content_block=block)
+
+    def delta(self, text: str) -> str:
+        """Written by hand: there is one for each token."""
+        _, kind, name = _TYPES[self.kind]
+        return (
+            f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {self.index}, "delta": '
+            f'{{"type": "{kind}", "{name}": {json.dumps(text, ensure_ascii=False)}}}}}\n\n'
+        )
+
+    def stop(self) -> str:
+        signed = {"type": "signature_delta", "signature": SIGNATURE}
+        first = _event("content_block_delta", index=self.index, delta=signed) if self.kind is Kind.REASONING else ""
+        rest = self.delta(self.held) if self.held else ""
+        return first + rest + _event("content_block_stop", index=self.index)
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
+
+
+def _input(text: str) -> Json:
+    """The input of a call from the arguments that the model wrote, which may be cut or no JSON: see INVALID_JSON."""
+    try:
+        value = json.loads(text or "{}", strict=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Infinity and half characters are no JSON
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: text}
+
+
+class _Blocks:
+    """The blocks of an answer so far; `read` adds events of its turn."""
+
+    def __init__(self, request: Request) -> None:
+        self.all: list[_Block] = []
+        self._request = request
+        self._open: _Block | None = None
+        self._calls = 0
+
+    def read(self, events: Sequence[Event]) -> list[str]:
+        """The lines that a stream sends for these events."""
+        lines: list[str] = []
+        for event in events:
+            part, kind = event.part, event.part.kind
+            if kind is Kind.CALL:
+                self._calls += event.what == "begun"
+                if self._request.calls is not None and self._calls > self._request.calls:
+                    continue
+            elif event.what != "more" or (kind is Kind.REASONING and not self._request.with_reasoning):
+                continue
+            block, text = self._open, event.text
+            if block is None or block.kind is not kind or event.what == "begun":
+                lines += self.close()
+                block = self._open = self._begun(kind, part.number, part.name)
+                lines.append(block.start())
+            if block.part != part.number:
+                text, block.part = f"\n{text}", part.number
+            if text := block.arguments(text) if kind is Kind.CALL else text:
+                block.text += text
+                lines.append(block.delta(text))
+            if event.what == "ended":
+                lines += self.close()
+        return lines
+
+    def close(self) -> list[str]:
+        """End the open block."""
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        line = block.stop()
+        block.text, block.held = block.text + block.held, ""
+        return [line]
+
+    def end(self) -> list[str]:
+        """End the answer. An empty one is an empty text: clients read the first block."""
+        lines = self.close()
+        if not self.all:
+            self._open = self._begun(Kind.ANSWER, 0, None)
+            lines = [self._open.start(), *self.close()]
+        return lines
+
+    def _begun(self, kind: Kind, part: int, name: str | None) -> _Block:
+        block = _Block(len(self.all), kind, part, name or "", new_id("toolu") if kind is Kind.CALL else "")
+        self.all.append(block)
+        return block
+
+
+class Answer:
+    """The answer to a request of messages."""
+
+    def __init__(self, request: Request, facts: Facts, new_turn: Callable[[], Turn]) -> None:
+        self.request, self.facts = request, facts
+        self.sample = Sample(new_turn())
+        self._blocks = _Blocks(request)
+        self._cached_tokens: int | None = None
+        self._extra: Json = {}
+
+    @property
+    def counts(self) -> Json:
+        """Token counts, named as OpenAI does."""
+        prompt, made = self.facts.prompt_tokens, self.sample.tokens
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+    @property
+    def usage(self) -> Json:
+        """Token counts. Anthropic does not count what was found in the cache as input."""
+        cached = (self._cached_tokens if self.facts.cached_details else None) or 0
+        usage: Json = {"input_tokens": self.facts.prompt_tokens - cached, "output_tokens": self.sample.tokens}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        return usage | {"output_tokens_details": {"thinking_tokens": self.sample.turn.reasoning_tokens}}
+
+    @property
+    def stop(self) -> Json:
+        """Why the answer ended. A call that was cut off is not to be made: only complete calls are tool_use."""
+        sample, stopped = self.sample, self.sample.turn.stopped
+        if sample.finish is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        if sample.called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if stopped is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
+        # Anthropic has no word for an engine's other reasons ("abort"), which cut an answer off, too
+        return {"stop_reason": "end_turn" if sample.finish == "stop" else "max_tokens", "stop_sequence": None}
+
+    async def whole(self, steps: AsyncIterator[Step]) -> Json:
+        """The answer in one piece."""
+        async for step in steps_until_done(steps, [self.sample]):
+            self._take(step)
+            for piece in step.pieces:
+                if self.sample.finish is None:
+                    self._blocks.read(self.sample.read(piece))
+        self._blocks.end()
+        self._log()
+        return self._message([block.shown() for block in self._blocks.all]) | self._extra
+
+    async def events(self, steps: AsyncIterator[Step]) -> AsyncIterator[str]:
+        """The events of a stream, those of a step together."""
+        opened = False
+        async for step in steps_until_done(steps, [self.sample]):
+            self._take(step)
+            if not opened:
+                opened = True
+                yield _event("message_start", message=self._message([]))
+            lines = [line for piece in step.pieces for line in self._lines(piece)]
+            if lines:
+                yield "".join(lines)
+        if not opened:
+            yield _event("message_start", message=self._message([]))
+        self._log()
+        last = _event("message_delta", delta=self.stop, usage=self.usage, **self._extra) + _event("message_stop")
+        yield "".join(self._blocks.end()) + last
+
+    def _lines(self, piece: Piece) -> list[str]:
+        if self.sample.finish is not None:
+            return []
+        events = self.sample.read(piece)
+        if self.facts.log is not None:
+            self.facts.log("".join(event.text for event in events), piece.token_ids, self.sample.finish)
+        return self._blocks.read(events) if events else []
+
+    def _message(self, content: list[Json]) -> Json:
+        message: Json = {"id": self.facts.id, "type": "message", "role": "assistant", "model": self.facts.model}
+        return message | {"content": content, **self.stop, "usage": self.usage}
+
+    def _take(self, step: Step) -> None:
+        if self._cached_tokens is None:
+            self._cached_tokens = step.cached_tokens
+        if step.extra:
+            self._extra |= step.extra
+
+    def _log(self) -> None:
+        if self.facts.log is not None:
+            turn = self.sample.turn
+            text = turn.texts(Kind.ANSWER) or "".join(call.text for call in turn.calls)
+            self.facts.log(text, None, self.sample.finish)

@@ -1,0 +1,124 @@
+"""What a request asks of the model, without the words of its API: `chat`, `responses` and `messages` make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai_harmony import HarmonyEncoding, Message, Role
+
+from npu_gptoss.frontend.structure import Structure
+from npu_gptoss.frontend.tools import Tools
+from npu_gptoss.frontend.turn import Reading, Turn
+from npu_gptoss.harmony.conversation import ConversationError, reasoning_effort, with_head
+from npu_gptoss.harmony.encoding import Encoder, check_length
+from npu_gptoss.harmony.parser import TolerantParser
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a server answers by where a request says nothing.
+
+    effort: of the reasoning. efforts: other words for it, by word. instructions_in_system, identity: see
+    `harmony.conversation`. with_usage: streams end with their usage. date: YYYY-MM-DD; None is today.
+    """
+
+    effort: str | None = None
+    efforts: Mapping[str, str] = field(default_factory=dict)
+    instructions_in_system: bool = False
+    identity: str | None = None
+    with_usage: bool = False
+    date: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request. `sampling` has the fields that an engine samples by, named as in chat completions.
+
+    turns: the conversation without its system turn. continued: channel and text of the message that the model goes on
+    with, behind them.
+    """
+
+    turns: Sequence[Message]
+    tools: Tools
+    reading: Reading
+    structure: Structure
+    effort: str | None
+    sampling: Json
+    effort_param: str = "reasoning_effort"
+    identity: str | None = None
+    continued: tuple[str, str] | None = None
+    instructions_in_system: bool = False
+    date: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The harmony messages that the model reads, but for the one that it goes on with."""
+        effort = reasoning_effort(self.effort, self.effort_param)
+        head = {"effort": effort, "identity": self.identity, "date": self.date}
+        return with_head(self.turns, self.tools.functions, instructions_in_system=self.instructions_in_system, **head)
+
+    def prompt(self, encoder: Encoder, limit: int | None = None) -> list[int]:
+        """Token ids up to where the model begins to write. limit: the model's context; longer prompts are refused."""
+        ids = encoder.encode(self.conversation, limit)
+        if self.continued is not None:
+            channel, text = self.continued
+            ids += encoder.header(channel) + encoder.text(text)
+        if limit is not None:
+            check_length(limit, len(ids), self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens"))
+        return ids
+
+    def turn(self, library: HarmonyEncoding, encoder: Encoder) -> Turn:
+        """A reader of one sample's tokens."""
+        turn = Turn(TolerantParser(library, Role.ASSISTANT), self.reading)
+        if self.continued is not None:
+            turn.begin(encoder.header(self.continued[0]))
+        return turn
+
+
+def reading(tools: Tools, stop: Any = (), include_stop: bool = False, min_tokens: int = 0) -> Reading:
+    """How the answer to a request with these tools and stop strings is read."""
+    choice = tools.choice
+    mode = choice.mode if tools.offered or choice.mode != "none" else "auto"
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
+        raise ConversationError(f"stop: expected a text or a list of texts, got {stop!r:.80}.", "stop")
+    if mode in ("required", "function"):
+        stops = []  # the JSON of a call must not be cut
+    return Reading(
+        mode,
+        choice.tool.name if choice.tool else None,
+        bool(choice.tool and choice.tool.format),
+        tuple(stops),
+        bool(include_stop),
+        min_tokens or 0,
+        tools.names,
+    )
+
+
+def template_arguments(given: Any, warnings: list[str]) -> dict[str, Any]:
+    """The arguments of `chat_template_kwargs` that the published template of gpt-oss reads, but for builtin_tools."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConversationError(f"chat_template_kwargs: expected an object, got {given!r:.80}.", "chat_template_kwargs")
+    given = {name: value for name, value in (given or {}).items() if value is not None}
+    if given.pop("builtin_tools", None):
+        path = "chat_template_kwargs.builtin_tools"
+        raise ConversationError(f"{path}: this server has no built-in tools; leave it out.", path)
+    identity = given.get("model_identity")
+    if identity is not None and not isinstance(identity, str):
+        path = "chat_template_kwargs.model_identity"
+        raise ConversationError(f"{path}: expected a text, got {identity!r:.80}.", path)
+    known = {name: given.pop(name) for name in ("reasoning_effort", "model_identity") if name in given}
+    warnings += [f"chat_template_kwargs.{name:.80} has no effect on gpt-oss" for name in given]
+    return known
+
+
+def mapped_effort(words: Sequence[tuple[str, Any]], defaults: Defaults) -> tuple[str, str | None]:
+    """The first effort that a request names, with its field; the server's where it names none."""
+    param, word = next(((param, word) for param, word in words if word is not None), ("reasoning_effort", None))
+    word = defaults.effort if word is None else word
+    return param, defaults.efforts.get(word, word) if isinstance(word, str) else word

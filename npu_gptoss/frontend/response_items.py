@@ -1,0 +1,339 @@
+"""Items of /v1/responses: those of a request as harmony messages, and a turn's parts as those of a response.
+
+A request's items need no `id` and no `status`: clients leave them out, or send back what they got. A tool that only
+OpenAI's models know (`local_shell`, `shell`, `apply_patch`) and one of an MCP server become a function of that name, so
+that the model knows what has been done. Other items of hosted tools are left out with a warning, and what is no text in
+a tool's output is replaced by a sentence. `additional_tools` and `tool_search_output` bring tools. Every refusal is a
+ConversationError that names the item's field.
+
+A client that keeps no reasoning text (Codex) sends back the `encrypted_content` of a reasoning item, by which the model
+reads its own reasoning between its calls. Ours is encoded, not encrypted: whoever has it can read the reasoning.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai_harmony import Message, Role
+
+from npu_gptoss.frontend.tools import SEARCH, UNREADABLE, Tool, Tools, custom_input, names_of
+from npu_gptoss.frontend.turn import Part
+from npu_gptoss.harmony.conversation import (
+    TEXT_PARTS,
+    ConversationError,
+    as_text,
+    custom_arguments,
+    developer_message,
+    fields_of,
+    said,
+    tool_call,
+    tool_result,
+)
+from npu_gptoss.harmony.parser import Kind
+
+Json = dict[str, Any]
+PREFIX = "npu_gptoss."  # of an encoded text
+MOST = 16 * 1024 * 1024  # bytes of a decoded text: a small one can become any length
+ROLES = ("user", "assistant", "system", "developer")
+
+# kind of a call that is no function's -> the function that stands for it, and the field with its arguments
+CALLS = {
+    "tool_search_call": (SEARCH, "arguments"),
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+}
+RESULTS = {f"{kind}_output" for kind in ("function_call", "custom_tool_call", *CALLS)} | {"tool_search_output"}
+WITH_TOOLS = {"additional_tools", "tool_search_output"}
+SEARCHES = {"tool_search_call", "tool_search_output"}  # without a call_id where OpenAI's servers searched
+LEFT_OUT = {
+    *("web_search_call", "file_search_call", "code_interpreter_call", "computer_call", "computer_call_output"),
+    *("image_generation_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation without its instructions. names: call id -> function. items: of responses, by id."""
+
+    turns: Sequence[Message] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    items: Mapping[str, Json] = field(default_factory=dict)
+
+
+def encoded(text: str) -> str:
+    """A text as the `encrypted_content` of a reasoning item."""
+    return PREFIX + base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def decoded(given: Any, place: str) -> str:
+    """The text of an `encrypted_content`; "" for another server's. Raises ConversationError where ours is damaged."""
+    if not isinstance(given, str) or not given.startswith(PREFIX):
+        return ""
+    try:
+        inflate = zlib.decompressobj()
+        raw = inflate.decompress(base64.b64decode(given.removeprefix(PREFIX), validate=True), MOST)
+        if inflate.eof:
+            return raw.decode()
+    except (binascii.Error, zlib.error, UnicodeError):
+        pass
+    raise ConversationError(f"{place}: expected what a response of this server had, got {given!r:.80}.", place)
+
+
+def with_preambles(turns: Sequence[Message]) -> list[Message]:
+    """An assistant's message that a call follows, before the user's next, came before that call: on `commentary`."""
+    found, called = [], False
+    for message in reversed(turns):
+        role = message.author.role
+        if role is Role.USER:
+            called = False
+        elif role is Role.ASSISTANT and message.recipient is not None:
+            called = True
+        elif called and message.channel == "final":
+            message = message.model_copy(update={"channel": "commentary"})
+        found.append(message)
+    return found[::-1]
+
+
+def read_input(given: Any, tools: Tools, before: Conversation, warnings: list[str]) -> Conversation:
+    """The conversation with the items of a request behind it. Adds a sentence to `warnings` for what is left out."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, Sequence):
+        raise ConversationError(f"input: expected a text or a list of items, got {given!r:.80}.", "input")
+    reader = _Reader(tools, dict(before.names), before.items, warnings)
+    turns = list(before.turns)
+    for number, item in enumerate(items):
+        turns += reader.messages(f"input[{number}]", item)
+    return Conversation(with_preambles(turns), reader.names, before.items)
+
+
+def tools_of(given: Any) -> list[tuple[str, Any]]:
+    """Path and tool of each that items of an input add to those of the request."""
+    found: list[tuple[str, Any]] = []
+    for number, item in enumerate(given if isinstance(given, list) else ()):
+        fields, place = fields_of(item), f"input[{number}].tools"
+        if fields.get("type") in WITH_TOOLS:
+            found += [(f"{place}[{index}]", tool) for index, tool in enumerate(_tools(fields, place))]
+    return found
+
+
+def _tools(fields: Mapping[str, Any], place: str) -> Sequence[Any]:
+    tools = fields.get("tools") or ()
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ConversationError(f"{place}: expected a list of tools, got {tools!r:.80}.", place)
+    return tools
+
+
+@dataclass
+class _Reader:
+    tools: Tools
+    names: dict[str, str]
+    items: Mapping[str, Json]
+    warnings: list[str]
+    left_out: set[str] = field(default_factory=set)  # kinds
+
+    def messages(self, place: str, item: Any) -> list[Message]:
+        fields = fields_of(item)
+        kind = fields.get("type") or ("message" if "role" in fields else "item_reference" if "id" in fields else None)
+        if kind == "message":
+            return self._message(place, fields)
+        if kind == "reasoning":
+            text = as_text(fields.get("content"), f"{place}.content")
+            text = text or decoded(fields.get("encrypted_content"), f"{place}.encrypted_content")
+            return [said(text, "analysis")] if text else []
+        if kind == "additional_tools":  # `tools_of` has read it
+            return []
+        if kind in LEFT_OUT or (kind in SEARCHES and fields.get("call_id") is None):
+            if kind not in self.left_out:
+                self.warnings.append(f"{place} is left out: gpt-oss reads no item of type {kind}")
+            self.left_out.add(kind)
+            return []
+        if kind in ("function_call", "custom_tool_call"):
+            return self._call(place, fields, kind == "custom_tool_call")
+        if kind in CALLS:
+            name, arguments = CALLS[kind]
+            self._name(place, fields, name)
+            given = fields.get(arguments)
+            return [tool_call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))]
+        if kind in RESULTS:
+            return self._result(place, fields, kind)
+        if kind == "mcp_call":
+            return self._mcp(place, fields)
+        if kind == "item_reference":
+            return self._referenced(place, fields.get("id"))
+        if kind == "compaction":
+            raise ConversationError(
+                f"{place}: this server cannot read a conversation that another one compacted; send its items.", place
+            )
+        path = f"{place}.type" if fields else place
+        got = kind if fields else item
+        raise ConversationError(f"{path}: expected an item of OpenAI's Responses API, got {got!r:.80}.", path)
+
+    def _message(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
+        role, content, path = fields.get("role"), fields.get("content"), f"{place}.content"
+        if role not in ROLES:
+            raise ConversationError(f"{place}.role: expected {', '.join(ROLES)}, got {role!r:.80}.", f"{place}.role")
+        if role == "assistant":
+            channel = "commentary" if fields.get("phase") == "commentary" else "final"
+            return [] if content is None else [said(as_text(content, path), channel)]
+        if content is None:
+            raise ConversationError(f"{path}: expected a text or a list of text parts, got null.", path)
+        text = as_text(content, path)
+        return [Message.from_role_and_content(Role.USER, text) if role == "user" else developer_message(text)]
+
+    def _call(self, place: str, fields: Mapping[str, Any], custom: bool) -> list[Message]:
+        name = self.tools.flat_name(_text(fields, "name", place), fields.get("namespace"))
+        self._name(place, fields, name)
+        kind = "input" if custom else "arguments"
+        arguments = fields.get(kind) or ""
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str):
+            raise ConversationError(f"{place}.{kind}: expected a text, got {arguments!r:.80}.", f"{place}.{kind}")
+        return [tool_call(name, custom_arguments(arguments) if custom else arguments)]
+
+    def _name(self, place: str, fields: Mapping[str, Any], name: str) -> None:
+        """Note the function of a call: a result names the call's id, and some clients the item's."""
+        call_id = "call_id" if fields.get("call_id") or not fields.get("id") else "id"
+        self.names[_text(fields, call_id, place)] = name
+        if isinstance(fields.get("id"), str):
+            self.names.setdefault(fields["id"], name)
+
+    def _result(self, place: str, fields: Mapping[str, Any], kind: str) -> list[Message]:
+        call_id = fields.get("call_id") or fields.get("id")
+        name = self.names.get(call_id) if isinstance(call_id, str) else None
+        if name is None:
+            raise ConversationError(
+                f"{place}.call_id: expected the id of a call before this item, got {call_id!r:.80}. Send the "
+                f"{kind.removesuffix('_output')} too.",
+                f"{place}.call_id",
+            )
+        output = fields.get("output")
+        if kind == "tool_search_output":
+            found = ", ".join(names_of(_tools(fields, f"{place}.tools"), f"{place}.tools"))
+            return [tool_result(name, f"These tools can be called now: {found}" if found else "No tool was found.")]
+        if kind == "apply_patch_call_output" and not output:
+            output = fields.get("status")
+        if kind not in ("function_call_output", "custom_tool_call_output") and not _is_text(output):
+            output = json.dumps(output, ensure_ascii=False)
+        return [tool_result(name, as_text(self._readable(output, f"{place}.output"), f"{place}.output"))]
+
+    def _readable(self, output: Any, place: str) -> Any:
+        """The output with a sentence in the place of each part that is no text."""
+        if not isinstance(output, list):
+            return output
+        parts = []
+        for number, part in enumerate(output):
+            kind = fields_of(part).get("type")
+            if kind in UNREADABLE:
+                self.warnings.append(f"{place}[{number}] is left out: gpt-oss reads no part of type {kind}")
+                part = UNREADABLE[kind]
+            parts.append(part)
+        return parts
+
+    def _mcp(self, place: str, fields: Mapping[str, Any]) -> list[Message]:
+        """A call that another server made, with its result."""
+        name = self.tools.flat_name(_text(fields, "name", place), fields.get("server_label"))
+        result = [fields[field] for field in ("output", "error") if fields.get(field) is not None]
+        texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in result]
+        call = tool_call(name, as_text(fields.get("arguments"), f"{place}.arguments"))
+        return [call, *([tool_result(name, "\n".join(texts))] if texts else [])]
+
+    def _referenced(self, place: str, name: Any) -> list[Message]:
+        if not isinstance(name, str) or name not in self.items:
+            raise ConversationError(
+                f"{place}: expected an item itself, or the id of one in the stored response that previous_response_id "
+                f"names, got {name!r:.80}.",
+                place,
+            )
+        return self.messages(place, self.items[name])
+
+
+def _text(fields: Mapping[str, Any], name: str, place: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise ConversationError(f"{place}.{name}: expected a text, got {value!r:.80}.", f"{place}.{name}")
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, list):
+        return value is None or isinstance(value, str)
+    return all(isinstance(part, str) or fields_of(part).get("type") in TEXT_PARTS for part in value)
+
+
+def _search_arguments(text: str) -> Json:
+    """`arguments` of a search, an object; a text that is none is what is looked for."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    return {"arguments": given if isinstance(given, dict) else {"query": text}}
+
+
+# kind of an item -> what its id and the events of its text begin with
+_SPELLED = {
+    Kind.REASONING: ("rs", "response.reasoning_text"),
+    Kind.ANSWER: ("msg", "response.output_text"),
+    "function": ("fc", "response.function_call_arguments"),
+    "custom": ("ctc", "response.custom_tool_call_input"),
+    SEARCH: ("tsc", ""),  # has no events of its own
+}
+
+
+@dataclass(slots=True)
+class Item:
+    """An item of a response: a part of the turn that the client sees. index: its place. tool: of a call."""
+
+    part: Part
+    index: int
+    id: str
+    call_id: str
+    event: str
+    tool: Tool | None = None
+    logprobs: list[Json] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, part: Part, index: int, tool: Tool | None) -> Item:
+        prefix, event = _SPELLED[part.kind if tool is None else tool.kind]
+        name = uuid.uuid4().hex
+        return cls(part, index, f"{prefix}_{name}", f"call_{name}", event, tool)
+
+    @property
+    def custom(self) -> bool:
+        return self.tool is not None and self.tool.kind == "custom"
+
+    @property
+    def text(self) -> str:
+        return custom_input(self.part.text) if self.custom else self.part.text
+
+    def content(self, empty: bool = False) -> Json:
+        """The content of reasoning or an answer; empty: as it begins."""
+        text = "" if empty else self.part.text
+        if self.part.kind is Kind.REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if empty else [*self.logprobs]}
+
+    def json(self, with_encoded: bool, empty: bool = False) -> Json:
+        """with_encoded: reasoning has its text in `encrypted_content` too. empty: as the item begins."""
+        complete = None if empty else self.part.complete
+        own: Json = {"id": self.id, "status": {None: "in_progress", True: "completed", False: "incomplete"}[complete]}
+        if self.tool is not None:
+            if self.tool.kind == SEARCH:
+                given = {"arguments": {}} if empty else _search_arguments(self.text)
+                return own | {"type": "tool_search_call", "call_id": self.call_id, "execution": "client"} | given
+            kind, text = ("custom_tool_call", "input") if self.custom else ("function_call", "arguments")
+            own |= {"type": kind, "call_id": self.call_id, "name": self.tool.own_name, text: "" if empty else self.text}
+            return own | ({"namespace": self.tool.namespace} if self.tool.namespace else {})
+        content = [] if empty else [self.content()]
+        if self.part.kind is Kind.ANSWER:
+            return own | {"type": "message", "role": "assistant", "content": content}
+        secret = encoded(self.part.text) if with_encoded and not empty else None
+        return own | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": secret}

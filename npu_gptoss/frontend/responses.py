@@ -1,0 +1,456 @@
+"""/v1/responses: OpenAI's request to what it asks of the model, and an engine's steps to items and their events.
+
+A streamed item is the item of the final response: same id, same text, same status. The events are those of OpenAI's
+specification, in its order: `output_item.added`, the parts' or the arguments' own, `output_item.done`; at the end
+`response.completed`, `.incomplete` when the output was cut off, `.failed` with the reason when generating failed.
+
+Fields of a request that this module does not read go to the engine in `sampling`, under the names of chat completions;
+tests/serving/openai/test_ledger.py has every field of every release of vLLM under one of the tables below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai_harmony import HarmonyError, Message, Role
+
+from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
+from npu_gptoss.frontend.response_items import Conversation, Item, read_input, tools_of, with_preambles
+from npu_gptoss.frontend.sample import Sample, steps_until_done
+from npu_gptoss.frontend.structure import FIELDS as STRUCTURE_FIELDS
+from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of, structure_of_format
+from npu_gptoss.frontend.tools import read_tools
+from npu_gptoss.frontend.turn import Event, Part, Turn
+from npu_gptoss.harmony.conversation import ConversationError, developer_message, said, tool_call
+from npu_gptoss.harmony.parser import Kind
+
+Json = dict[str, Any]
+LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+INCLUDED = {ENCODED := "reasoning.encrypted_content", LOGPROBS := "message.output_text.logprobs"}  # what `include` has
+
+# Fields of a request that this module reads. The engine does not see them.
+READ = {
+    *("input", "instructions", "previous_input_messages", "tools", "tool_choice", "parallel_tool_calls", "text"),
+    *("reasoning", "reasoning_effort", "include_reasoning", "chat_template_kwargs", "include", "top_logprobs"),
+    *("max_output_tokens", "stop", "include_stop_str_in_output", "enable_response_messages", *STRUCTURE_FIELDS),
+}
+# Fields that the engine samples by, under their names.
+PASSED = {
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "stop_token_ids", "allowed_token_ids"),
+    *("bad_words", "skip_special_tokens", "spaces_between_special_tokens", "watermarking", "vllm_xargs"),
+    *("priority", "cache_salt", "session_id", "kv_transfer_params", "ec_transfer_params"),
+}
+# Fields by which the server stores and schedules.
+STORED = {"stream", "background", "store", "previous_response_id", "request_id"}
+# Fields that change nothing here, by OpenAI's or vLLM's own description of them, or that only other models have.
+# max_tool_calls counts calls of hosted tools, which this server runs none of. The answer repeats some of them.
+WITHOUT_EFFECT = {
+    *("user", "metadata", "service_tier", "truncation", "max_tool_calls", "stream_options", "moderation"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier", "client_metadata"),
+    *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
+}
+# field -> what is expected in its place
+REFUSED = {
+    "conversation": "the conversation's items in input, or previous_response_id: this server keeps no conversations",
+    "prompt": "instructions and input: this server keeps no prompt templates",
+}
+_KNOWN = READ | PASSED | STORED | WITHOUT_EFFECT | REFUSED.keys()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request. body: as the client wrote it, without nulls. history: its conversation without the instructions.
+
+    calls: how many of an answer's calls are sent; None: all. encoded: reasoning items have `encrypted_content`.
+    """
+
+    asked: Asked
+    body: Json
+    history: Conversation
+    stream: bool = False
+    background: bool = False
+    store: bool = True
+    with_reasoning: bool = True
+    encoded: bool = False
+    with_messages: bool = False
+    calls: int | None = None
+
+
+def read(body: Mapping[str, Any], defaults: Defaults | None = None, previous: Conversation | None = None) -> Request:
+    """A request of /v1/responses. previous: the stored conversation that it goes on with.
+
+    Raises ConversationError, which names the field.
+    """
+    defaults = defaults or Defaults()
+    body = {name: value for name, value in body.items() if value is not None}
+    _check(body)
+    warnings = [f"{name:.80} has no effect on a response of this server" for name in body if name not in _KNOWN]
+    template = template_arguments(body.get("chat_template_kwargs"), warnings)
+    words = [
+        ("reasoning.effort", body.get("reasoning", {}).get("effort")),
+        ("reasoning_effort", body.get("reasoning_effort")),
+        ("chat_template_kwargs.reasoning_effort", template.get("reasoning_effort")),
+    ]
+    param, effort = mapped_effort(words, defaults)
+    parallel = body.get("parallel_tool_calls") is not False
+    given = body.get("input")
+    tools = read_tools(body.get("tools"), body.get("tool_choice"), parallel=parallel, more=tools_of(given))
+    before = previous or Conversation(_harmony_messages(body))
+    if given == "" and before.turns and previous is None:
+        given = []  # the messages are the input
+    history = read_input(given, tools, before, warnings)
+    instructions = body.get("instructions")
+    if not history.turns and not instructions:
+        raise ConversationError("input: expected at least one item, got an empty list.", "input")
+    include = set(body.get("include", ()))
+    warnings += [
+        f"include {name:.80} has no effect on a response of this server" for name in sorted(include - INCLUDED)
+    ]
+    asked = Asked(
+        turns=[*([developer_message(instructions)] if instructions else []), *history.turns],
+        tools=tools,
+        reading=reading(tools, body.get("stop"), body.get("include_stop_str_in_output"), body.get("min_tokens")),
+        structure=forced_structure(tools, _structure(body)),
+        effort=effort,
+        effort_param=param,
+        sampling=_sampling(body, include),
+        identity=template.get("model_identity") or defaults.identity,
+        instructions_in_system=defaults.instructions_in_system,
+        warnings=(*tools.warnings, *warnings),
+    )
+    return Request(
+        asked,
+        body,
+        history,
+        stream=bool(body.get("stream")),
+        background=bool(body.get("background")),
+        store=body.get("store") is not False,
+        with_reasoning=body.get("include_reasoning") is not False,
+        encoded=ENCODED in include,
+        with_messages=bool(body.get("enable_response_messages")),
+        calls=None if parallel else 1,
+    )
+
+
+def _check(body: Mapping[str, Any]) -> None:
+    """Raises ConversationError for a field of another type than expected, as far as nothing else looks at it."""
+    for name, expected in REFUSED.items():
+        if name in body:
+            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
+    stop = body.get("stop", [])
+    include = body.get("include", [])
+    count = body.get("max_output_tokens", 1)
+    checks = {
+        "instructions": (isinstance(body.get("instructions", ""), str), "a text"),
+        "reasoning": (isinstance(body.get("reasoning", {}), Mapping), "an object with an effort"),
+        "text": (isinstance(body.get("text", {}), Mapping), "an object with a format"),
+        "include": (isinstance(include, list) and all(isinstance(one, str) for one in include), "a list of texts"),
+        "stop": (isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop)), "texts"),
+        "max_output_tokens": (type(count) is int and count > 0, "a number of tokens from 1"),
+        "truncation": (body.get("truncation", "auto") in ("auto", "disabled"), "auto or disabled"),
+        "background": (not body.get("background") or body.get("store") is not False, "false where store is false"),
+        "previous_input_messages": (
+            not (body.get("previous_input_messages") and "previous_response_id" in body),
+            "nothing beside previous_response_id",
+        ),
+    }
+    for name, (good, expected) in checks.items():
+        if not good:
+            raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
+
+
+def _structure(body: Mapping[str, Any]) -> Structure:
+    """The structure of `text.format`, or of vLLM's own fields."""
+    asked, other = structure_of_format(body.get("text", {}).get("format"), "text.format"), structure_of(body)
+    if asked and other:
+        raise ConversationError(
+            f"{other.param}: text.format asks for another structure already; leave one out.", other.param
+        )
+    return asked or other
+
+
+def _sampling(body: Mapping[str, Any], include: set[str]) -> Json:
+    sampling = {name: value for name, value in body.items() if name in PASSED}
+    if "max_output_tokens" in body:
+        sampling["max_completion_tokens"] = body["max_output_tokens"]
+    if LOGPROBS in include or body.get("top_logprobs"):
+        sampling |= {"logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
+    return sampling
+
+
+def _harmony_messages(body: Mapping[str, Any]) -> list[Message]:
+    """vLLM's `previous_input_messages`: messages of harmony, as `enable_response_messages` puts them into a response.
+
+    Their system turns are dropped: this request has its own.
+    """
+    found = []
+    for number, given in enumerate(body.get("previous_input_messages", ())):
+        try:
+            message = Message.from_dict(given)
+        except (HarmonyError, ValueError, TypeError, KeyError, AttributeError):
+            path = f"previous_input_messages[{number}]"
+            raise ConversationError(f"{path}: expected a message of harmony, got {given!r:.80}.", path) from None
+        if message.author.role is not Role.SYSTEM:
+            found.append(message)
+    return found
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server says of a response. prompt_tokens: how many. stored: whether it is kept.
+
+    sampled: the values of temperature, top_p, … that the engine samples by. logprobs: the front end's piece, and which
+    of its tokens, to OpenAI's form.
+    """
+
+    id: str
+    model: str
+    prompt_tokens: int
+    stored: bool = False
+    sampled: Json = field(default_factory=dict)
+    logprobs: Callable[[Piece, Sequence[int]], list[Json]] | None = None
+
+
+class Answer:
+    """The answer to a request, `whole` or as `events`."""
+
+    def __init__(self, request: Request, facts: Facts, turn: Turn) -> None:
+        self.request, self.facts, self.turn = request, facts, turn
+        self.sample = Sample(turn)
+        self._items: dict[int, Item] = {}  # by the number of their part
+        self._hidden: set[int] = set()
+        self._number = 0  # of the next event
+        self._logprobs: list[Json] = []  # of text that is not sent yet
+        self._cached_tokens = 0
+        self._extra: Json = {}
+        self._about = _about(request, facts)
+
+    def items(self) -> list[Json]:
+        return [item.json(self.request.encoded) for item in self._items.values()]
+
+    def usage(self) -> Json:
+        prompt, made = self.facts.prompt_tokens, self.sample.tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": self.turn.reasoning_tokens},
+            "total_tokens": prompt + made,
+        }
+
+    def response(self, status: str) -> Json:
+        """The response before it has an output."""
+        return self._about | {"status": status}
+
+    def ended(self) -> Json:
+        """The response at its end."""
+        if self.sample.finish is None:
+            self._read_events(self.turn.end("abort"), None)
+        status = {"length": "incomplete", "abort": "cancelled", None: "cancelled"}.get(self.sample.finish, "completed")
+        response = self._about | {"status": status, "output": self.items(), "usage": self.usage()} | self._extra
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        elif status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["error"] = {"code": "server_error", "message": "The server ended the request before its end."}
+        if self.request.with_messages:
+            response["input_messages"] = [message.to_dict() for message in self.request.asked.conversation]
+            response["output_messages"] = [message.to_dict() for message in self._written()]
+        return response
+
+    def failed(self, error: Exception) -> Json:
+        """The response when generating has ended with an error."""
+        self._read_events(self.turn.end("error"), None)
+        code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
+        about = {"code": code, "message": str(error) or type(error).__name__}
+        return self._about | {"status": "failed", "output": self.items(), "error": about}
+
+    def conversation(self) -> Conversation:
+        """What a request with this response's id as its previous_response_id goes on with."""
+        history = self.request.history
+        names = {item.call_id: item.part.name or "" for item in self._items.values() if item.tool is not None}
+        items = {item.id: item.json(self.request.encoded) for item in self._items.values()}
+        turns = with_preambles([*history.turns, *self._written()])
+        return Conversation(turns, {**history.names, **names}, {**history.items, **items})
+
+    def _written(self) -> list[Message]:
+        """The turn as harmony messages, without calls that the client does not see."""
+        parts = [part for part in self.turn.parts if part.kind is not Kind.CALL or part.number in self._items]
+        return [
+            tool_call(part.name or "", part.text) if part.kind is Kind.CALL else said(part.text, part.kind.value)
+            for part in parts
+        ]
+
+    async def whole(self, steps: AsyncIterator[Step]) -> Json:
+        """The response in one piece."""
+        async with aclosing(steps_until_done(steps, [self.sample])) as given:
+            async for step in given:
+                self._read(step, None)
+        return self.ended()
+
+    async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[Json, None]:
+        """The events of a stream. An error of the engine passes through: `last` has the event that tells it."""
+        begun = self.response("in_progress")
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+        async with aclosing(steps_until_done(steps, [self.sample])) as given:
+            async for step in given:
+                told: list[Json] = []
+                self._read(step, told)
+                for event in told:
+                    yield event
+        yield self.last(self.ended())
+
+    def last(self, response: Json) -> Json:
+        """The event with the response at its end."""
+        status = response["status"]
+        name = status if status in ("completed", "incomplete") else "failed"  # no event tells a cancelled one
+        return self._event(f"response.{name}", response=response)
+
+    def _read(self, step: Step, told: list[Json] | None) -> None:
+        """told: gets the events of a stream; None for a whole answer."""
+        self._cached_tokens = self._cached_tokens or step.cached_tokens or 0
+        if step.extra:
+            self._extra |= step.extra
+        for piece in step.pieces:
+            if self.facts.logprobs is None:
+                self._read_events(self.sample.read(piece), told)
+                continue
+            for one in _one_by_one(piece):
+                events = self.sample.read(one)
+                if self.sample.answer:
+                    self._logprobs += self.facts.logprobs(one, self.sample.answer)
+                self._read_events(events, told)
+                if self.sample.finish is not None:
+                    break
+
+    def _read_events(self, events: Sequence[Event], told: list[Json] | None) -> None:
+        for event in events:
+            item = self._item(event.part)
+            if item is None:
+                continue
+            logprobs: list[Json] = []
+            if self._logprobs and event.what != "begun":
+                logprobs, self._logprobs = self._logprobs, []
+                item.logprobs += logprobs if event.part.kind is Kind.ANSWER else []
+            if told is not None:
+                self._tell(event, item, logprobs, told)
+
+    def _item(self, part: Part) -> Item | None:
+        """The item of a part; None where the client does not see it."""
+        item = self._items.get(part.number)
+        if item is not None or part.number in self._hidden:
+            return item
+        request, tool = self.request, None
+        if part.kind is Kind.CALL:
+            tool = request.asked.tools.called(part.name or "")
+            shown = sum(one.tool is not None for one in self._items.values())
+            hidden = request.calls is not None and shown >= request.calls
+        else:
+            hidden = part.kind is Kind.REASONING and not request.with_reasoning
+        if hidden:
+            self._hidden.add(part.number)
+            return None
+        self._items[part.number] = item = Item.of(part, len(self._items), tool)
+        return item
+
+    def _event(self, name: str, /, **fields: Any) -> Json:
+        self._number += 1
+        return {"type": name, "sequence_number": self._number - 1, **fields}
+
+    def _tell(self, event: Event, item: Item, logprobs: list[Json], told: list[Json]) -> None:
+        """The events of a stream for one of the turn's."""
+        of: Json = {"item_id": item.id, "output_index": item.index}
+        place = {"output_index": item.index}
+        custom = item.custom
+        if item.tool is None:
+            of["content_index"] = 0
+        if event.what == "begun":
+            begun = item.json(self.request.encoded, empty=True)
+            told.append(self._event("response.output_item.added", **place, item=begun))
+            if item.tool is None:
+                told.append(self._event("response.content_part.added", **of, part=item.content(empty=True)))
+            return
+        own = {"logprobs": logprobs} if item.part.kind is Kind.ANSWER else {}
+        if event.what == "more":
+            if custom or not item.event:  # known at the end of the call
+                return
+            last = told[-1] if told else {}
+            if last.get("item_id") == of["item_id"] and "delta" in last:
+                last["delta"] += event.text
+                if own:
+                    last["logprobs"] = last["logprobs"] + logprobs
+            else:
+                told.append(self._event(f"{item.event}.delta", **of, delta=event.text, **own))
+            return
+        if custom:
+            text = item.text
+            told.append(self._event(f"{item.event}.delta", **of, delta=text))
+            told.append(self._event(f"{item.event}.done", **of, input=text))
+        elif not item.event:
+            pass
+        elif item.tool is not None:  # newer clients want the name, older ones leave it aside
+            told.append(self._event(f"{item.event}.done", **of, arguments=item.text, name=item.tool.own_name))
+        else:
+            own = {"logprobs": [*item.logprobs]} if own else {}
+            told.append(self._event(f"{item.event}.done", **of, text=item.text, **own))
+            told.append(self._event("response.content_part.done", **of, part=item.content()))
+        told.append(self._event("response.output_item.done", **place, item=item.json(self.request.encoded)))
+
+
+def _one_by_one(piece: Piece) -> list[Piece]:
+    """A piece for each token, so that its log-probability finds the item of its text."""
+    last = len(piece.token_ids) - 1
+    if last < 1:
+        return [piece]
+    pieces = []
+    for number, token in enumerate(piece.token_ids):
+        end = (piece.finish, piece.stop_reason) if number == last else (None, None)
+        pieces.append(Piece(piece.index, (token,), *end, (piece.logprobs or ())[number : number + 1]))
+    return pieces
+
+
+def _about(request: Request, facts: Facts) -> Json:
+    """The response's fields that do not change. What the client did not ask for has OpenAI's own value."""
+    body, sampled = request.body, facts.sampled
+    about = {
+        "id": facts.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": request.background,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": sampled.get("max_tokens", body.get("max_output_tokens")),
+        "max_tool_calls": body.get("max_tool_calls"),
+        "metadata": body.get("metadata", {}),
+        "model": facts.model,
+        "output": [],
+        "parallel_tool_calls": request.asked.tools.parallel,
+        "previous_response_id": body.get("previous_response_id"),
+        "prompt": None,
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "reasoning": {"effort": None, "summary": None} | body.get("reasoning", {}),
+        "safety_identifier": body.get("safety_identifier"),
+        "service_tier": body.get("service_tier", "auto"),
+        "store": facts.stored,
+        "text": {"format": {"type": "text"}} | body.get("text", {}),
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools", []),
+        "top_logprobs": body.get("top_logprobs", 0),
+        "truncation": body.get("truncation", "disabled"),
+        "usage": None,
+        "user": body.get("user"),
+    }
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
+        about[name] = sampled.get(name, body.get(name, default))
+    return about

@@ -1,0 +1,141 @@
+"""What an answer is held to: the format that a request asks for, and calls that it forces.
+
+A structure is a mapping with the names of vLLM's StructuredOutputsParams: one of KINDS, and options. It applies to the
+text of the answer; an engine whose grammar begins with the turn puts harmony's framing around it (`serving/openai/`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from npu_gptoss.frontend.tools import Tools
+from npu_gptoss.harmony.conversation import ConversationError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # a structure has one of them
+OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+# deprecated fields of vLLM's -> their name in `structured_outputs`
+DEPRECATED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
+FIELDS = ("response_format", "structured_outputs", "structural_tag", *DEPRECATED)  # of a request
+FORMATS = "text, json_object, json_schema or structural_tag"
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """fields: {} where the answer is free. param: the field of the request that asks for it.
+
+    calls: the fields describe calls that the model writes as its answer, which an engine may ask for in another way.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    param: str | None = None
+    calls: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.fields)
+
+
+def structure_of_format(given: Any, param: str) -> Structure:
+    """The structure of chat's `response_format`, `text.format` of /v1/responses and Anthropic's `output_config.format`.
+
+    The last two have the schema beside the type, the first within `json_schema`.
+    """
+    if given is None:
+        return Structure()
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return Structure()
+    inner = given.get("json_schema", given) if isinstance(given, Mapping) else {}
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if kind == "json_object" and schema is None:
+        return Structure({"json_object": True}, param)
+    if kind in ("json_schema", "json_object"):
+        if not isinstance(schema, Mapping):
+            path = f"{param}.json_schema.schema" if "json_schema" in given else f"{param}.schema"
+            raise ConversationError(f"{path}: expected a JSON schema, got {schema!r:.80}.", path)
+        return Structure({"json": schema}, param)
+    if kind == "structural_tag":
+        return Structure({"structural_tag": json.dumps(given)}, param)
+    raise ConversationError(f"{param}: expected {FORMATS}, got {kind or given!r:.80}.", f"{param}.type")
+
+
+def structure_of(body: Mapping[str, Any]) -> Structure:
+    """The structure that a request of chat or completions asks for. Raises ConversationError for two at once."""
+    found = [structure_of_format(body.get("response_format"), "response_format")]
+    given = body.get("structured_outputs")
+    if given is not None and not isinstance(given, Mapping):
+        raise ConversationError(f"structured_outputs: expected an object, got {given!r:.80}.", "structured_outputs")
+    if given is not None:
+        found.append(_asked(given, "structured_outputs"))
+    deprecated = {own: body[name] for name, own in DEPRECATED.items() if body.get(name) is not None}
+    if deprecated:
+        kind = next((name for name, own in DEPRECATED.items() if own in deprecated and own in KINDS), "guided_json")
+        found.append(_asked(deprecated, kind))
+    if body.get("structural_tag") is not None:
+        found.append(_asked({"structural_tag": body["structural_tag"]}, "structural_tag"))
+    asked = [structure for structure in found if structure]
+    if len(asked) > 1:
+        raise ConversationError(
+            f"{asked[1].param}: {asked[0].param} asks for another structure already; leave one out.", asked[1].param
+        )
+    return asked[0] if asked else Structure()
+
+
+def _asked(given: Mapping[str, Any], param: str) -> Structure:
+    unknown = [name for name in given if name not in (*KINDS, *OPTIONS) and not name.startswith("_")]
+    if unknown:
+        raise ConversationError(
+            f"{param}.{unknown[0]:.80}: expected {', '.join(KINDS)} and their options.", f"{param}.{unknown[0]:.80}"
+        )
+    fields = {name: value for name, value in given.items() if value is not None and value is not False}
+    kinds = [name for name in KINDS if name in fields]
+    if len(kinds) > 1:
+        raise ConversationError(f"{param}: expected one of {', '.join(KINDS)}, got {' and '.join(kinds)}.", param)
+    if not kinds:
+        return Structure()
+    place = param if param.startswith(("guided_", "structural_tag")) else f"{param}.{kinds[0]}"
+    return Structure(fields, place)
+
+
+def forced_structure(tools: Tools, asked: Structure) -> Structure:
+    """`asked`, or the structure of the calls that `tool_choice` forces, which `turn.forced_calls` reads.
+
+    Raises ConversationError where both are wanted, and for two different definitions under one name of `$defs`.
+    """
+    choice = tools.choice
+    if choice.mode not in ("required", "function"):
+        return asked
+    if asked and asked.param != "response_format" and not str(asked.param).startswith(("text", "output_config")):
+        raise ConversationError(
+            f"{asked.param}: tool_choice forces a call, which is another structure; leave one of them out.", asked.param
+        )
+    if choice.tool is None:
+        return Structure({"json": _calls_schema(tools)}, "tools", calls=True)
+    if choice.tool.format is not None:
+        kind = {"lark": "grammar", "regex": "regex"}[choice.tool.format["syntax"]]
+        return Structure({kind: choice.tool.format["definition"]}, f"{choice.tool.place}.format")
+    return Structure({"json": dict(choice.tool.parameters or NO_PARAMETERS)}, "tool_choice", calls=True)
+
+
+def _calls_schema(tools: Tools) -> dict[str, Any]:
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools.offered:
+        parameters = dict(tool.parameters or NO_PARAMETERS)
+        for name, definition in parameters.pop("$defs", {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                path = f"{tool.place}.parameters"
+                raise ConversationError(
+                    f"{path}: another tool defines {name!r:.80} in $defs differently; rename one.", path
+                )
+        calls.append(
+            {
+                "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+    return schema | ({} if tools.parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})

@@ -1,0 +1,290 @@
+"""Tools of a request: what the model is offered, and how its calls are given back in the words of the API.
+
+gpt-oss calls functions. A function is offered as it is. A `custom` tool is offered as a function of one string,
+`input`. The functions of a `namespace` are offered as `NAMESPACE__FUNCTION` and given back with their namespace. A
+`tool_search` that the client runs is a function of that name. Hosted tools, which OpenAI's or Anthropic's own servers
+run, and tools that only their models know (`local_shell`, …) are left out with a warning: agents send them beside their
+functions in every request. A request that forces one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from npu_gptoss.harmony.conversation import ConversationError
+
+HOSTED = {
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "tool_search", "mcp"),
+    *("computer", "computer_use", "computer_use_preview", "local_shell", "shell", "apply_patch", "programmatic"),
+    *("browser_search", "x_search", "container"),
+}
+# Anthropic's have a date: bash_20250124, web_search_20250305
+_ANTHROPIC = ("bash", "text_editor", "str_replace_editor", "memory", "web_fetch", "code_execution", "advisor")
+SEPARATOR = "__"
+SEARCH = "tool_search"
+OWN_NAMESPACE = "functions"  # harmony's, in which all functions are: Codex spells it out
+# type of a part of a tool's result -> the text in its place: a picture must not end an agent's conversation
+UNREADABLE = {
+    kind: f"({what}, which this model cannot read)"
+    for what, kinds in {
+        "an image": ("image", "input_image", "image_url"),
+        "a document": ("document", "file", "input_file"),
+        "a sound": ("audio", "input_audio"),
+    }.items()
+    for kind in kinds
+}
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function that the model is offered.
+
+    name: as the model calls it. own_name and namespace: as the client calls it. place: its path in the request.
+    """
+
+    name: str
+    own_name: str
+    place: str
+    kind: Literal["function", "custom", "tool_search"] = "function"
+    namespace: str | None = None
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    format: Json | None = None  # the grammar of a custom tool's input
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """As OpenAI's chat API has it."""
+        own = {"name": self.name, "description": self.description, "parameters": self.parameters, "strict": self.strict}
+        return {"type": "function", "function": {name: value for name, value in own.items() if value is not None}}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `tool_choice` says. tool: the one that must be called, where mode is "function"."""
+
+    mode: Literal["auto", "none", "required", "function"] = "auto"
+    tool: Tool | None = None
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request that the model may see. warnings: a sentence for each that is left out."""
+
+    offered: tuple[Tool, ...] = ()
+    choice: Choice = field(default_factory=Choice)
+    parallel: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.offered)
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """What the prompt shows: nothing where no tool may be called."""
+        return [] if self.choice.mode == "none" else [tool.function for tool in self.offered]
+
+    @property
+    def characters(self) -> int:
+        """About how long the tools are in a prompt."""
+        return sum(len(repr(tool.parameters)) + len(tool.description or "") for tool in self.offered)
+
+    def called(self, name: str) -> Tool:
+        """The tool of a call; a function of that name, when the model calls one that is not offered."""
+        found = next((tool for tool in self.offered if tool.name == name), None)
+        return found or Tool(name, name, "tools")
+
+    def flat_name(self, name: str, namespace: str | None = None) -> str:
+        """The name by which the model knows a function that the client names."""
+        if namespace:
+            return _joined(namespace, name)
+        found = [tool.name for tool in self.offered if tool.own_name == name]
+        return found[0] if found else name
+
+
+def _joined(namespace: str, name: str) -> str:
+    if namespace == OWN_NAMESPACE:
+        return name
+    return name if name.startswith(namespace) else f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}"
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool from the arguments that the model wrote, which may be the input itself."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("input"), str):
+        return value["input"]
+    return arguments
+
+
+def read_tools(given: Any, choice: Any = None, *, parallel: bool = True, more: Sequence[tuple[str, Any]] = ()) -> Tools:
+    """`tools`, `tool_choice` and `parallel_tool_calls` of chat and of /v1/responses.
+
+    more: path and tool of each that an input item adds; a name that is known already is not added again. Raises
+    ConversationError, which names the field, for a tool of an unknown type and for a choice that cannot be met.
+    """
+    if (given is not None and not isinstance(given, Sequence)) or isinstance(given, str):
+        raise ConversationError(f"tools: expected a list of tools, got {given!r:.80}.", "tools")
+    offered: list[Tool] = []
+    warnings: list[str] = []
+    for number, tool in enumerate(given or ()):
+        _read_tool(tool, f"tools[{number}]", offered, warnings)
+    seen: dict[str, Tool] = {}
+    for tool in offered:
+        if tool.name in seen:
+            raise ConversationError(
+                f"{tool.place}: the name {tool.name!r:.80} is that of {seen[tool.name].place} too; rename one.",
+                tool.place,
+            )
+        seen[tool.name] = tool
+    added: list[Tool] = []
+    for place, tool in more:
+        _read_tool(tool, place, added, warnings)
+    for tool in added:
+        if seen.setdefault(tool.name, tool) is tool:
+            offered.append(tool)
+    return _chosen(offered, choice, parallel, warnings)
+
+
+def _read_tool(
+    tool: Any, place: str, offered: list[Tool], warnings: list[str], namespace: str | None = None, about: str = ""
+) -> None:
+    kind = tool.get("type", "function" if "name" in tool else None) if isinstance(tool, Mapping) else None
+    if kind == "namespace" and namespace is None:
+        name, inner = _name(tool, place), tool.get("tools")
+        if not isinstance(inner, Sequence) or isinstance(inner, str):
+            raise ConversationError(
+                f"{place}.tools: expected a list of functions, got {inner!r:.80}.", f"{place}.tools"
+            )
+        for number, one in enumerate(inner):
+            _read_tool(one, f"{place}.tools[{number}]", offered, warnings, name, tool.get("description") or "")
+        return
+    if kind in ("function", "custom") or (kind == SEARCH and tool.get("execution") == "client"):
+        offered.append(_callable(tool, kind, place, namespace, about))
+        return
+    if is_hosted(kind):
+        name = (tool.get("name") or tool.get("server_label")) if isinstance(tool, Mapping) else None
+        warnings.append(f"{place} is left out: this server runs no tool of type {kind}{f' ({name})' if name else ''}")
+        return
+    raise ConversationError(
+        f"{place}.type: expected function, custom, namespace or a hosted tool of OpenAI's, got {kind!r:.80}.",
+        f"{place}.type",
+    )
+
+
+def names_of(tools: Sequence[Any], place: str) -> list[str]:
+    """The names under which the model is offered these tools. place: of their list."""
+    found: list[Tool] = []
+    for number, tool in enumerate(tools):
+        _read_tool(tool, f"{place}[{number}]", found, [])
+    return [tool.name for tool in found]
+
+
+def is_hosted(kind: Any) -> bool:
+    """Whether a tool of this type is run by its inventor's servers, or known to its inventor's models alone."""
+    if not isinstance(kind, str):
+        return False
+    words, _, date = kind.rpartition("_")
+    plain = words if date.isdigit() else kind
+    return plain in HOSTED or (date.isdigit() and plain.startswith(_ANTHROPIC)) or plain.startswith("web_search")
+
+
+def _callable(tool: Json, kind: str, place: str, namespace: str | None, about: str) -> Tool:
+    inner = tool.get(kind, tool)  # chat nests it, /v1/responses does not
+    if not isinstance(inner, Mapping):
+        raise ConversationError(f"{place}.{kind}: expected an object, got {inner!r:.80}.", f"{place}.{kind}")
+    name = SEARCH if kind == SEARCH else _name(inner, place)
+    description = inner.get("description")
+    if description is not None and not isinstance(description, str):
+        raise ConversationError(f"{place}.description: expected a text, got {description!r:.80}.", place)
+    if about and namespace:
+        description = f"{description or ''}\n({namespace}: {about})".strip()
+    own: dict[str, Any] = {"name": _joined(namespace, name) if namespace else name, "own_name": name, "place": place}
+    own |= {"namespace": namespace, "description": description}
+    if kind != "custom":
+        parameters = inner.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            path = f"{place}.parameters"
+            raise ConversationError(f"{path}: expected a JSON schema, got {parameters!r:.80}.", path)
+        return Tool(**own, kind=kind, parameters=parameters, strict=inner.get("strict") or None)  # type: ignore[arg-type]
+    form = _format(inner.get("format"), f"{place}.format")
+    if form:
+        grammar = f"The input follows this {form['syntax']} grammar:\n{form['definition']}"
+        own["description"] = "\n".join(filter(None, (description, grammar)))
+    only = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return Tool(**own, kind="custom", parameters=only, format=form)
+
+
+def _format(given: Any, place: str) -> dict[str, str] | None:
+    """The grammar of a custom tool's input as {"syntax", "definition"}; None for any text."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text"):
+        return None
+    inner = given.get("grammar", given) if kind == "grammar" and isinstance(given, Mapping) else {}  # chat nests it
+    syntax, definition = inner.get("syntax"), inner.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise ConversationError(
+            f"{place}: expected text, or a grammar with a syntax (lark or regex) and a definition, got {given!r:.80}.",
+            place,
+        )
+    return {"syntax": syntax, "definition": definition}
+
+
+def _name(fields: Json, place: str) -> str:
+    name = fields.get("name")
+    if not isinstance(name, str) or not name or any(c.isspace() or c in "<|>" for c in name):
+        raise ConversationError(f"{place}.name: expected a name without spaces, got {name!r:.80}.", f"{place}.name")
+    return name
+
+
+def _chosen(offered: list[Tool], choice: Any, parallel: bool, warnings: list[str]) -> Tools:
+    """The tools under a `tool_choice`, as chat, /v1/responses and deprecated `function_call` spell it."""
+
+    def tools(mode: str, only: Sequence[Tool] = offered, tool: Tool | None = None) -> Tools:
+        if mode == "required" and not only:
+            raise ConversationError("tool_choice: a call is required, but tools has no function.", "tool_choice")
+        return Tools(tuple(only), Choice(mode, tool), parallel, tuple(warnings))  # type: ignore[arg-type]
+
+    if choice is None or choice in ("auto", "none", "required"):
+        return tools(choice or "auto")
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind in ("function", "custom"):
+        tool = _named(offered, choice, "tool_choice")
+        return tools("function", offered, tool)
+    if kind == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        mode, allowed = inner.get("mode", "auto"), inner.get("tools")
+        if mode not in ("auto", "required") or not isinstance(allowed, Sequence) or not allowed:
+            raise ConversationError(
+                f"tool_choice: expected allowed_tools with a mode (auto, required) and tools, got {choice!r:.80}.",
+                "tool_choice",
+            )
+        path = "tool_choice.tools"
+        wanted = [_named(offered, tool, path) for tool in allowed if not is_hosted(tool.get("type"))]
+        return tools(mode, [tool for tool in offered if tool in wanted])
+    if is_hosted(kind):
+        raise ConversationError(f"tool_choice: this server runs no tool of type {kind}.", "tool_choice")
+    raise ConversationError(
+        f"tool_choice: expected auto, none, required, a function or allowed_tools, got {choice!r:.80}.", "tool_choice"
+    )
+
+
+def _named(offered: Sequence[Tool], choice: Any, place: str) -> Tool:
+    inner = choice.get(choice.get("type"), choice) if isinstance(choice, Mapping) else {}
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    namespace = inner.get("namespace") if isinstance(inner, Mapping) else None
+    for tool in offered:
+        if name in (tool.name, tool.own_name) and namespace in (None, tool.namespace):
+            return tool
+    known = ", ".join(tool.own_name for tool in offered) or "none"
+    raise ConversationError(f"{place}: expected one of the tools ({known:.200}), got {name!r:.80}.", place)

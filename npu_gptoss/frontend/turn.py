@@ -1,0 +1,311 @@
+"""Reads one turn of the model, token by token, and emits its parts as soon as their text cannot change.
+
+Every API, streamed and whole, reads a turn through this class, so that they cannot differ: a stream sends the events as
+they come, a whole answer looks at the parts at the end. A part is reasoning, answer or call (`Kind`). `Reading` holds
+what a request says about reading its answer:
+
+* choice "none": the model calls no tool. A call that it writes all the same is an answer.
+* choice "required" or "function": where the engine holds the *answer* to a grammar of calls, that answer is kept until
+  its end and becomes calls. When it is none (cut off, or no JSON) it stays an answer.
+* stop strings end the answer. They are not looked for in reasoning, headers or arguments, where the same letters mean
+  nothing to the client. Text that may be the beginning of one waits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from npu_gptoss.harmony.conversation import custom_arguments
+from npu_gptoss.harmony.parser import Kind, TolerantParser, function_of, kind_of, text_of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a request says about how its answer is read.
+
+    function: the one that must be called, where choice is "function"; its answer is the arguments, or with raw_input
+    the text that is its only argument. min_tokens: in the text of so many first tokens no stop string is looked for.
+    functions: the names that the request offers.
+    """
+
+    choice: Literal["auto", "none", "required", "function"] = "auto"
+    function: str | None = None
+    raw_input: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    functions: frozenset[str] = frozenset()
+
+    @property
+    def forced(self) -> bool:
+        return self.choice in ("required", "function")
+
+
+@dataclass
+class Part:
+    """One message of the turn; `text` is what has been emitted of it. `complete`: None while the model writes it."""
+
+    number: int
+    kind: Kind
+    name: str | None = None  # the function of a call
+    text: str = ""
+    complete: bool | None = None
+
+
+class Event(NamedTuple):
+    part: Part
+    what: Literal["begun", "more", "ended"]
+    text: str = ""
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _members(text: str, i: int) -> tuple[dict[str, str], int]:
+    """The members of the JSON object at text[i], each value as it is written there, and the place after the object."""
+    decode = json.JSONDecoder().raw_decode
+    members = {}
+    if text[i] != "{":
+        raise ValueError("no object")
+    i = _SPACE.match(text, i + 1).end()
+    while text[i] != "}":
+        key, i = decode(text, i)
+        i = _SPACE.match(text, i).end()
+        if text[i] != ":":
+            raise ValueError("no member")
+        first = _SPACE.match(text, i + 1).end()
+        _, i = decode(text, first)
+        members[key] = text[first:i]
+        i = _SPACE.match(text, i).end()
+        if text[i] == ",":
+            i = _SPACE.match(text, i + 1).end()
+    return members, i + 1
+
+
+def forced_calls(reading: Reading, content: str) -> list[tuple[str, str]]:
+    """Name and arguments of the calls that `structure.forced_schema` made the model write as its answer.
+
+    Empty when the answer is no such JSON. The arguments are the model's own text.
+    """
+    if not reading.forced:
+        return []
+    if reading.raw_input and reading.function is not None:
+        return [(reading.function, custom_arguments(content))]
+    try:
+        written = json.loads(content)
+        if reading.function is not None:
+            return [(reading.function, content.strip())] if isinstance(written, dict) else []
+        calls, i = [], content.index("[") + 1
+        for _ in written:
+            members, i = _members(content, content.index("{", i))
+            calls.append((json.loads(members["name"]), members["parameters"]))
+        return calls if all(isinstance(name, str) for name, _ in calls) else []
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return []
+
+
+class _StopStrings:
+    """Cuts a text that comes in pieces at the first stop string, and holds back a possible beginning of one."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._stop = reading.stop
+        self._include = reading.include_stop
+        self._held = ""
+        self._longest = max(map(len, reading.stop), default=1) - 1
+
+    def more(self, text: str, looked_for: bool) -> tuple[str, str | None]:
+        """The text that can be emitted now, and the stop string that ended it."""
+        if not self._stop:
+            return text, None
+        if not looked_for:
+            sent, self._held = self._held + text, ""
+            return sent, None
+        text = self._held + text
+        found = [(text.find(stop), stop) for stop in self._stop if stop and stop in text]
+        if found:
+            first, stop = min(found, key=lambda place: place[0])
+            self._held = ""
+            return text[: first + len(stop) * self._include], stop
+        sent = max(len(text) - self._longest, 0)
+        while sent < len(text) and not any(stop.startswith(text[sent:]) for stop in self._stop):
+            sent += 1
+        self._held = text[sent:]
+        return text[:sent], None
+
+    def rest(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+_NO_STOPS = Reading()
+
+
+@dataclass(slots=True)
+class _Open:
+    """The message that the model is writing."""
+
+    kind: Kind
+    name: str | None
+    waits: bool  # for its end: it may be a forced call
+    stops: _StopStrings
+    read: list[str] = field(default_factory=list)  # all of its text
+    part: Part | None = None  # once something of it is emitted
+
+
+@dataclass
+class Turn:
+    """Reads a turn: `feed` its tokens one by one, then `end` it; both return the new events.
+
+    After a stop string (`stopped`) further tokens are dropped. `kind`: to which part the last token's text belongs;
+    None for a token of the format itself. `reasoning_tokens`: how many tokens were text of reasoning.
+    """
+
+    parser: TolerantParser
+    reading: Reading = field(default_factory=Reading)
+    parts: list[Part] = field(default_factory=list)
+    stopped: str | None = None
+    kind: Kind | None = None
+    reasoning_tokens: int = 0
+    _tokens: int = 0
+    _open: _Open | None = None
+    _over: bool = False
+
+    def begin(self, header: Iterable[int]) -> None:
+        """Read the header of a message whose first text is in the prompt: the model only goes on with it."""
+        for token in header:
+            self.parser.process(token)
+        self._open = self._begun(self.parser.current_channel, self.parser.current_recipient)
+
+    def feed(self, token: int) -> list[Event]:
+        self.kind = None
+        if self.stopped is not None or self._over:
+            return []
+        self._tokens += 1
+        parser = self.parser.process(token)
+        events: list[Event] = []
+        if self._open is None:
+            if parser.in_content:
+                self._open = self._begun(parser.current_channel, parser.current_recipient)
+            elif parser.completed:  # within its header
+                message = parser.messages[-1]
+                self._open = self._begun(message.channel, message.recipient)
+            if self._open is None:
+                return events
+            if self._open.kind is Kind.CALL:
+                self._part_of(self._open, events)
+        elif parser.in_content:
+            self.kind = self._open.kind
+            self.reasoning_tokens += self.kind is Kind.REASONING
+        self._read(parser.last_content_delta or "", events)
+        if parser.completed and self.stopped is None:
+            self._close(text_of(parser.messages[-1]), True, events)
+        return events
+
+    def end(self, finish_reason: str | None) -> list[Event]:
+        """The generation is over. A part that its reason ("stop" or another) cut off is not complete."""
+        events: list[Event] = []
+        if self._over or self.stopped is not None:
+            self._over = True
+            return events
+        self._over = True
+        if self._open is not None:
+            self._close(self.parser.current_content or "", finish_reason == "stop", events)
+        elif self.parser.in_header and self.parser.process_eos().completed:
+            message = self.parser.messages[-1]
+            self._open = self._begun(message.channel, message.recipient)
+            if self._open is not None:
+                self._close(text_of(message), finish_reason == "stop", events)
+        return events
+
+    def read(self, tokens: Iterable[int], finish_reason: str | None = None) -> Turn:
+        """Read a whole turn."""
+        for token in tokens:
+            self.feed(token)
+        self.end(finish_reason)
+        return self
+
+    def texts(self, kind: Kind) -> str | None:
+        """The text of all parts of a kind, each on a line of its own; None without one."""
+        parts = [part.text for part in self.parts if part.kind is kind]
+        return "\n".join(filter(None, parts)) if parts else None
+
+    @property
+    def calls(self) -> list[Part]:
+        return [part for part in self.parts if part.kind is Kind.CALL]
+
+    @property
+    def called(self) -> bool:
+        """Whether the client is to make calls: there are some, and all of them are written to their end."""
+        calls = self.calls
+        return bool(calls) and all(call.complete for call in calls)
+
+    def _begun(self, channel: str | None, recipient: str | None) -> _Open | None:
+        kind = kind_of("assistant", channel, recipient, self.reading.functions)
+        if kind is None:
+            return None
+        name = function_of(recipient, self.reading.functions)
+        if kind is Kind.CALL and self.reading.choice == "none":
+            kind, name = Kind.ANSWER, None
+        waits = self.reading.forced and kind is Kind.ANSWER and channel != Kind.CALL.value
+        return _Open(kind, name, waits, _StopStrings(self.reading if kind is Kind.ANSWER else _NO_STOPS))
+
+    def _read(self, text: str, events: list[Event]) -> None:
+        message = self._open
+        if not text:
+            return
+        message.read.append(text)
+        if message.waits:
+            return
+        sent, self.stopped = message.stops.more(text, self._tokens > self.reading.min_tokens)
+        if sent:
+            self._emit(message, sent, events)
+        if self.stopped is not None:
+            self._ended(message, True, events)
+
+    def _close(self, text: str, complete: bool, events: list[Event]) -> None:
+        """The message has this text in the end: half a character comes only now."""
+        message = self._open
+        read = "".join(message.read)
+        if text.startswith(read):
+            self._read(text[len(read) :], events)
+            if self.stopped is not None:
+                return
+            read = text
+        is_call = message.waits and not self.calls and (complete or not self.reading.raw_input)
+        calls = forced_calls(self.reading, read) if is_call else []
+        for name, arguments in calls:
+            call = _Open(Kind.CALL, name, False, message.stops)
+            self._emit(call, arguments, events)
+            self._ended(call, True, events)
+        if calls:
+            return
+        rest = read if message.waits else message.stops.rest()
+        if message.kind is Kind.CALL and complete and not read.strip():
+            rest = "{}"  # a function without parameters: clients read JSON
+        if rest:
+            self._emit(message, rest, events)
+        elif message.kind is Kind.CALL or (complete and message.kind is Kind.ANSWER):
+            self._part_of(message, events)  # the model did answer, with an empty text
+        self._ended(message, complete, events)
+
+    def _part_of(self, message: _Open, events: list[Event]) -> Part:
+        if message.part is None:
+            message.part = Part(len(self.parts), message.kind, message.name)
+            self.parts.append(message.part)
+            events.append(Event(message.part, "begun"))
+        return message.part
+
+    def _emit(self, message: _Open, text: str, events: list[Event]) -> None:
+        part = self._part_of(message, events)
+        part.text += text
+        events.append(Event(part, "more", text))
+
+    def _ended(self, message: _Open, complete: bool, events: list[Event]) -> None:
+        if message.part is not None:
+            message.part.complete = complete
+            events.append(Event(message.part, "ended"))
+        self._open = None

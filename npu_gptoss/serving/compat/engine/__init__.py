@@ -1,0 +1,1 @@
+"""Repairs of vLLM's engine core and workers: one request's mistake is not everybody's."""

@@ -1,0 +1,280 @@
+"""An exception that belongs to one request ends that request alone: the engine core's half. The client's: `ending.py`.
+
+Stock vLLM 0.11.0 runs code on behalf of one request in seven places of the core, and an exception in any of them ends
+the engine for everybody, or its input thread, after which every request waits for ever:
+
+    input thread:  decoding a request · Request and its grammar's backend     -> refused here, before the scheduler
+    core thread:   add_request · the compiled grammar, in schedule()          -> refused, or ended before the next step
+                   bit masks · tokens into the grammar · stop conditions      -> ended after the step
+
+A request that is refused becomes a `Refused`, which takes its place in vLLM's queues. One that the scheduler has
+already is reported (`report`, from any thread) and ended before and after each step, as an abort ends it: its KV blocks
+go back. Its client gets an `EngineCoreOutput` with the finish reason `abort` and the reason in words as stop reason;
+nothing else in vLLM has both.
+
+Where the line is: from the scheduler's output to the runner's, a step belongs to everybody in it, so an exception in
+the executor still ends the engine. What a request could cause there is looked at beforehand (`gate.py`), because a
+device does not raise at a wild index. An input or output thread that dies of anything else ends the engine, too: in
+words, and at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.errors import short
+from npu_gptoss.serving.compat.engine import request_checks as gate
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, holder, repair, replace
+from npu_gptoss.serving.compat.targets import CORE, SCHEDULER
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+REFUSED = "The engine refused this request: "  # for what the client sent
+FAILED = "The engine ended this request: "  # for what went wrong on the way
+LONGEST = 400  # characters of a foreign error that reach a client
+
+# What is no matter of a request. All else is, BaseException too: a panic of a Rust library is no Exception.
+PASSES = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+_FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars all know
+_REASON = "_npu_gptoss_reason"  # of a Request that has been reported
+_UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, which has no queue of outputs
+
+
+def words(error: BaseException) -> str:
+    """A foreign error as one printable line of bounded length: it goes through UTF-8 and onto terminals."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return short(" ".join(text[: 2 * LONGEST].split()), LONGEST)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Takes a request's place until its client has been told."""
+
+    request_id: str
+    client_index: int
+    reason: str
+
+
+def failures_of(manager: Any) -> deque[tuple[Any, str]]:
+    """The requests that one engine has to end, with reasons; safe to append to from any thread."""
+    return vars(manager).setdefault(_FAILURES, deque())
+
+
+def report(failures: deque[tuple[Any, str]], request: Any, reason: str) -> None:
+    """Have this request ended with this reason. The first reason counts."""
+    if _REASON not in vars(request):
+        setattr(request, _REASON, reason)  # first: `add_request` looks there for what failed before it was added
+        failures.append((request, reason))
+
+
+def tell(core: Any, refused: Refused) -> None:
+    """Send the client the end of its request."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    logger.warning("Request %r ends alone. %s", refused.request_id, refused.reason)
+    output = EngineCoreOutput(
+        request_id=refused.request_id, new_token_ids=[], finish_reason=FinishReason.ABORT, stop_reason=refused.reason
+    )
+    queue = getattr(core, "output_queue", None)
+    if queue is not None:
+        outputs = EngineCoreOutputs(outputs=[output], finished_requests={refused.request_id})
+        queue.put_nowait((refused.client_index, outputs))
+    else:
+        vars(core).setdefault(_UNTOLD, []).append(output)
+
+
+def end_reported(core: Any) -> None:
+    """End the requests that were reported since the last call. Between steps only."""
+    from vllm.v1.request import RequestStatus
+
+    failures = failures_of(core.structured_output_manager)
+    while failures:
+        request, reason = failures.popleft()
+        # one that is not there was aborted by its client, or is on its way and will be refused by `add_request`
+        if core.scheduler.requests.get(request.request_id) is request:
+            core.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+            tell(core, Refused(request.request_id, request.client_index, reason))
+
+
+def _unreadable(frames: Any, error: BaseException) -> Refused:
+    """Whose request these frames are, when they are no request. Raises the error when that cannot be known."""
+    import msgspec
+    from vllm.v1.engine import EngineCoreRequest
+
+    try:
+        data = frames if isinstance(frames, bytes | bytearray | memoryview) else frames[0]
+        values = msgspec.msgpack.decode(data, ext_hook=lambda code, data: None)
+        fields = dict(zip(EngineCoreRequest.__struct_fields__, values, strict=False))
+        request_id, client = fields["request_id"], fields.get("client_index", 0)
+    except Exception:
+        raise error from None
+    if not isinstance(request_id, str) or not isinstance(client, int):
+        raise error
+    return Refused(request_id, client, REFUSED + words(error))
+
+
+@repair(
+    "request-input",
+    f"{CORE}:MsgpackDecoder EngineCore.preprocess_add_request .add_request EngineCoreProc.process_input_sockets",
+    f"{CORE}:EngineCoreProc.process_output_sockets",
+    lines=("0.11", "0.23"),
+    upstream="vllm PR 54196 for stop tokens beside min_tokens; none found for the rest",
+    until="0.33",
+)
+def install_input(module: ModuleType) -> None:
+    """A request that the engine core cannot read, make or add ends the engine, or its input thread, after which
+    every request waits for ever; and one with a wild token id ends a step of everybody."""
+    core, process, stock_decoder = module.EngineCore, module.EngineCoreProc, module.MsgpackDecoder
+    expect_source(process.process_input_sockets, "add_request_decoder = MsgpackDecoder(EngineCoreRequest")
+    expect_source(process.process_input_sockets, "request = self.preprocess_add_request(req")
+    expect_source(process._handle_client_request, "req, request_wave = request", "self.add_request(req, request_wave)")
+    expect_parameters(core.preprocess_add_request, "self", "request")
+    expect_parameters(core.add_request, "self", "request", "request_wave")
+    expect_parameters(process.process_output_sockets, "self")
+
+    class MsgpackDecoder(stock_decoder):
+        def __init__(self, t: Any = None, **options: Any) -> None:
+            super().__init__(t, **options)
+            self._requests = t is module.EngineCoreRequest
+
+        def decode(self, bufs: Any) -> Any:
+            try:
+                return super().decode(bufs)
+            except PASSES:
+                raise
+            except BaseException as error:
+                if not self._requests:
+                    raise
+                return _unreadable(bufs, error)
+
+    @around(core, "preprocess_add_request")
+    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> tuple[Any, int]:
+        if isinstance(request, Refused):
+            return request, 0
+        try:
+            objection = gate.objection(request, self.vllm_config)
+            if objection is None:
+                return original(self, request)
+            reason = REFUSED + objection
+        except PASSES:
+            raise
+        except BaseException as error:
+            reason = REFUSED + words(error)
+        return Refused(request.request_id, request.client_index, reason), request.current_wave
+
+    @around(core, "add_request")
+    def add_request(original: Callable[..., None], self: Any, request: Any, request_wave: int = 0) -> None:
+        if isinstance(request, Refused):
+            tell(self, request)
+            return
+        reason = vars(request).get(_REASON)
+        there = self.scheduler.requests.get(request.request_id)
+        if reason is None and there is not None and getattr(there, "streaming_queue", None) is None:
+            # another API server's, with the same X-Request-Id: two requests of one name free each other's blocks
+            reason = f"{REFUSED}another one with its id, {request.request_id!r}, is being served"
+        if reason is None:
+            try:
+                original(self, request, request_wave)
+                return
+            except PASSES:
+                raise
+            except BaseException as error:
+                for name in ("waiting", "skipped_waiting"):  # heapq and deque add before they may raise
+                    getattr(self.scheduler, name, self.scheduler.waiting).remove_requests([request])
+                if self.scheduler.requests.get(request.request_id) is request:
+                    del self.scheduler.requests[request.request_id]
+                reason = REFUSED + words(error)
+        tell(self, Refused(request.request_id, request.client_index, reason))
+
+    def thread(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+        try:
+            original(self, *arguments, **keywords)
+        except PASSES:
+            raise
+        except BaseException:
+            logger.exception("The engine's thread %s died, so the engine ends.", original.__name__)
+            self.input_queue.put_nowait((module.EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+    replace(module, "MsgpackDecoder", MsgpackDecoder)
+    for name in ("process_input_sockets", "process_output_sockets"):
+        around(process, name)(thread)
+
+
+@repair(
+    "request-steps",
+    f"{CORE}:EngineCore.step .step_with_batch_queue",
+    lines=("0.11", "0.23"),
+    upstream="vllm PR 47312, for grammars",
+    until="0.33",
+)
+def install_steps(module: ModuleType) -> None:
+    """What goes wrong with one request in the engine core has no way to end that request alone."""
+    core, names = module.EngineCore, ("step", "step_with_batch_queue")
+    for name in names:
+        expect_source(getattr(core, name), "self.scheduler.schedule()", "self.scheduler.update_from_output(")
+    expect_source(core.__init__, "self.step_fn = (self.step if", "self.structured_output_manager =")
+
+    def step(original: Callable[..., tuple[Any, bool]], self: Any) -> tuple[Any, bool]:
+        end_reported(self)
+        outputs, executed = original(self)
+        end_reported(self)
+        if untold := vars(self).pop(_UNTOLD, None):
+            outputs = outputs or {}
+            outputs.setdefault(0, module.EngineCoreOutputs()).outputs.extend(untold)
+        return outputs, executed
+
+    for name in names:
+        around(core, name)(step)
+
+
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output .update_from_output", until="0.33")
+def install_scheduler(module: ModuleType) -> None:
+    """An exception in one request's stop conditions ends the engine, and so do prompt log-probabilities of a
+    request that was preempted."""
+    scheduler = module.Scheduler
+    # a grammar of None, which `grammars.py` makes of one that does not compile, is never ready
+    expect_source(scheduler.schedule, "if structured_output_req and structured_output_req.grammar:")
+    expect_source(scheduler.update_from_output, "assert not prompt_logprobs_tensors")
+    _guard_updates(scheduler)
+
+    @around(scheduler, "update_from_output")
+    def update_from_output(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        # A request that was preempted computes its prompt again. What it says of it has been sent with its first token;
+        # when the chunk yields no token, stock vLLM asserts that there is nothing to say, and ends the engine.
+        said = model_runner_output.prompt_logprobs_dict
+        for request_id in [name for name in said if (r := self.requests.get(name)) is not None and r.num_output_tokens]:
+            del said[request_id]
+        return original(self, scheduler_output, model_runner_output)
+
+
+@repair("request-updates", f"{SCHEDULER}:Scheduler._update_request_with_output", lines=("0.23",), until="0.33")
+def install_scheduler_0_23(module: ModuleType) -> None:
+    """An exception in one request's stop conditions ends the engine."""
+    scheduler = holder(module.Scheduler, "update_from_output")
+    grammar = "if not (structured_output_req and structured_output_req.grammar): return False"  # as on 0.11
+    expect_source(scheduler._try_promote_blocked_waiting_request, grammar)
+    _guard_updates(scheduler)
+
+
+def _guard_updates(scheduler: type) -> None:
+    expect_parameters(scheduler._update_request_with_output, "self", "request", "new_token_ids")
+
+    @around(scheduler, "_update_request_with_output")
+    def _update_request_with_output(
+        original: Callable[..., tuple[list[int], bool]], self: Any, request: Any, new_token_ids: list[int]
+    ) -> tuple[list[int], bool]:
+        try:
+            return original(self, request, new_token_ids)
+        except PASSES:
+            raise
+        except BaseException as error:
+            report(failures_of(self.structured_output_manager), request, FAILED + words(error))
+            return new_token_ids, False

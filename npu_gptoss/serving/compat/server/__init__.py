@@ -1,0 +1,1 @@
+"""Repairs of vLLM's API server: what it takes in, what it answers, how it ends."""

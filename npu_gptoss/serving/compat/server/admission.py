@@ -1,0 +1,245 @@
+"""Admission around vLLM's server: what `serving/admission` has to know of vLLM, and where it is put in.
+
+Admission runs before every middleware of vLLM, with a key guard of its own. What a completion asks of its output is
+compiled by `structures.py` before a stream can begin; chats are read by the front end, behind the last middleware.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import traceback
+from collections.abc import Callable
+from http import HTTPStatus
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss import envs
+from npu_gptoss.frontend.structure import structure_of
+from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.serving.admission.gate import Gate
+from npu_gptoss.serving.admission.keys import KeyGuard, route_path
+from npu_gptoss.serving.admission.refusal import Refusal, escaped
+from npu_gptoss.serving.admission.rules import Limits
+from npu_gptoss.serving.admission.structures import Structures
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.server import structures
+from npu_gptoss.serving.compat.server.completions import as_chats_do
+from npu_gptoss.serving.compat.targets import API_SERVER, APP, APP_ENTRY
+from npu_gptoss.serving.lines.vllm import request_classes
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+# where vLLM does nothing but read a request: whatever it raises there, the request is to blame, or the installation
+READS = {"to_sampling_params", "to_beam_search_params", "_make_request_with_harmony", "_preprocess_chat"} | {
+    *("adjust_harmony_request", "to_chat_completion_request", "_render_responses_with_harmony")  # of 0.33
+}
+COMPLETIONS = "/v1/completions"
+
+# what serves a route, None in the application's state where the model has no use for it; vLLM says so with status 200
+SERVES = {
+    "/v1/chat/completions": "openai_serving_chat",
+    "/v1/completions": "openai_serving_completion",
+    "/v1/responses": "openai_serving_responses",
+    "/v1/messages": "openai_serving_chat",
+    "/v1/embeddings": "openai_serving_embedding",
+    "/pooling": "openai_serving_pooling",
+    "/classify": "openai_serving_classification",
+    "/v1/audio/transcriptions": "openai_serving_transcription",
+    "/v1/audio/translations": "openai_serving_translation",
+} | dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "openai_serving_scores")
+
+
+class VllmServer:
+    """What the gate asks about vLLM's server; see `admission.gate.Server`."""
+
+    def __init__(self, state: Any, trusts_templates: bool) -> None:
+        self._state, self._trusts_templates = state, trusts_templates
+        self._limits: Limits | None = None
+
+    def prepare(self) -> None:
+        """As the server starts to listen: fork while it is quiet, and load what checking takes in the background."""
+        if not self._state.vllm_config.model_config.skip_tokenizer_init:
+            self._checked().bounded.start()
+
+    def _checked(self) -> Structures:
+        return structures.checked(self._state.vllm_config, getattr(self._state.engine_client, "tokenizer", None))
+
+    def close(self) -> None:
+        structures.close()
+
+    def check_route(self, route: str) -> None:
+        name = SERVES.get(route)
+        if name is not None and getattr(self._state, name, self) is None:
+            raise Refusal(f"POST {route} is not available: the served model only generates text.")
+
+    async def limits(self) -> Limits:
+        if self._limits is None:
+            config = self._state.vllm_config
+            model = config.model_config
+            vocabulary = model.get_vocab_size()
+            tokenizer = None if model.skip_tokenizer_init else self._state.engine_client.get_tokenizer()
+            if inspect.isawaitable(tokenizer):  # of 0.11
+                tokenizer = await tokenizer
+            self._limits = Limits(
+                vocab_size=vocabulary,
+                tokenizer_size=vocabulary if tokenizer is None else len(tokenizer),
+                max_model_len=model.max_model_len,
+                max_logprobs=model.max_logprobs,
+                prompt_embeds=model.enable_prompt_embeds,
+                chat_templates=self._trusts_templates,
+                media=model.is_multimodal_model,
+                elastic=config.parallel_config.data_parallel_backend == "ray",
+                max_n=envs.get("NPU_GPTOSS_MAX_N"),
+                max_prompts=envs.get("NPU_GPTOSS_MAX_PROMPTS"),
+            )
+        return self._limits
+
+    async def check_structure(self, route: str, body: dict[str, Any]) -> None:
+        if route != COMPLETIONS and not (route == "/invocations" and "prompt" in body):
+            return
+        try:
+            wanted = structure_of(body)
+        except ConversationError as error:
+            raise Refusal(str(error), error.param) from None
+        if wanted:
+            verdict = await self._checked().verdict(dict(wanted.fields))
+            if verdict.error is not None:
+                status = HTTPStatus.BAD_REQUEST if verdict.lasting else HTTPStatus.SERVICE_UNAVAILABLE
+                said = f"{wanted.param}: this cannot be compiled for structured output: {verdict.error}."
+                raise Refusal(said, wanted.param, status)
+
+    def blame(self, error: BaseException) -> Refusal | None:
+        if _lacks_a_package(error):
+            return None
+        names = READS | _validators()
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any(frame.f_code.co_name in names and "vllm" in frame.f_globals["__name__"] for frame in frames):
+            said = escaped(str(error), 200)
+            return Refusal(f"The request cannot be read: {type(error).__name__}{': ' if said else ''}{said}.")
+        return None
+
+
+def _lacks_a_package(error: BaseException | None) -> bool:
+    """Whether something could not be imported: no request is to blame, and the log has to say what is missing."""
+    while error is not None:
+        if isinstance(error, ImportError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@functools.cache
+def _validators() -> frozenset[str]:
+    """Names of the functions by which vLLM reads a request."""
+    return frozenset(
+        name
+        for cls in request_classes()
+        for name in cls.__pydantic_decorators__.model_validators
+        if not name.startswith("__")
+    )
+
+
+@repair(
+    "admission",
+    f"{API_SERVER}:build_app",
+    upstream="CVE-2026-48746, fixed in 0.22.0; CVE-2026-34756 and others one by one",
+    until="vLLM guards every route by its key and checks every field",
+)
+def install_gate(module: ModuleType) -> None:
+    """vLLM's API key guards only what begins with /v1, by a path read from the client's Host header; fields that
+    end the engine, hold it for hours or fail with 500 reach it unchecked."""
+    expect_parameters(module.build_app, "args")
+    expect_source(module.build_app, *GUARDS, "@app.exception_handler(RequestValidationError)")
+
+    @around(module, "build_app")
+    def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from npu_gptoss.serving.openai.messages import add_routes
+
+        app = _build_app(original, *args, **kwargs)
+        add_routes(app)  # of an API that 0.11.0 has not
+        return app
+
+
+@repair(
+    "admission",
+    f"{API_SERVER}:build_app",
+    lines=("0.23",),
+    until="vLLM guards every route by its key and checks every field",
+)
+def install_gate_0_23(module: ModuleType) -> None:
+    """vLLM's API key leaves /invocations, /tokenize, /metrics and other routes open; prompts times n, and bodies, have
+    no bound; a stop token that is none ends the engine, and of requests that it cannot read it says 500 or nothing."""
+    expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
+    handled = "app.exception_handler(RequestValidationError)(validation_exception_handler)"
+    expect_source(module.build_app, *GUARDS, handled, "app.exception_handler(VLLMValidationError)(exception_handler)")
+
+    @around(module, "build_app")
+    def build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        app = _build_app(original, *args, **kwargs)
+        # vLLM answers these with 400 and 501, but as for any Exception it writes a traceback into the log
+        for kind in (ValueError, TypeError, OverflowError, NotImplementedError):
+            app.exception_handler(kind)(as_chats_do(module.exception_handler))
+        return app
+
+
+@repair(
+    "admission",
+    f"{APP} {APP_ENTRY}:build_app",
+    lines=("0.33",),
+    until="vLLM guards every route by its key and checks every field",
+)
+def install_gate_of_app(module: ModuleType) -> None:
+    """vLLM's API key leaves /invocations, /tokenize, /generative_scoring, /metrics and other routes open; prompts times
+    n, and bodies, have no bound, and of some requests that it cannot read it says 500."""
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+    expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
+    expect_source(init_entrypoints_middleware, *GUARDS)
+    expect_source(init_exception_handler, "app.exception_handler(RequestValidationError)(validation_exception_handler)")
+    around(module, "build_app", copies=(APP_ENTRY,))(_build_app)
+
+
+GUARDS = (
+    "if tokens := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:",
+    "app.add_middleware(AuthenticationMiddleware, tokens=tokens)",
+)
+
+
+def _build_app(original: Callable[..., Any], args: Namespace, supported_tasks: Any = None, *others: Any) -> Any:
+    """`supported_tasks` and `others` are of 0.23 and later."""
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
+    from starlette.middleware import Middleware
+    from vllm import envs as vllm_envs
+
+    from npu_gptoss.serving.lines.vllm import AuthenticationMiddleware
+    from npu_gptoss.serving.openai.errors import misread
+    from npu_gptoss.serving.openai.intake import Intake
+
+    app = original(args, *((supported_tasks, *others) if supported_tasks is not None else ()))
+    if "generate" not in (supported_tasks or ("generate",)):
+        return app  # a server without an engine, which only renders
+    app.middleware_stack = None  # 0.33 has built it already; it is built anew with the first request
+    keys = [key for key in (args.api_key or [vllm_envs.VLLM_API_KEY]) if key]
+    app.user_middleware[:] = [entry for entry in app.user_middleware if entry.cls is not AuthenticationMiddleware]
+    app.add_middleware(
+        Gate,
+        keys=KeyGuard(keys, open_metrics=envs.get("NPU_GPTOSS_OPEN_METRICS")),
+        server=VllmServer(app.state, args.trust_request_chat_template),
+        max_body=envs.get("NPU_GPTOSS_MAX_BODY_MIB") << 20,
+    )
+    app.user_middleware.append(Middleware(Intake))  # the innermost
+
+    for kind, handler in list(app.exception_handlers.items()):
+        app.exception_handlers[kind] = as_chats_do(handler)
+
+    @app.exception_handler(RequestValidationError)
+    async def misread_request(request: Any, error: Any) -> Any:
+        refusal = misread(error.errors(), error.body)
+        return JSONResponse(json.loads(refusal.body(route_path(request.scope))), status_code=int(refusal.status))
+
+    return app

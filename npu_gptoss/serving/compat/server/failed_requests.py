@@ -1,0 +1,171 @@
+"""An exception that belongs to one request ends that request alone: the half in the API server's process.
+
+What the engine core ended (`barrier.py`) becomes an exception of that request's stream: `RequestRefused`, a ValueError,
+which vLLM's endpoints answer with 400 and its words, or `RequestFailed`, answered with 500 and its words; a stream that
+has begun gets an error event. An engine without streams (`LLM`) gets an output with the finish reason `abort` and the
+words as stop reason. The other samples of a request with `n` > 1 end with it.
+
+Stock vLLM detokenizes all requests' tokens in one task, and an exception there is everybody's; here it is that of the
+request at hand. And a request that could not be sent to the engine leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, PASSES, REFUSED, words
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASYNC, LOGGERS, OUTPUTS
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+
+class RequestRefused(InputError):
+    """The engine cannot do what the request asks for."""
+
+
+class RequestFailed(RuntimeError):
+    """Something went wrong with this request, on this side."""
+
+
+def failure(output: Any) -> Exception | None:
+    """What an `EngineCoreOutput` says went wrong, or None."""
+    from vllm.v1.engine import FinishReason
+
+    reason = output.stop_reason
+    if output.finish_reason != FinishReason.ABORT or not isinstance(reason, str):
+        return None
+    return (RequestRefused if reason.startswith(REFUSED) else RequestFailed)(reason)
+
+
+@repair("request-outputs", f"{OUTPUTS}:OutputProcessor.process_outputs", lines=("0.11", "0.23"), until="0.33")
+def install_outputs(module: ModuleType) -> None:
+    """An exception in one request's detokenizer, stop strings or log-probabilities ends all requests, and a request
+    that the engine core ended has no error for its client."""
+    processor = module.OutputProcessor
+    expect_parameters(processor.process_outputs, "engine_core_outputs", "engine_core_timestamp", "iteration_stats")
+    expect_source(processor.process_outputs, "for engine_core_output in engine_core_outputs:", "reqs_to_abort.append(")
+    expect_source(module.RequestOutputCollector.get, "if isinstance(output, Exception):\n raise output")
+
+    @around(processor, "process_outputs")
+    def process_outputs(
+        original: Callable[..., Any],
+        self: Any,
+        engine_core_outputs: Sequence[Any],
+        engine_core_timestamp: Any = None,
+        iteration_stats: Any = None,
+    ) -> Any:
+        outputs: list[Any] = []
+        aborts: list[str] = []
+        for output in engine_core_outputs:
+            error = failure(output)
+            if error is None:
+                state = self.request_states.get(output.request_id)
+                try:
+                    done = original(self, (output,), engine_core_timestamp, iteration_stats)
+                    outputs += done.request_outputs
+                    aborts += done.reqs_to_abort
+                    continue
+                except PASSES:
+                    raise
+                except BaseException as problem:
+                    logger.exception("Request %s ends alone.", output.request_id)
+                    error = RequestFailed(FAILED + words(problem))
+                    if state is not None and self.request_states.get(output.request_id) is None:
+                        aborts += [] if output.finished else [output.request_id]
+                        continue  # it had its last output before this happened
+            _end(module, self, output, error, outputs, aborts)
+        return module.OutputProcessorOutput(request_outputs=outputs, reqs_to_abort=aborts)
+
+
+def _end(
+    module: ModuleType, processor: Any, output: Any, error: Exception, outputs: list[Any], aborts: list[str]
+) -> None:
+    """Take a request out of the output processor. What its client gets goes to its queue, or else into `outputs`."""
+    from npu_gptoss.serving.lines.vllm import abort_requests, as_of_request, take_out
+
+    state = processor.request_states.get(output.request_id)
+    if state is None:
+        return
+    take_out(processor, state)
+    if not output.finished:
+        aborts.append(output.request_id)
+    parent = state.parent_req
+    if state.queue is not None:
+        state.queue.put(error)
+        if parent is not None:
+            parent.child_requests.discard(output.request_id)
+            # what they say comes after the error: nobody reads it
+            aborts += abort_requests(processor, [parent.request_id])
+        return
+    completion = module.CompletionOutput(
+        index=state.request_index,
+        text=getattr(state.detokenizer, "output_text", ""),
+        token_ids=list(state.detokenizer.output_token_ids),
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason="abort",
+        stop_reason=str(error),
+    )
+    request_id, parts, finished = as_of_request(state, completion)
+    if parent is not None and not parent.child_requests:
+        processor.parent_requests.pop(parent.request_id, None)
+    if parts:
+        outputs.append(state._new_request_output(request_id, parts, finished))
+
+
+@repair("request-sending", f"{ASYNC}:AsyncLLM.add_request", lines=("0.11",), until="0.23")
+def install_sending(module: ModuleType) -> None:
+    """A request that cannot be sent to the engine is answered with an empty message, and its other samples run on."""
+    engine = module.AsyncLLM
+    expect_parameters(engine.add_request, "self", "request_id", "prompt", "params")
+    expect_source(engine.generate, "q = await self.add_request(request_id, prompt")
+
+    @around(engine, "add_request")
+    async def add_request(
+        original: Callable[..., Any], self: Any, request_id: str, *arguments: Any, **keywords: Any
+    ) -> Any:
+        processor = self.output_processor
+        if request_id in processor.request_states or request_id in processor.parent_requests:
+            raise RequestRefused(
+                f"Another request with the id {request_id!r} is being served; send another X-Request-Id."
+            )
+        try:
+            return await original(self, request_id, *arguments, **keywords)
+        except Exception as error:
+            await self.abort(request_id)  # stock does not after a ValueError, nor for the samples that are on their way
+            if isinstance(error, OverflowError | UnicodeError):
+                raise RequestRefused(f"A value of this request cannot be sent to the engine: {words(error)}") from error
+            raise
+
+
+@repair("error-words", f"{ASYNC}:EngineGenerateError", lines=("0.11", "0.23"), until="0.33")
+def install_words(module: ModuleType) -> None:
+    """A request that ends with an unexpected error is answered with an empty message."""
+    expect_source(module.AsyncLLM.generate, "except ValueError", "raise EngineGenerateError() from e")
+
+    class EngineGenerateError(module.EngineGenerateError):
+        """Raised without words, `from` what happened; the client reads these."""
+
+        def __str__(self) -> str:
+            return super().__str__() or words(self.__cause__ or self)
+
+    replace(module, "EngineGenerateError", EngineGenerateError)
+
+
+@repair("statistics-errors", f"{LOGGERS}:StatLoggerManager.record", lines=("0.11", "0.23"), until="0.33")
+def install_statistics(module: ModuleType) -> None:
+    """A number of one request that a statistics logger refuses ends the task that answers all requests."""
+    manager = module.StatLoggerManager
+    expect_parameters(manager.record, "self", "scheduler_stats", "iteration_stats")
+
+    @around(manager, "record")
+    def record(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+        try:
+            original(self, *arguments, **keywords)
+        except Exception:
+            logger.exception("The statistics of a step are lost.")

@@ -1,0 +1,227 @@
+"""The engine tells the server, unasked, that it lives: once a second, how long its step has lasted, and why it died.
+
+vLLM's server knows only whether the engine's process exists. A stopped process, a step that never ends, and the
+reason of a death stay unknown to it. The message travels as the result of a utility call that nobody made: vLLM's own
+channel, without a question, so that `/health` answers at once however busy the engine is.
+
+It also watches the other way: an engine or a worker whose parent is gone ends itself. Until then its parent says when:
+Ctrl-C in a terminal reaches all processes of a server, and the requests in flight need theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+CALL = -2  # vLLM numbers its calls by time, all above 0; -1 is a notification of 0.23's data parallel engines
+INTERVAL = 1.0  # seconds between two messages
+SILENCE = 10.0  # seconds without a message after which an engine counts as one that does not answer
+GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
+CHILDREN = ("EngineCore", "VllmWorker")  # how vLLM names the processes that must not outlive their parent
+LAST_WILL = 5.0  # seconds that such a process gets to end by itself
+
+_STEP = "_npu_gptoss_step_began"
+
+
+class Pulse:
+    """What the engines last said of themselves. It stands among the pending utility calls, and stays there."""
+
+    def __init__(self, calls: dict[int, Any]) -> None:
+        self._calls = calls
+        self._heard: dict[int, tuple[float, float]] = {}  # engine -> when, seconds that its step had lasted by then
+        self.cause = ""  # the last error of the engine that died first
+        calls[CALL] = self
+
+    def set_result(self, message: list[Any]) -> None:
+        """`[engine, seconds of the current step or 0, last error or ""]`."""
+        self._calls[CALL] = self  # vLLM takes a call out when its result arrives
+        engine, seconds, cause = message
+        self._heard[engine] = (time.monotonic(), seconds)
+        self.cause = self.cause or cause
+
+    def objection(self, longest_step: float) -> str:
+        """Why requests would not be answered, in words; empty when all is well. `longest_step` in seconds."""
+        now = time.monotonic()
+        for engine, (when, seconds) in self._heard.items():
+            if now - when > SILENCE:
+                return f"engine {engine} has been silent for {now - when:.0f} s: its process is stopped or hangs"
+            if seconds > longest_step:
+                return f"a step of engine {engine} has lasted {seconds:.0f} s, the limit is {longest_step:.0f} s"
+        return ""
+
+
+@repair("engine-pulse-client", f"{CLIENT}:MPClient.__init__", lines=("0.11", "0.23"), until="0.33")
+def install_client(core_client: ModuleType) -> None:
+    """As engine-pulse, in the server's process."""
+    client = core_client.MPClient
+    expect_parameters(client.__init__, "self", "asyncio_mode", "vllm_config")
+    expect_source(client.__init__, "self.utility_results: dict[int, AnyFuture] = {}")
+    expect_source(
+        core_client._process_utility_output,
+        "future = utility_results.pop(output.call_id)",
+        "future.set_result(output.result.result)",
+    )
+
+    @around(client, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.npu_gptoss_pulse = Pulse(self.utility_results)
+
+
+@repair("health", f"{ASYNC}:AsyncLLM.check_health", lines=("0.11", "0.23"), until="0.33")
+def install_health(async_llm: ModuleType) -> None:
+    """/health answers 200 for an engine that is stopped or hangs."""
+    from vllm import envs as vllm_envs
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class EngineSilentError(EngineDeadError):
+        """Alive as a process, and of no use."""
+
+        def __init__(self, reason: str) -> None:
+            Exception.__init__(self, reason)
+
+    engine = async_llm.AsyncLLM
+    expect_source(engine.check_health, "if self.errored: raise self.dead_error")
+
+    @around(engine, "check_health")
+    async def check_health(original: Callable[..., Awaitable[None]], self: Any) -> None:
+        await original(self)
+        pulse = getattr(self.engine_core, "npu_gptoss_pulse", None)
+        if pulse is None:
+            return
+        longest = float(vllm_envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + GRACE
+        while (reason := pulse.objection(longest)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        if reason:
+            logger.warning("npu-gptoss: /health answers 503: %s.", reason)
+            raise EngineSilentError(reason)
+
+
+def _tell(engine: Any, cause: str = "") -> None:
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
+
+    began = getattr(engine, _STEP, None)
+    seconds = 0.0 if began is None else time.monotonic() - began
+    for client in range(_clients(engine)):
+        output = UtilityOutput(CALL, result=UtilityResult([engine.engine_index, seconds, cause]))
+        engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+
+
+def _clients(engine: Any) -> int:
+    """How many servers it has; 0.23 keeps their addresses alone."""
+    return engine.client_count if hasattr(engine, "client_count") else len(engine.addresses.outputs)
+
+
+def _beat(reference: Callable[[], Any]) -> None:
+    while (engine := reference()) is not None and engine.output_thread.is_alive():
+        _tell(engine)
+        del engine
+        time.sleep(INTERVAL)
+
+
+@repair(
+    "engine-pulse",
+    f"{CORE}:EngineCoreProc.__init__ ._process_engine_step ._send_engine_dead .run_busy_loop",
+    f"{CORE}:DPEngineCoreProc.run_busy_loop",
+    lines=("0.11", "0.23"),
+    until="0.33",
+)
+def install_engine(core: ModuleType) -> None:
+    """The server knows neither whether its engine answers nor why it died, an engine outlives a server that was killed,
+    and Ctrl-C in the server's terminal ends the engine before the requests in flight."""
+    proc = core.EngineCoreProc
+    expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
+    expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
+    expect_source(proc._process_engine_step, "self.step_fn()")
+
+    @around(proc, "_process_engine_step")
+    def _process_engine_step(original: Callable[..., bool], self: Any) -> bool:
+        setattr(self, _STEP, time.monotonic())
+        try:
+            return original(self)
+        finally:
+            setattr(self, _STEP, None)
+
+    @around(proc, "_send_engine_dead")
+    def _send_engine_dead(original: Callable[..., None], self: Any) -> None:
+        error = sys.exc_info()[1]
+        _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
+        original(self)
+
+    def run_busy_loop(original: Callable[..., None], self: Any) -> None:
+        reference = weakref.ref(self)
+        threading.Thread(target=_beat, args=(reference,), name="npu-gptoss pulse", daemon=True).start()
+        leave_interrupts_to_parent()
+        original(self)
+
+    around(proc, "__init__")(_within_parent)
+    for owner in (proc, core.DPEngineCoreProc):
+        around(owner, "run_busy_loop")(run_busy_loop)
+    end_with_parent()  # a spawned engine loads this when its constructor has begun
+
+
+def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """A constructor of something that must not outlive its parent."""
+    end_with_parent()
+    original(self, *args, **kwargs)
+
+
+@repair("worker-parent", f"{EXECUTOR}:WorkerProc.__init__", lines=("0.11", "0.23"), until="0.33")
+def install_worker(executor: ModuleType) -> None:
+    """A worker that hangs in an operation outlives an engine that was killed, and keeps its device; Ctrl-C in the
+    server's terminal ends it before the requests in flight."""
+    expect_parameters(executor.WorkerProc.__init__, "self", "vllm_config", "rank")
+
+    @around(executor.WorkerProc, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_interrupts_to_parent()
+        _within_parent(original, self, *args, **kwargs)
+
+    end_with_parent()
+
+
+@functools.cache
+def _watch(pid: int) -> None:
+    """Once in the process `pid`; a process that is forked from it has a pid, and a watch, of its own."""
+    parent = multiprocessing.parent_process()
+
+    def outlive() -> None:
+        parent.join()
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(LAST_WILL)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=outlive, name="npu-gptoss parent", daemon=True).start()
+
+
+def _is_child() -> bool:
+    return bool(multiprocessing.parent_process()) and multiprocessing.current_process().name.startswith(CHILDREN)
+
+
+def end_with_parent() -> None:
+    """In an engine or a worker of vLLM: end when the parent is gone. Elsewhere, and the second time: nothing."""
+    if _is_child():
+        _watch(os.getpid())
+
+
+def leave_interrupts_to_parent() -> None:
+    """In an engine or a worker of vLLM, which ends its requests at Ctrl-C: do not."""
+    if _is_child():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

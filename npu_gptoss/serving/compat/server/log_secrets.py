@@ -1,0 +1,42 @@
+"""vLLM writes the arguments that differ from their defaults into its log at start, keys and tokens among them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import API_SERVER
+
+SECRET = ("api_key", "hf_token")
+
+
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", until="0.33")
+def install(module: ModuleType) -> None:
+    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    expect_source(module.log_non_default_args, "isinstance(args, Namespace)")
+    _hide_keys(module)
+
+
+@repair("keys-unsaid", f"{API_SERVER}:log_non_default_args", lines=("0.23",), until="0.33")
+def install_0_23(module: ModuleType) -> None:
+    """vLLM writes the key of --api-key, and that of --hf-token, into its log at start."""
+    from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+
+    expect_source(get_non_default_args, "isinstance(args, Namespace)")
+    _hide_keys(module)
+
+
+def _hide_keys(module: ModuleType) -> None:
+    logs = module.log_non_default_args
+    expect_parameters(logs, "args")
+    expect_source(logs, 'logger.info("non-default args: %s", non_default_args)')
+
+    @around(module, "log_non_default_args")
+    def log_non_default_args(original: Callable[..., None], args: Any) -> None:
+        if isinstance(args, argparse.Namespace):  # the server's; those of `LLM` have no key
+            hidden = {name: "***" for name in SECRET if isinstance(getattr(args, name, None), str | list)}
+            args = argparse.Namespace(**{**vars(args), **hidden})
+        original(args)

@@ -1,0 +1,123 @@
+"""The hooks of vLLM 0.11.0 through which what a step was reaches /metrics; for gpt-oss only. See `serving/steps.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from npu_gptoss.model.config_fields import MODEL_TYPE
+from npu_gptoss.serving import steps
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, SCHEDULER
+
+RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
+OBSERVER = "_npu_gptoss_observer"
+
+
+@repair(
+    "stat-logger",
+    f"{LOGGERS}:StatLoggerManager.__init__",
+    lines=("0.11",),
+    upstream="vllm PR 22456, in 0.11.1",
+    until="0.23",
+)
+def install_stat_logger(module: ModuleType) -> None:
+    """vLLM loads no stat loggers of plugins, so that /metrics tells neither kernels nor replays nor padding."""
+    manager = module.StatLoggerManager
+    expect_parameters(manager, "vllm_config", "engine_idxs", "custom_stat_loggers")
+    # ours comes first, before vLLM's own loggers see the statistics
+    expect_source(manager.__init__, "factories.extend(custom_stat_loggers)", "logger_factory(vllm_config, engine_idx)")
+    expect_source(manager.record, "logger.record(scheduler_stats, iteration_stats, engine_idx)")
+
+    @around(manager, "__init__")
+    def __init__(
+        original: Callable[..., None],
+        self: Any,
+        vllm_config: Any,
+        engine_idxs: Any = None,
+        custom_stat_loggers: Any = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> None:
+        if vllm_config.model_config.hf_config.model_type == MODEL_TYPE:
+            from npu_gptoss.serving.metrics import StatLogger
+
+            others = [factory for factory in custom_stat_loggers or () if factory is not StatLogger]
+            custom_stat_loggers = [StatLogger, *others]
+        original(self, vllm_config, engine_idxs, custom_stat_loggers, *arguments, **keywords)
+
+
+@repair(
+    "step-statistics",
+    f"{SCHEDULER}:Scheduler.update_from_output",
+    lines=("0.11",),
+    upstream="vllm PR 29825",
+    until="0.23",
+)
+def install_statistics(module: ModuleType) -> None:
+    """The statistics that travel from the scheduler to /metrics do not say whether a step replayed a graph."""
+    from npu_gptoss.serving import compat
+
+    scheduler = module.Scheduler
+    expect_parameters(scheduler.update_from_output, "scheduler_output", "model_runner_output")
+    expect_source(scheduler.update_from_output, "eco.scheduler_stats = stats", "return engine_core_outputs")
+    expect_source(scheduler.make_stats, "kv_connector_stats=")
+    importlib.import_module(LOGGERS)  # the receiver's patch meets its fate
+    if any(entry.patch.name == RECEIVER and entry.state == "skipped" for entry in compat.status()):
+        raise Mismatch(f"the patch {RECEIVER} is left out, so nobody would take the steps out again")
+
+    @around(scheduler, "update_from_output")
+    def update_from_output(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        step = getattr(model_runner_output, steps.ATTRIBUTE, None)
+        if step is not None:
+            steps.put(step, outputs)
+        return outputs
+
+
+@repair(
+    "step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825", until="0.23"
+)
+def install_report(module: ModuleType) -> None:
+    """The worker does not tell which graph a step replayed, and how many of its rows were padding."""
+    _install(module.GPUModelRunner, "cudagraph_dispatcher")
+
+
+@repair(
+    "step-report-ascend",
+    f"{ASCEND_RUNNER}:NPUModelRunner.execute_model",
+    lines=("0.11",),
+    upstream="vllm-ascend PR 6331",
+    until="0.23",
+)
+def install_ascend_report(module: ModuleType) -> None:
+    """As step-report, in vllm-ascend's worker."""
+    from npu_gptoss.serving.compat.start.ascend import expect_release
+
+    expect_release()
+    _install(module.NPUModelRunner, "aclgraph_dispatcher")
+
+
+def _install(runner: Any, dispatcher: str) -> None:
+    expect_parameters(runner.execute_model, "scheduler_output", "intermediate_tensors")
+    expect_source(runner.execute_model, f"self.{dispatcher}.dispatch(batch_descriptor)")
+
+    @around(runner, "execute_model")
+    def execute_model(
+        original: Callable[..., Any], self: Any, scheduler_output: Any, intermediate_tensors: Any = None
+    ) -> Any:
+        if self.model_config.hf_config.model_type != MODEL_TYPE:
+            return original(self, scheduler_output, intermediate_tensors)
+        observer = vars(self).get(OBSERVER)
+        if observer is None:  # at the first step: other wrappers of the dispatcher are in place, captures are over
+            from npu_gptoss.kernels import selected_kernels
+
+            observer = steps.StepObserver(getattr(self, dispatcher), selected_kernels)
+            setattr(self, OBSERVER, observer)
+        return observer.observe(
+            lambda: original(self, scheduler_output, intermediate_tensors), scheduler_output.total_num_scheduled_tokens
+        )

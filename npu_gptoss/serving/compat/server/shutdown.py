@@ -1,0 +1,283 @@
+"""How the server ends: in words for clients, in seconds for whoever waits, with a status for whoever starts it again.
+
+vLLM 0.11.0 takes a signal by ending the engine first and waiting for the connections afterwards, without a limit: the
+requests in flight are never answered. 0.23.0 ends them at once, in words that name no reason. Both take the engine's
+death for a regular end, exit status 0, and open their port so that a second server on it gets half of the requests.
+
+Here a signal closes the port, gives the requests in flight `NPU_GPTOSS_DRAIN_SECONDS` to finish, ends what is left with
+an error, and only then ends the engine. A second signal ends everything at once. Of several API servers (0.23's
+`--api-server-count`, and data parallel engines) each does so, and their parent waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss import envs
+from npu_gptoss.errors import InputError
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import (
+    API_SERVER,
+    ENGINE,
+    LAUNCHER,
+    MANAGERS,
+    SERVERS,
+)
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+    from vllm.engine.protocol import EngineClient
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+WATCH = 0.5  # seconds between two looks at the engine
+LAST_WORDS = 1.0  # seconds in which the errors reach the clients; a connection that is open then is cut
+GRACE = 5.0  # more seconds until a parent kills its API servers: vLLM's own, where it has not been told
+STATUS = 1  # of a server whose engine died
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@functools.cache
+def stopping_error() -> type[Exception]:
+    """What a request in flight ends with when the server is told to stop."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class ServerStoppingError(EngineDeadError):
+        def __init__(self) -> None:
+            Exception.__init__(
+                self, "The server is shutting down: this request was ended before its answer was whole. Send it again."
+            )
+
+    return ServerStoppingError
+
+
+def is_final(error: object) -> bool:
+    """Whether the engine's end, or the server's, has ended a request."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def _told_once(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], stopping_error()))
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+@repair("server-end", f"{LAUNCHER}:serve_http watchdog_loop", lines=("0.11", "0.23"), until="0.33")
+def install_server(launcher: ModuleType) -> None:
+    """A signal ends the engine before the server, so that requests in flight are not answered (0.11: and the server
+    waits for them without a limit), or in words that name no reason; the engine's death is exit status 0."""
+    serve = launcher.serve_http
+    expect_parameters(serve, "app", "sock", "uvicorn_kwargs")
+    expect_source(serve, "return dummy_shutdown()", "return server.shutdown()", "app.state.engine_client")
+    expect_source(serve, "uvicorn.Config(app, **uvicorn_kwargs)", "watchdog_loop(server, app.state.engine_client)")
+    expect_source(launcher.watchdog_loop, "terminate_if_errored(server, engine)")
+
+    @around(launcher, "serve_http", copies=SERVERS)
+    async def serve_http(
+        original: Callable[..., Awaitable[Coroutine]], app: FastAPI, *args: Any, **kwargs: Any
+    ) -> Coroutine:
+        engine = app.state.engine_client
+        # 0.23's own --shutdown-timeout asks for the same
+        own = getattr(engine.vllm_config, "shutdown_timeout", 0) - LAST_WORDS
+        drain = max(envs.get("NPU_GPTOSS_DRAIN_SECONDS"), own)
+        kwargs.setdefault("timeout_graceful_shutdown", drain + LAST_WORDS)
+        loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+            loop.add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+        engine.shutdown = _not_yet  # 0.23 calls it at a signal; who made the engine does so when the server has ended
+        try:
+            rest = await original(app, *args, **kwargs)
+            if rest.__name__ == "shutdown":  # uvicorn's, still to be awaited: a signal
+                await _stop(rest, engine, drain)
+                return _nothing()
+        finally:
+            del engine.shutdown
+        await rest
+        return _died(engine) if engine.errored else _nothing()
+
+    @around(launcher, "watchdog_loop")
+    async def watchdog_loop(_: Callable[..., Awaitable[None]], server: Any, engine: EngineClient) -> None:
+        while True:
+            await asyncio.sleep(WATCH)
+            launcher.terminate_if_errored(server, engine)
+
+
+def _not_yet(timeout: float | None = None) -> None:
+    pass
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _stop(shutdown: Coroutine, engine: Any, drain: float) -> None:
+    """Wait for the requests in flight, then end them; the engine is there until this returns."""
+    loop = asyncio.get_running_loop()
+    one_of_several = multiprocessing.parent_process() is not None  # its parent ends it, and sends this signal on
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN if one_of_several else _at_once)
+    count = engine.output_processor.get_num_unfinished_requests()
+    logger.info(
+        "npu-gptoss: stopping; %d requests in flight have %g s to finish. Another signal ends them at once.",
+        count,
+        drain,
+    )
+    from npu_gptoss.serving.lines.vllm import TALKATIVE
+
+    for name in TALKATIVE:
+        logging.getLogger(name).addFilter(_told_once)
+    ending = asyncio.ensure_future(shutdown)
+    await asyncio.wait({ending}, timeout=drain)
+    while not ending.done():  # more than once: a request may have been on its way to the engine
+        ended = list(engine.output_processor.request_states)
+        engine.output_processor.propagate_error(stopping_error()())
+        await engine.engine_core.abort_requests_async(ended)  # else 0.23's engine takes --shutdown-timeout for them
+        await asyncio.wait({ending}, timeout=0.1)
+    await ending
+
+
+def _processes(engine: Any) -> list[Any]:
+    return list(getattr(engine.engine_core.resources.engine_manager, "processes", ()))
+
+
+def _at_once(number: int, frame: object) -> None:
+    """End the engines and API servers that this process has started, and then itself."""
+    from npu_gptoss.serving.lines.vllm import kill_process_tree
+
+    for process in multiprocessing.active_children():
+        kill_process_tree(process.pid)
+    os._exit(128 + number)
+
+
+@repair("servers-end", f"{MANAGERS}:APIServerProcessManager.shutdown", lines=("0.23",), until="0.33")
+def install_servers(managers: ModuleType) -> None:
+    """Several API servers are killed at a signal, and their requests are not answered."""
+    manager = managers.APIServerProcessManager
+    expect_parameters(manager.shutdown, "self", "timeout")
+    expect_parameters(manager.__init__, "self", "sock")
+    expect_source(managers.shutdown, "proc.terminate()", "proc.join(remaining)", "kill_process_tree(pid)")
+
+    @around(manager, "shutdown")
+    def shutdown(original: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+        for number in SIGNALS:
+            signal.signal(number, _at_once)
+        self.sock.close()  # or the kernel takes connections that nobody will answer
+        original(self, max(timeout or 0, envs.get("NPU_GPTOSS_DRAIN_SECONDS") + LAST_WORDS + GRACE))
+
+
+def _cause(engine: Any) -> str:
+    """The engine's own last error, or the signal that ended it, in words."""
+    pulse = getattr(engine.engine_core, "npu_gptoss_pulse", None)
+    if pulse is not None and pulse.cause:
+        return pulse.cause
+    for process in _processes(engine):
+        code = process.exitcode
+        if code is not None and code < 0:
+            killed = " (the kernel does that when memory runs out)" if -code == signal.SIGKILL else ""
+            return f"its process {process.name} was ended by {signal.Signals(-code).name}{killed}"
+        if code:
+            return f"its process {process.name} ended with exit status {code}"
+    return "no reason is known; look above for its last lines"
+
+
+async def _died(engine: Any) -> None:
+    """Awaited last, when everything is closed."""
+    cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
+    logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
+    raise SystemExit(STATUS)
+
+
+# -- what the clients get ---------------------------------------------------------------------------------------------
+
+
+@repair("server-end-answers", f"{API_SERVER}:build_app", until="0.23")
+def install_answers(api_server: ModuleType) -> None:
+    """A request that the engine's end took is answered as an internal error, which no client sends again."""
+    from fastapi import HTTPException
+
+    expect_source(
+        api_server.build_app, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),"
+    )
+
+    @around(api_server, "build_app")
+    def build_app(original: Callable[..., FastAPI], *args: Any, **kwargs: Any) -> FastAPI:
+        app = original(*args, **kwargs)
+        handler = app.exception_handlers[HTTPException]
+
+        async def told(request: Request, error: HTTPException) -> Response:
+            if is_final(error.__cause__):
+                error.status_code = HTTPStatus.SERVICE_UNAVAILABLE.value
+            return await handler(request, error)
+
+        app.add_exception_handler(HTTPException, told)
+        return app
+
+
+@repair("server-end-errors", f"{ENGINE}:OpenAIServing.create_error_response", until="0.23")
+def install_errors(serving_engine: ModuleType) -> None:
+    """A stream or a response that the engine's end took tells a bad request, which no client sends again."""
+    serving = serving_engine.OpenAIServing
+    expect_parameters(serving.create_error_response, "self", "message", "err_type", "status_code")
+    expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
+
+    final = _final_words()
+
+    @around(serving, "create_error_response")
+    def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, message, *args, **kwargs)
+        return _unavailable(answer) if message in final else answer
+
+
+def _final_words() -> set[str]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return {str(stopping_error()()), str(EngineDeadError())}
+
+
+def _unavailable(answer: Any) -> Any:
+    answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
+    answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+    return answer
+
+
+# -- the port ---------------------------------------------------------------------------------------------------------
+
+
+@repair("server-port", f"{API_SERVER}:create_server_socket", lines=("0.11", "0.23"), until="0.33")
+def install_port(api_server: ModuleType) -> None:
+    """Two servers take the same port, and each gets some of the requests."""
+    create = api_server.create_server_socket
+    expect_parameters(create, "addr")
+    expect_source(create, "sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)")
+
+    @around(api_server, "create_server_socket")
+    def create_server_socket(original: Callable[..., socket.socket], addr: tuple[str, int]) -> socket.socket:
+        try:
+            envs.get("NPU_GPTOSS_DRAIN_SECONDS")  # at the end of the server is too late to refuse it
+        except InputError as error:
+            raise SystemExit(str(error)) from None
+        family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(addr)
+            except OSError as error:
+                raise SystemExit(
+                    f"vllm serve: the server cannot listen on {addr[0] or 'any address'} port {addr[1]}: "
+                    f"{error.strerror}. Choose another with --port, or another address with --host."
+                ) from None
+        return original(addr)

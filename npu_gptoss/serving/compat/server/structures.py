@@ -1,0 +1,270 @@
+"""Structured output around vLLM's server: each structure is compiled once, in a bounded process, before vLLM parses it.
+
+A structure is checked with vLLM's own validation and compiled with the engine's backend in that process. vLLM's
+validation in the server's own process, which a regular expression can hang or crash, then only looks the verdict up.
+`admission.py` asks while it reads a request; what comes by other ways is asked for as the engine is given it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss import envs
+from npu_gptoss.serving.admission.bounded import Bounded
+from npu_gptoss.serving.admission.refusal import escaped
+from npu_gptoss.serving.admission.structures import Structures, Verdict
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace, stock
+from npu_gptoss.serving.compat.targets import ASYNC, BASE_PROTOCOL, ENGINE_PROTOCOL, PARSERS, PROCESSOR, SAMPLING_PARAMS
+from npu_gptoss.serving.lines import here
+from npu_gptoss.serving.lines.vllm import load_tokenizer, structure_key, validate_structure
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of which a structure has one
+STRUCTURE = (*KINDS, "whitespace_pattern")
+SWITCHES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+
+_structures: Structures | None = None  # of this process's server
+
+
+def structure_of(params: StructuredOutputsParams | None) -> dict[str, Any]:
+    """What a request asks of its output; {} where it asks for nothing."""
+    if params is None:
+        return {}
+    fields = {name: getattr(params, name) for name in STRUCTURE}
+    asked = {name: value for name, value in fields.items() if value is not None and value is not False}
+    if asked.keys().isdisjoint(KINDS):
+        return {}
+    return asked | {name: True for name in SWITCHES if getattr(params, name, False)}
+
+
+class StructureCompiler:
+    """`work` and `prepare` of the bounded process."""
+
+    def __init__(self, vllm_config: VllmConfig, tokenizer: Any = None) -> None:
+        """`tokenizer`: the server's own, which a forked process has without loading it; None loads it."""
+        self.vllm_config = vllm_config
+        self.tokenizer = tokenizer
+        self.backends: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.vllm_config.model_config)
+        configured = self.vllm_config.structured_outputs_config.backend
+        names = ("xgrammar", "guidance") if configured == "auto" else (configured,)
+        self.backends = {name: self._backend(name) for name in names}
+
+    def _backend(self, name: str) -> Any:
+        """The backend as the engine makes it."""
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        manager = SimpleNamespace(
+            backend=None,
+            backend_name=None,
+            vllm_config=self.vllm_config,
+            tokenizer=self.tokenizer,
+            executor=SimpleNamespace(submit=lambda *_: None),
+            _use_async_grammar_compilation=True,
+            _async_create_grammar=None,
+            _create_grammar=None,
+        )
+        named = SimpleNamespace(structured_outputs=SimpleNamespace(_backend=name))
+        request = SimpleNamespace(structured_output_request=SimpleNamespace(grammar=None), sampling_params=named)
+        stock(StructuredOutputManager.grammar_init)(manager, request)
+        return manager.backend
+
+    def work(self, question: bytes) -> bytes:
+        try:
+            answer = self.compile(json.loads(question))
+        except Exception as error:
+            said = str(error).replace("{err}", str(error.__cause__))  # vLLM 0.11.0 forgot an f before one sentence
+            answer = {"error": escaped(said or type(error).__name__, 300)}
+        return json.dumps(answer).encode()
+
+    def compile(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+        validate_structure(params, self.vllm_config, self.tokenizer)
+        wanted = params.structured_outputs
+        backend = self.backends.get(wanted._backend) or self._backend(wanted._backend)
+        grammar = backend.compile_grammar(*structure_key(params))
+        if (matcher := getattr(grammar, "ll_matcher", None)) is not None and matcher.get_error():
+            raise ValueError(matcher.get_error())
+        grammar.fill_bitmask(backend.allocate_token_bitmask(1), 0)  # the first step, too
+        return {
+            "backend": wanted._backend,
+            "automatic": wanted._backend_was_auto,
+            "fields": structure_of(wanted),
+        }
+
+
+def checked(vllm_config: VllmConfig, tokenizer: Any = None) -> Structures:
+    """This process's server's, made when first asked for."""
+    global _structures
+    if _structures is None:
+        compiler = StructureCompiler(vllm_config, tokenizer)
+        seconds, memory = envs.get("NPU_GPTOSS_GRAMMAR_SECONDS"), envs.get("NPU_GPTOSS_GRAMMAR_MIB") << 20
+        _structures = Structures(Bounded(compiler.work, compiler.prepare, seconds, memory))
+    return _structures
+
+
+def close() -> None:
+    """The server has ended."""
+    global _structures
+    if _structures is not None:
+        _structures.bounded.stop()
+        _structures = None
+
+
+def _known(params: StructuredOutputsParams | None) -> Verdict | None:
+    return None if _structures is None or params is None else _structures.known(structure_of(params))
+
+
+def _validate(original: Callable[[], None], params: SamplingParams) -> None:
+    """`original` is vLLM's validation, for what nobody has asked about."""
+    wanted = params.structured_outputs
+    verdict = _known(wanted)
+    if verdict is None or verdict.backend is None or wanted._backend not in (None, verdict.backend):
+        original()
+        return
+    for name in STRUCTURE:
+        setattr(wanted, name, verdict.fields.get(name))
+    wanted._backend, wanted._backend_was_auto = verdict.backend, verdict.automatic
+
+
+@repair(
+    "structure-verdicts",
+    f"{PROCESSOR}:Processor._validate_structured_output",
+    upstream="CVE-2026-55574, fixed in 0.24.0",
+    until="vLLM compiles structures outside of its API server",
+)
+def install_verdicts(module: ModuleType) -> None:
+    """vLLM parses a client's regular expressions, grammars and schemas in the server's own process, which some of
+    them crash and others hold for ever."""
+    validate = module.Processor._validate_structured_output
+    expect_parameters(validate, "self", "params")
+    expect_source(validate, "params.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(params)")
+
+    @around(module.Processor, "_validate_structured_output")
+    def _validate_structured_output(original: Callable[..., None], self: Any, params: SamplingParams) -> None:
+        _validate(lambda: original(self, params), params)
+
+
+@repair(
+    "structure-verdicts",
+    f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
+    lines=("0.23",),
+    until="vLLM compiles structures outside of its API server",
+)
+def install_verdicts_of_params_0_23(module: ModuleType) -> None:
+    """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process, where
+    some hold everybody; and vllm-ascend refuses all that another backend than the first request's has to take."""
+    from npu_gptoss.serving.lines.vllm_0_23 import vllms_own
+
+    _have_verdicts(module, vllms_own(module.SamplingParams, "_validate_structured_outputs"))
+
+
+@repair(
+    "structure-verdicts",
+    f"{SAMPLING_PARAMS}:SamplingParams._validate_structured_outputs",
+    lines=("0.33",),
+    until="vLLM compiles structures outside of its API server",
+)
+def install_verdicts_of_params(module: ModuleType) -> None:
+    """vLLM parses a client's grammars, schemas and the regular expressions in them in the server's own process,
+    where some hold everybody; and one that parses may end the engine when it is compiled there."""
+    validate = module.SamplingParams._validate_structured_outputs
+    expect_parameters(validate, "model_config")  # which the line's `validate_structure` hands over
+    _have_verdicts(module, validate)
+
+
+def _have_verdicts(module: ModuleType, validate: Callable[..., None]) -> None:
+    expect_parameters(validate, "self", "structured_outputs_config", "tokenizer")
+    expect_source(validate, "self.structured_outputs._backend_was_auto = True", "validate_xgrammar_grammar(self)")
+
+    def _validate_structured_outputs(self: SamplingParams, *args: Any) -> None:
+        _validate(lambda: validate(self, *args), self)
+
+    replace(module.SamplingParams, "_validate_structured_outputs", _validate_structured_outputs)
+
+
+@repair(
+    "structure-requests",
+    f"{ASYNC}:AsyncLLM.add_request",
+    lines=("0.23", "0.33"),
+    until="vLLM compiles structures outside of its API server",
+)
+def install_requests(module: ModuleType) -> None:
+    """A structure that comes in by a route that nobody reads beforehand, such as /inference/v1/generate, is parsed
+    in the server's process and compiled in the engine's without a bound."""
+    from vllm.exceptions import VLLMValidationError
+
+    unavailable = here().module("vllm").unavailable
+
+    expect_parameters(module.AsyncLLM.add_request, "self", "request_id", "prompt", "params")
+    expect_source(module.AsyncLLM.add_request, "self.input_processor.process_inputs(")
+
+    @around(module.AsyncLLM, "add_request")
+    async def add_request(
+        original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        wanted = structure_of(getattr(params, "structured_outputs", None))
+        if wanted and _structures is not None:
+            verdict = await _structures.verdict(wanted)
+            if verdict.error is not None:
+                said = f"This structure cannot be compiled: {verdict.error}."
+                if verdict.lasting:
+                    raise VLLMValidationError(said, parameter="structured_outputs")
+                raise unavailable(said)
+        return await original(self, request_id, prompt, params, *args, **keywords)
+
+
+@repair(
+    "structure-tags",
+    f"{PARSERS}:_xgrammar_supports",
+    f"{BASE_PROTOCOL}:validate_structural_tag_payload",
+    lines=("0.33",),
+    until="vLLM compiles structures outside of its API server",
+)
+def install_tags(module: ModuleType) -> None:
+    """vLLM parses structural tags, and structures beside tools, in the server's process while it reads a request."""
+    from vllm.entrypoints.generate.base import protocol
+
+    expect_parameters(module._xgrammar_supports, "structured_outputs")
+    expect_source(module._xgrammar_supports, "validate_xgrammar_grammar(")
+
+    @around(module, "_xgrammar_supports")
+    def _xgrammar_supports(original: Callable[..., bool], structured_outputs: StructuredOutputsParams) -> bool:
+        verdict = _known(structured_outputs)
+        return original(structured_outputs) if verdict is None else verdict.backend == "xgrammar"
+
+    _leave_tags(protocol)
+
+
+@repair(
+    "structure-tags",
+    f"{ENGINE_PROTOCOL}:validate_structural_tag_payload",
+    lines=("0.23",),
+    until="vLLM compiles structures outside of its API server",
+)
+def install_tags_0_23(protocol: ModuleType) -> None:
+    """vLLM parses structural tags in the server's process while it reads a request."""
+    _leave_tags(protocol)
+
+
+def _leave_tags(protocol: ModuleType) -> None:
+    expect_parameters(protocol.validate_structural_tag_payload, "payload", "parameter")
+    expect_source(protocol.validate_structural_tag_response_format, "validate_structural_tag_payload(payload,")
+    expect_source(protocol.validate_structured_outputs_structural_tag, "validate_structural_tag_payload(")
+
+    @around(protocol, "validate_structural_tag_payload")
+    def validate_structural_tag_payload(original: Callable[..., None], payload: Any, *, parameter: str) -> None:
+        """With the bounded process, the engine's request is looked at there in any case."""
+        if _structures is None or not isinstance(payload, str):
+            original(payload, parameter=parameter)

@@ -1,0 +1,1 @@
+"""Repairs of how vLLM starts, loads a checkpoint and chooses what runs."""

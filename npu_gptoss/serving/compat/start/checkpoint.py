@@ -1,0 +1,187 @@
+"""A checkpoint is checked before vLLM reads it, in the process that the user started; a refusal is one sentence.
+
+Stock vLLM reads config.json first with transformers, whose exceptions name no file, and the weights last, in an engine
+that it has forked: a missing shard takes a minute and three tracebacks. `EngineArgs.create_engine_config` is where each
+entrance passes (serve, `LLM`, `AsyncLLM`) before anything of the checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.errors import InputError, short
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import (
+    ARGUMENTS,
+    ASYNC,
+    GRAMMARS,
+    SERVE,
+    TOKENIZER,
+    TOKENIZERS,
+    TOKENIZERS_COPIES,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_PATHS = ("/", "./", "../", "~")  # a model that begins so is a path, not a name on the hub
+
+
+@repair("checkpoint-check", f"{ARGUMENTS}:EngineArgs.create_engine_config", lines=("0.11", "0.23"), until="0.33")
+def install_check(module: ModuleType) -> None:
+    """A checkpoint that cannot be served hangs vLLM, or is refused after a minute, by an engine that it has forked,
+    under tracebacks; a broken config.json by words that do not name it."""
+    owner = module.EngineArgs
+    expect_parameters(owner.create_engine_config, "usage_context", "headless")
+    expect_source(owner.create_engine_config, "maybe_override_with_speculators(", "self.create_model_config()")
+
+    @around(owner, "create_engine_config")
+    def create_engine_config(original: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
+        check(self)
+        return original(self, *args, **options)
+
+
+@repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11", "0.23"), until="0.33")
+def install_sentence(module: ModuleType) -> None:
+    """vllm serve ends with a traceback where a sentence says what to do."""
+    owner = module.ServeSubcommand
+    expect_source(owner.cmd, "args.model = args.model_tag", "uvloop.run(run_server(args))")
+
+    @around(owner, "cmd")
+    def cmd(original: Callable[..., None], args: argparse.Namespace) -> None:
+        from pydantic import ValidationError
+
+        model = getattr(args, "model_tag", None) or args.model
+        try:
+            if model.startswith(_PATHS) and not Path(model).exists():
+                raise InputError(f"{model}: expected a checkpoint's directory, but there is none. Check the path.")
+            original(args)
+        except InputError as error:
+            _end(str(error))
+        except ValidationError as error:  # what vLLM makes of an exception that rises while it checks its options
+            found = [entry.get("ctx", {}).get("error") or entry["msg"] for entry in error.errors()]
+            if not any(isinstance(one, InputError) for one in found) and not is_gpt_oss(Path(model)):
+                raise
+            _end(" ".join(short(str(one), 2000) for one in found))
+
+
+@repair(
+    "tokenizer-check",
+    f"{TOKENIZER} {ASYNC} vllm.v1.engine.llm_engine {GRAMMARS}:init_tokenizer_from_configs",
+    until="0.33",
+)
+def install_tokenizer(module: ModuleType) -> None:
+    """A tokenizer that cannot be read ends vLLM with a traceback, or with a panic that no handler sees; one with
+    ids beyond the vocabulary ends the engine at the first request that has such a token."""
+    expect_parameters(module.init_tokenizer_from_configs, "model_config")
+
+    around(module, "init_tokenizer_from_configs", (ASYNC, "vllm.v1.engine.llm_engine", GRAMMARS))(_checked_tokenizer)
+
+
+@repair(
+    "tokenizer-check",
+    f"{' '.join((TOKENIZERS, *TOKENIZERS_COPIES))}:cached_tokenizer_from_config",
+    lines=("0.23",),
+    until="0.33",
+)
+def install_tokenizer_0_23(module: ModuleType) -> None:
+    """A tokenizer from the hub that cannot be read ends vLLM with a traceback, or panics at a request; one with ids
+    beyond the vocabulary ends the engine at the first request that has such a token.
+
+    One in a directory is refused before, by checkpoint-check.
+    """
+    expect_parameters(module.cached_tokenizer_from_config, "model_config")
+    around(module, "cached_tokenizer_from_config", TOKENIZERS_COPIES)(_checked_tokenizer)
+
+
+def _checked_tokenizer(original: Callable[..., Any], model_config: ModelConfig, **options: Any) -> Any:
+    from npu_gptoss.model.config_fields import MODEL_TYPE
+    from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
+
+    if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
+        return original(model_config, **options)
+    path = Path(model_config.tokenizer) / "tokenizer.json"
+    with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
+        tokenizer = original(model_config, **options)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        try_tokenizer(path, fast)
+        check_vocabulary(path, fast, model_config.hf_config.vocab_size)
+    return tokenizer
+
+
+def _end(sentence: str) -> None:
+    print(f"vllm serve: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def check(options: EngineArgs) -> None:
+    """Raises InputError for a local gpt-oss checkpoint that cannot be served. Leaves the rest to vLLM."""
+    from vllm.platforms import current_platform
+
+    from npu_gptoss.serving.lines import here
+
+    directory = Path(options.model)
+    overrides = options.hf_overrides
+    if current_platform.device_type not in here().devices or not os.path.isdir(directory):  # noqa: PTH112  # never raises
+        return
+    if options.hf_config_path or not isinstance(overrides or {}, dict) or not is_gpt_oss(directory):
+        return
+    from npu_gptoss.model.check import check_directory, check_tokenizer
+
+    rope = {name: getattr(options, name, None) for name in ("rope_scaling", "rope_theta")}  # 0.11.0's alone
+    weights = options.load_format != "dummy"
+    config = check_directory(
+        directory,
+        overrides={**{name: value for name, value in rope.items() if value}, **(overrides or {})},
+        weights=weights,
+        text=False,
+    )
+    tokenizer = Path(options.tokenizer or directory)
+    if not options.skip_tokenizer_init and tokenizer.is_dir():
+        check_tokenizer(tokenizer, config)  # 1.5 s, where vLLM's own attempt ends in a traceback
+    _read_as_vllm_does(directory, weights)
+
+
+def is_gpt_oss(directory: Path) -> bool:
+    """Whether config.json says so. One that nobody can read counts as ours, so that a sentence says what is wrong."""
+    from npu_gptoss.files import is_there, read_json
+    from npu_gptoss.model.config import CONFIG_NAME
+    from npu_gptoss.model.config_fields import ARCHITECTURE, MODEL_TYPE
+
+    try:
+        if not is_there(directory / CONFIG_NAME):
+            return not any(directory.glob("*.gguf")) and not (directory / "params.json").exists()
+        values = read_json(directory / CONFIG_NAME)
+    except (InputError, OSError):
+        return True
+    if not isinstance(values, dict):
+        return True
+    architectures = values.get("architectures")
+    named = isinstance(architectures, list) and ARCHITECTURE in architectures
+    return named or values.get("model_type") == MODEL_TYPE
+
+
+def _read_as_vllm_does(directory: Path, weights: bool) -> None:
+    """The libraries that vLLM reads with are stricter than the formats here and there: they are asked too."""
+    from npu_gptoss.tokenizer import panics_told
+
+    remedy = "Take the file of the original checkpoint."
+    with panics_told(f"{directory / 'generation_config.json'} cannot be read by transformers", remedy):
+        from transformers import GenerationConfig
+
+        if (directory / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(directory)
+    if weights:
+        from safetensors import safe_open
+
+        for file in sorted(directory.glob("*.safetensors")):
+            with panics_told(f"{file} cannot be read by safetensors", remedy), safe_open(file, framework="pt"):
+                pass

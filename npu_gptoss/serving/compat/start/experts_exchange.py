@@ -1,0 +1,64 @@
+"""On a CPU, data parallel engines exchange the rows of their experts' layers.
+
+Engines beside each other (`--data-parallel-size`) share each layer's experts: by width, or whole ones with
+`--enable-expert-parallel`. Each needs the rows of all, and its own rows of their sum. vLLM 0.11.0 leaves that to the
+group's communicator, and the one for CPUs inherits "nothing to do".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_source, repair
+
+if TYPE_CHECKING:
+    import torch
+
+
+def all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Rows of each rank, as many as `sizes` says, one rank's after the other's. gloo gathers equal shapes only."""
+    import torch
+
+    if not isinstance(input_, torch.Tensor):
+        return [all_gatherv(self, tensor, dim, sizes) for tensor in input_]
+    parts = [input_.new_empty((rows, *input_.shape[1:])) for rows in sizes]
+    parts[self.rank_in_group].copy_(input_)
+    for rank, part in zip(self.ranks, parts, strict=True):
+        torch.distributed.broadcast(part, src=rank, group=self.device_group)
+    return torch.cat(parts, dim)
+
+
+def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks."""
+    return self.all_reduce(input_.contiguous()).split(sizes, dim)[self.rank_in_group]
+
+
+@repair(
+    "cpu-experts-exchange",
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
+    upstream="0.33.0 has it",
+    until="0.23",
+    essential=True,
+)
+def install(module: ModuleType) -> None:
+    """Data parallel engines on CPUs share each layer's experts and exchange nothing: every answer is rubbish."""
+    communicator = module.CpuCommunicator
+    if "dispatch" in vars(communicator):
+        raise Mismatch("CpuCommunicator has a dispatch of its own; is it repaired already?")
+    expect_source(communicator.__init__, "super().__init__(cpu_group, device, device_group, unique_name)")
+
+    @around(communicator, "__init__")
+    def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.all_gatherv = functools.partial(all_gatherv, self)
+        self.reduce_scatterv = functools.partial(reduce_scatterv, self)
+        if self.use_all2all:
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+            self.dispatch, self.combine = self.all2all_manager.dispatch, self.all2all_manager.combine

@@ -1,0 +1,1 @@
+"""Repairs that shorten the host's part of a step (vLLM 0.33)."""

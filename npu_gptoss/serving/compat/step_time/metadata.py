@@ -1,0 +1,114 @@
+"""What a step of vLLM 0.33's second runner need not do again: its host's time is what one request waits for.
+
+A step of decode is like the one before it: the same requests in the same order, with the same parameters. Each repair
+here compares what it is about to hand to the device with what it handed over last, and does it again where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
+from npu_gptoss.serving.compat.targets import BUFFERS, RUNNER_0_33
+
+if TYPE_CHECKING:
+    import torch
+
+_STAGED = "_npu_gptoss_staged"
+
+
+@repair(
+    "unchanged-tables",
+    f"{BUFFERS}:UvaBackedTensor.copy_to_uva",
+    lines=("0.33",),
+    until="vLLM keeps what does not change between steps",
+)
+def install_tables(buffers: ModuleType) -> None:
+    """Thirteen tables with a row a request (temperatures, biases, block counts, …) are copied for the device at every
+    step, changed or not."""
+    table = buffers.UvaBackedTensor
+    expect_parameters(table.copy_to_uva, "self", "n")
+    expect_source(table.copy_to_uva, "self.gpu = self.pool.copy_to_uva(self.np[:n] if n is not None else self.np)")
+    expect_source(buffers.UvaBufferPool.copy_to_uva, "self._curr = (self._curr + 1) % self.max_concurrency")
+
+    @around(table, "copy_to_uva")
+    def copy_to_uva(original: Callable[..., torch.Tensor], self: Any, n: int | None = None) -> torch.Tensor:
+        if n is not None:
+            return original(self, n)
+        staged, content = vars(self).get(_STAGED), self.np.tobytes()
+        if staged is not None and staged[0] is self.gpu and staged[1] == content:
+            return self.gpu
+        original(self)
+        setattr(self, _STAGED, (self.gpu, content))
+        return self.gpu
+
+
+@repair(
+    "unchanged-rows",
+    f"{RUNNER_0_33}:async_tensor_h2d",
+    lines=("0.33",),
+    until="vLLM keeps what does not change between steps",
+)
+def install_rows(runner: ModuleType) -> None:
+    """Which request a row of the batch is, and where its rows begin, is copied to the device at every step, each time
+    through newly pinned memory."""
+    import numpy as np
+    import torch
+
+    expect_parameters(runner.async_tensor_h2d, "data", "device", "dtype", "out")
+    expect_source(
+        runner.GPUModelRunner.prepare_inputs,
+        "idx_mapping = async_tensor_h2d(idx_mapping_np, device=self.device, dtype=torch.int64)",
+        "async_tensor_h2d(query_start_loc_np, out=query_start_loc)",
+    )
+    made: tuple[Any, torch.Tensor] | None = None  # what of, and the tensor, which nobody writes to
+    # into which tensor, what, and the tensor's count of changes: whoever else writes to it raises that
+    written: tuple[torch.Tensor, bytes, int] | None = None
+
+    @around(runner, "async_tensor_h2d")
+    def async_tensor_h2d(
+        original: Callable[..., torch.Tensor],
+        data: Any,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        nonlocal made, written
+        if isinstance(data, np.ndarray) and out is None and dtype == torch.int64:
+            key = (device, data.dtype, data.shape, data.tobytes())
+            if made is None or made[0] != key:
+                made = key, original(data, device=device, dtype=dtype)
+            return made[1]
+        if isinstance(data, np.ndarray) and out is not None and dtype is None and not out.is_inference():
+            content = data.tobytes()
+            if written is not None and written[0] is out and written[1:] == (content, out._version):
+                return out
+            original(data, out=out)
+            written = out, content, out._version
+            return out
+        return original(data, device=device, dtype=dtype, out=out)
+
+
+@repair(
+    "unchanged-views",
+    f"{RUNNER_0_33}:build_slot_mappings_by_layer",
+    lines=("0.33",),
+    until="vLLM keeps what does not change between steps",
+)
+def install_views(runner: ModuleType) -> None:
+    """The views of one buffer of slots are made anew at every step and entered under the name of every layer."""
+    expect_parameters(runner.build_slot_mappings_by_layer, "slot_mappings", "kv_cache_config")
+    expect_source(runner.build_slot_mappings_by_layer, "slot_mappings_by_layer[layer_name] = slot_mapping")
+    last: tuple[Any, Any, dict[str, torch.Tensor]] | None = None
+
+    @around(runner, "build_slot_mappings_by_layer")
+    def build_slot_mappings_by_layer(
+        original: Callable[..., dict[str, torch.Tensor]], slot_mappings: torch.Tensor, kv_cache_config: Any
+    ) -> dict[str, torch.Tensor]:
+        nonlocal last
+        place = slot_mappings.data_ptr(), slot_mappings.shape, slot_mappings.stride(), slot_mappings.dtype
+        if last is None or last[0] is not kv_cache_config or last[1] != place:
+            last = kv_cache_config, place, original(slot_mappings, kv_cache_config)
+        return last[2]

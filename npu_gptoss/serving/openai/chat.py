@@ -1,0 +1,182 @@
+"""Chat completions of gpt-oss in the place of vLLM's handler: its request in, its classes of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from npu_gptoss.frontend import chat
+from npu_gptoss.frontend.engine import Piece
+from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.serving.openai import intake
+from npu_gptoss.serving.openai.engine import Started, encoder_of, start, use
+from npu_gptoss.serving.openai.errors import engine_ended, failure, log_failure, of_the_request, refusal
+from npu_gptoss.serving.openai.release import release
+
+
+async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
+    """`self`: vLLM's serving object. Returns what vLLM's route expects: an error, an answer, or lines of a stream."""
+    if not intake.is_ours(self) or request.use_beam_search:
+        return await original(self, request, raw_request)
+    if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
+        return unknown
+    body = intake.body_of(raw_request)
+    plain = None if body is None else request
+    try:
+        wanted = chat.read(body or request.model_dump(exclude_unset=True), release().defaults(self))
+        intake.warn(raw_request, wanted.asked.warnings)
+        name = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
+        started = await start(self, wanted.asked, name, raw_request, plain, stream=wanted.stream)
+        answer = chat.Answer(wanted, await _facts(started, wanted), started.turn)
+    except of_the_request() as error:
+        return refusal(error)
+    if wanted.stream:
+        return _lines(answer, started, raw_request)
+    try:
+        told = await answer.whole(started.steps())
+    except engine_ended() as error:  # which vLLM answers with 500
+        return failure(error)
+    use(raw_request, told["usage"])
+    return answer_object(release().ChatCompletionResponse, told, raw_request)
+
+
+async def create_batch(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
+    """The answer to a request with several conversations: one choice for each."""
+    if not intake.is_ours(self):
+        return await original(self, request, raw_request)
+    if (unknown := await self._check_model(request)) is not None:
+        return unknown
+    body = request.model_dump(exclude_unset=True)
+    base = f"chatcmpl-{self._base_request_id(raw_request, request.request_id)}"
+    try:
+        wanted = [chat.read(body | {"messages": messages}, release().defaults(self)) for messages in body["messages"]]
+        started = [
+            await start(self, one.asked, f"{base}_{number}", raw_request, stream=False)
+            for number, one in enumerate(wanted)
+        ]
+        answers = [chat.Answer(one, await _facts(run, one), run.turn) for one, run in zip(wanted, started, strict=True)]
+    except of_the_request() as error:
+        return refusal(error)
+    try:
+        told = await asyncio.gather(*(a.whole(run.steps()) for a, run in zip(answers, started, strict=True)))
+    except engine_ended() as error:
+        return failure(error)
+    whole = {**told[0], "id": base, "choices": [c for one in told for c in one["choices"]]}
+    whole["choices"] = [choice | {"index": index} for index, choice in enumerate(whole["choices"])]
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    whole["usage"] = told[0]["usage"] | {name: sum(one["usage"][name] for one in told) for name in names}
+    use(raw_request, whole["usage"])
+    return answer_object(release().ChatCompletionResponse, whole, raw_request)
+
+
+async def tokenize(module: Any, original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
+    """The token ids of a chat's prompt, for /tokenize. module: of vLLM's handler."""
+    is_chat = isinstance(request, module.TokenizeChatRequest) and not request.chat_template
+    if not is_chat or not intake.is_ours(self):
+        return await original(self, request, raw_request)
+    if (unknown := await self._check_model(request)) is not None:
+        return unknown
+    try:
+        body = request.model_dump(exclude_unset=True)
+        asked = chat.read({name: body[name] for name in body if name in chat.READ}, release().defaults(self)).asked
+        tokens = await asyncio.to_thread(asked.prompt, encoder_of(self))
+    except of_the_request() as error:
+        return refusal(error)
+    strings = None
+    if request.return_token_strs:
+        strings = (await release().tokenizer(self)).convert_ids_to_tokens(tokens)
+    limit = release().max_model_len(self)
+    return module.TokenizeResponse(tokens=tokens, token_strs=strings, count=len(tokens), max_model_len=limit)
+
+
+def answer_object(base: type, body: Mapping[str, Any], raw_request: Any) -> Any:
+    """`body` as one of vLLM's answers; without a raw request (`vllm run-batch`) as vLLM's class reads it."""
+    return base.model_validate(body) if raw_request is None else answer_class(base).of(body)
+
+
+@functools.cache
+def answer_class(base: type) -> type:
+    """A class of vLLM's answers whose JSON is the front end's."""
+
+    class Answered(base):
+        @classmethod
+        def of(cls, body: Mapping[str, Any]) -> Any:
+            made = cls.model_construct(**{name: body[name] for name in ("id", "status") if name in body})
+            made.__dict__["told"] = dict(body)
+            return made
+
+        def model_dump(self, **_: Any) -> dict[str, Any]:
+            own = {"status": self.status} if "status" in self.__dict__["told"] else {}
+            return self.__dict__["told"] | own
+
+    return Answered
+
+
+async def _lines(answer: chat.Answer, started: Started, raw_request: Any) -> AsyncIterator[str]:
+    try:
+        async with aclosing(answer.lines(started.steps())) as lines:
+            async for line in lines:
+                yield line
+        use(raw_request, answer.usage())
+    except Exception as error:
+        log_failure("a streamed chat failed", error)
+        yield f"data: {json.dumps(failure(error).model_dump())}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
+    self, plain = started.serving, started.plain
+    tokenizer = await release().tokenizer(self) if plain.logprobs else None
+    prompt = {"prompt_token_ids": started.prompt} if wanted.with_token_ids else {}
+    if getattr(plain, "return_prompt_text", False):
+        prompt["prompt_text"] = load_encoding().decode(started.prompt)
+
+    def logprobs(piece: Piece, which: Sequence[int]) -> dict[str, Any]:
+        return self._create_chat_logprobs(
+            token_ids=[piece.token_ids[number] for number in which],
+            top_logprobs=[piece.logprobs[number] for number in which],
+            tokenizer=tokenizer,
+            num_output_top_logprobs=plain.top_logprobs,
+            return_as_token_id=plain.return_tokens_as_token_ids,
+            **({"logprob_token_ids": ids} if (ids := getattr(plain, "logprob_token_ids", None)) else {}),
+        ).model_dump()
+
+    return chat.Facts(
+        id=started.name,
+        model=started.model,
+        prompt_tokens=len(started.prompt),
+        role=self.response_role,
+        fingerprint=getattr(self, "system_fingerprint", None),
+        cached_details=self.enable_prompt_tokens_details,
+        prompt=prompt,
+        logprobs=logprobs if plain.logprobs else None,
+        log=output_logger(self, started.name, wanted.stream)
+        if self.enable_log_outputs and self.request_logger
+        else None,
+    )
+
+
+def output_logger(self: Any, name: str, streamed: bool) -> Callable[..., None] | None:
+    """What writes an answer's text into the log (`--enable-log-outputs`); None where the server does not."""
+    if not (self.enable_log_outputs and self.request_logger):
+        return None
+    deltas = getattr(self, "enable_log_deltas", True)
+
+    def log(text: str, tokens: Sequence[int] | None, finish: str | None) -> None:
+        is_delta = tokens is not None
+        if is_delta and not (deltas and text):
+            return
+        self.request_logger.log_outputs(
+            request_id=name,
+            outputs=text,
+            output_token_ids=list(tokens) if is_delta else None,
+            finish_reason=finish if is_delta or not streamed else "streaming_complete",
+            is_streaming=streamed,
+            delta=is_delta,
+        )
+
+    return log

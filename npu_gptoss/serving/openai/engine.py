@@ -1,0 +1,182 @@
+"""vLLM's engine as the front end's: a request is started with token ids, and its outputs become steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.request import Asked
+from npu_gptoss.frontend.turn import Turn
+from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.serving.admission.refusal import Refusal
+from npu_gptoss.serving.compat.server import structures
+from npu_gptoss.serving.openai.release import release
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+IN_THE_LOOP = 20_000  # characters, about 10 ms; a longer conversation is encoded in a thread
+PLACEHOLDER = [{"role": "user", "content": ""}]  # for messages, in what vLLM's classes read
+
+
+def checkpoint_directory(model_config: ModelConfig) -> Path | None:
+    """Where the served checkpoint's tokenizer.json lies: a local directory, the Hugging Face cache, or nowhere."""
+    names = dict.fromkeys((model_config.tokenizer, model_config.model))
+    for name in filter(None, names):
+        if (Path(name) / "tokenizer.json").is_file():
+            return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for name in filter(None, names):
+        try:
+            found = try_to_load_from_cache(name, "tokenizer.json", revision=model_config.revision)
+        except HFValidationError:
+            continue
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+_served: list[Encoder] = []  # of this process's server, once it is made
+
+
+def prepare(model_config: ModelConfig) -> Encoder:
+    """The encoder of a checkpoint, for the server of this process; it takes seconds. Raises VocabularyError."""
+    directory = checkpoint_directory(model_config)
+    made = Encoder(load_encoding(directory), None if directory is None else text_tokenizer(directory))
+    _served[:] = [made]
+    return made
+
+
+def served_encoder() -> Encoder:
+    return _served[0] if _served else Encoder(load_encoding())
+
+
+def encoder_of(serving: Any) -> Encoder:
+    """The encoder for a serving object of vLLM's."""
+    made = getattr(serving, "npu_gptoss_encoder", None)
+    if made is None:
+        made = serving.npu_gptoss_encoder = prepare(serving.model_config)
+    return made
+
+
+async def prompt_of(serving: Any, asked: Asked) -> list[int]:
+    """Raises ConversationError for what harmony cannot write, and for what the context cannot hold."""
+    encoder, limit = encoder_of(serving), release().max_model_len(serving)
+    if encoder.characters(asked.turns) + asked.tools.characters <= IN_THE_LOOP:
+        return asked.prompt(encoder, limit)
+    return await asyncio.to_thread(asked.prompt, encoder, limit)
+
+
+@dataclass
+class Started:
+    """A request that the engine works on. plain: as vLLM's class of chats reads what it samples by."""
+
+    serving: Any
+    name: str
+    asked: Asked
+    prompt: list[int]
+    plain: Any
+    params: Any
+    outputs: AsyncGenerator[Any, None]
+    model: str
+    whole: bool
+
+    def turn(self) -> Turn:
+        return self.asked.turn(load_encoding(), encoder_of(self.serving))
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """The engine's outputs; closing this aborts the request."""
+        tokens = 0
+        try:
+            async for output in self.outputs:
+                pieces = []
+                for done in output.outputs:
+                    tokens += len(done.token_ids)
+                    if done.finish_reason is None:
+                        pieces.append(Piece(done.index, done.token_ids, None, None, done.logprobs))
+                    else:
+                        pieces.append(self._last_piece(done))
+                extra = self._about(output, tokens) if output.finished or output.prompt_logprobs else None
+                yield Step(pieces, output.num_cached_tokens, extra)
+        finally:
+            await self.outputs.aclose()
+
+    def _last_piece(self, done: Any) -> Piece:
+        release().raise_if_error(self.serving, done.finish_reason, self.name)
+        extra = release().about_choice(self.plain, done, self.whole)
+        return Piece(done.index, done.token_ids, done.finish_reason, done.stop_reason, done.logprobs, extra)
+
+    def _about(self, output: Any, tokens: int) -> dict[str, Any]:
+        about = release().about_answer(self.serving, self.plain, output, tokens) if output.finished else {}
+        if output.prompt_logprobs and self.whole:
+            about["prompt_logprobs"] = [_logprobs(position) for position in output.prompt_logprobs]
+        return about
+
+
+def _logprobs(position: Any) -> Any:
+    """vLLM's log-probabilities of one position of the prompt, with -inf as OpenAI writes it."""
+    if position is None:
+        return None
+    return {str(token): asdict(one) | {"logprob": max(one.logprob, -9999.0)} for token, one in position.items()}
+
+
+async def start(
+    serving: Any, asked: Asked, name: str, raw_request: Any, plain: Any = None, *, stream: bool = False
+) -> Started:
+    """Start a request. plain: vLLM's request of a chat; made of `asked.sampling` where the API is another.
+
+    Raises what `errors.OF_THE_REQUEST` lists when the request cannot be served, before the engine has it.
+    """
+    here = release()
+    if plain is None:
+        plain = here.ChatCompletionRequest.model_validate(asked.sampling | {"messages": PLACEHOLDER, "stream": stream})
+    here.preflight(serving, plain.n or 1)
+    prompt = here.reused_prompt(serving, plain) or await prompt_of(serving, asked)
+    params = here.sampling(serving, plain, len(prompt))
+    await check_structure(serving, asked, asked.structure.fields)
+    keywords = here.hold(serving, params, asked, asked.structure.fields)
+    if keywords:  # framed by vLLM, which is another structure
+        await check_structure(serving, asked, structures.structure_of(params.structured_outputs))
+    _make_deltas(params, asked, plain)
+    if raw_request is not None:
+        raw_request.state.request_metadata = here.RequestResponseMetadata(request_id=name)
+    keywords |= here.scheduling(serving, plain, raw_request)
+    outputs = await here.generate(serving, plain, raw_request, name, prompt, params, **keywords)
+    model = serving.models.model_name(serving._maybe_get_adapters(plain))
+    return Started(serving, name, asked, prompt, plain, params, outputs, model, whole=not stream)
+
+
+def _make_deltas(params: Any, asked: Asked, plain: Any) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    if asked.reading.stop:  # whole answers, too: to end there, not after it
+        params.output_kind = RequestOutputKind.DELTA
+    if not plain.logprobs and not params.stop and params.prompt_logprobs is None:
+        params.detokenize = False  # the text that vLLM would make is not used
+
+
+async def check_structure(serving: Any, asked: Asked, fields: Any) -> None:
+    """Compile a structure in a bounded process, before the engine has it. Raises Refusal."""
+    if not fields:
+        return
+    config = serving.engine_client.vllm_config
+    verdict = await structures.checked(config, getattr(serving.engine_client, "tokenizer", None)).verdict(dict(fields))
+    if verdict.error is not None:
+        param = asked.structure.param or "tools"
+        status = 400 if verdict.lasting else 503
+        raise Refusal(f"{param}: this cannot be compiled for structured output: {verdict.error}.", param, status)
+
+
+def use(raw_request: Any, usage: dict[str, Any]) -> None:
+    """Tell vLLM's middleware what the request has used."""
+    metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+    if metadata is not None:
+        fields = ("prompt_tokens", "completion_tokens", "total_tokens")
+        metadata.final_usage_info = release().UsageInfo(**{name: usage[name] for name in fields})

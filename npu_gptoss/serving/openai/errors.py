@@ -1,0 +1,125 @@
+"""Refusals and failures of the handlers, as objects that vLLM's routes answer with.
+
+vLLM takes the HTTP status of an error from its `code`. The JSON that a client reads is the front end's own: OpenAI's
+form, the same on each release, or for /v1/messages Anthropic's, which vLLM's route makes of the type.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from npu_gptoss.harmony.encoding import ContextError
+from npu_gptoss.serving.admission.refusal import Refusal, escaped, shown
+from npu_gptoss.serving.openai.release import release
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+CONTEXT_CODE = "context_length_exceeded"  # by which clients know that they must shorten the conversation
+
+
+def of_the_request() -> tuple[type[Exception], ...]:
+    """The exceptions that a request causes by its own mistakes, in vLLM's words or ours."""
+    return (ValueError, TypeError, OverflowError, NotImplementedError, Refusal, *release().CLIENT_ERRORS)
+
+
+@functools.cache
+def _refused_class(base: type) -> type:
+    class Refused(base):
+        """An ErrorResponse with JSON of its own."""
+
+        def model_dump(self, **_: Any) -> dict[str, Any]:
+            return {"error": self.__dict__["told"]}
+
+    Refused.model_config = {**base.model_config, "extra": "allow"}
+    return Refused
+
+
+def refused(
+    message: str, param: str | None = None, status: int = 400, kind: str | None = None, code: Any = None
+) -> Any:
+    """An ErrorResponse of vLLM's. code: OpenAI's word for the mistake, where there is one; kind: the type."""
+    classes = release()
+    kind = kind or ("BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase)
+    info = classes.ErrorInfo(message=message, type=kind, param=param, code=int(status))
+    answer = _refused_class(classes.ErrorResponse).model_construct(error=info)
+    answer.__dict__["told"] = {"message": message, "type": kind, "param": param, "code": code or int(status)}
+    return answer
+
+
+def refusal(error: Exception) -> Any:
+    """The answer to a request that cannot be served, from the exception that says why."""
+    if isinstance(error, Refusal):
+        return refused(error.message, error.param, int(error.status))
+    if isinstance(error, ContextError):
+        return refused(str(error), error.param, kind="invalid_request_error", code=CONTEXT_CODE)
+    if callable(getattr(error, "errors", None)):  # pydantic's
+        found = misread(error.errors())
+        return refused(found.message, found.param)
+    param = getattr(error, "param", None) or getattr(error, "parameter", None)
+    said = escaped(str(error), 1000) or type(error).__name__
+    return refused(said, param, int(getattr(error, "status_code", HTTPStatus.BAD_REQUEST)))
+
+
+def engine_ended() -> type[Exception]:
+    """The exception of every request that the end of the engine, or of the server, has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return EngineDeadError
+
+
+def failure(error: Exception) -> Any:
+    """The error that ends an answer which had begun: a request's own mistake, the engine's end, or a fault of ours."""
+    if isinstance(error, engine_ended()):
+        return refused(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
+    if isinstance(error, of_the_request()):
+        return refusal(error)
+    status = int(getattr(error, "status_code", HTTPStatus.INTERNAL_SERVER_ERROR))
+    return refused(escaped(str(error), 1000) or type(error).__name__, status=status)
+
+
+def misread(errors: Sequence[Any], body: Any = None) -> Refusal:
+    """The complaint of pydantic's that is deepest in the body, with its path in the client's own spelling."""
+    if not errors or not isinstance(errors[0], Mapping):  # vLLM's own, of a Content-Type
+        return Refusal(escaped(str(errors[0] if errors else "The request cannot be read.")))
+    paths = [_path(error.get("loc", ()), body) for error in errors]
+    deepest = max(range(len(errors)), key=lambda number: len(paths[number]))
+    error, param = errors[deepest], _spelled(paths[deepest]) or None
+    said = escaped(str(error.get("msg", "invalid")), 300).removeprefix("Value error, ").removesuffix(".")
+    said = f"expected {said.removeprefix('Input should be ')}" if said.startswith("Input should be ") else said
+    got = f", got {shown(error['input'])}" if "input" in error and param and error.get("type") != "missing" else ""
+    return Refusal(f"{f'{param}: ' if param else ''}{said}{got}.", param)
+
+
+def _path(place: Sequence[Any], body: Any) -> list[Any]:
+    """Without the names of the types that pydantic tried: what is no key or index of the body, but for the last."""
+    path: list[Any] = []
+    for number, part in enumerate(place):
+        if part == "body" and number == 0:
+            continue
+        if (isinstance(body, Mapping) and part in body) or (
+            isinstance(body, Sequence) and not isinstance(body, str) and isinstance(part, int) and part < len(body)
+        ):
+            body = body[part]
+        elif (
+            body is not None
+            and not isinstance(part, int)
+            and (number < len(place) - 1 or not isinstance(body, Mapping))
+        ):
+            continue
+        path.append(part)
+    return path
+
+
+def _spelled(path: Sequence[Any]) -> str:
+    spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return escaped(spelled.removeprefix("."), 100)
+
+
+def log_failure(what: str, error: Exception) -> None:
+    """Log with a traceback, unless the engine's end explains it, which is logged once and ends every request."""
+    ended = isinstance(error, engine_ended())
+    logger.error("%s: %s", what, error, exc_info=None if ended else error)

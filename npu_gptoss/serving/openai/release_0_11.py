@@ -1,0 +1,107 @@
+"""vLLM 0.11.0: how its handlers reach the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from vllm.entrypoints.openai.protocol import (  # noqa: F401
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ErrorInfo,
+    ErrorResponse,
+    RequestResponseMetadata,
+    ResponsesResponse,
+    UsageInfo,
+)
+
+from npu_gptoss.frontend.request import Asked, Defaults
+
+CLIENT_ERRORS: tuple[type[Exception], ...] = ()  # beyond Python's own
+
+
+def max_model_len(serving: Any) -> int:
+    return serving.max_model_len
+
+
+def defaults(serving: Any) -> Defaults:
+    """What the options of the server say."""
+    from vllm import envs
+
+    return Defaults(
+        instructions_in_system=envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS,
+        with_usage=bool(getattr(serving, "enable_force_include_usage", False)),
+    )
+
+
+async def tokenizer(serving: Any) -> Any:
+    return await serving.engine_client.get_tokenizer()
+
+
+def preflight(serving: Any, samples: int) -> None:
+    """Raises where the engine takes no request."""
+    if serving.engine_client.errored:
+        raise serving.engine_client.dead_error
+
+
+def reused_prompt(serving: Any, request: ChatCompletionRequest) -> list[int] | None:
+    """The prompt's tokens, where another server has encoded it."""
+    return None
+
+
+def sampling(serving: Any, request: ChatCompletionRequest, prompt_tokens: int) -> Any:
+    """SamplingParams of a chat request without messages, tools and structure."""
+    from vllm.entrypoints.utils import get_max_tokens
+
+    defaults = serving.default_sampling_params or {}
+    most = get_max_tokens(serving.max_model_len, request, prompt_tokens, defaults)
+    return request.to_sampling_params(most, serving.model_config.logits_processor_pattern, defaults)
+
+
+def hold(serving: Any, params: Any, asked: Asked, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Hold the answer to a structure. Returns keywords of `generate`."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if fields:
+        params.structured_outputs = StructuredOutputsParams(**fields)
+    return {}
+
+
+async def generate(
+    serving: Any,
+    request: ChatCompletionRequest,
+    raw_request: Any,
+    name: str,
+    prompt: list[int],
+    params: Any,
+    **more: Any,
+) -> AsyncGenerator[Any, None]:
+    """Start a request of the engine. `request`: as of `sampling`."""
+    from vllm.inputs.data import TokensPrompt
+
+    lora = serving._maybe_get_adapters(request)
+    serving._log_inputs(name, prompt, params=params, lora_request=lora)
+    trace = None if raw_request is None else await serving._get_trace_headers(raw_request.headers)
+    inputs = TokensPrompt(prompt_token_ids=prompt)
+    if request.cache_salt is not None:
+        inputs["cache_salt"] = request.cache_salt
+    return serving.engine_client.generate(inputs, params, name, lora_request=lora, trace_headers=trace, **more)
+
+
+def scheduling(serving: Any, request: ChatCompletionRequest, raw_request: Any) -> dict[str, Any]:
+    """Keywords of `generate` by which the engine schedules."""
+    return {"priority": request.priority}
+
+
+def raise_if_error(serving: Any, finish_reason: str | None, name: str) -> None:
+    """0.11.0's engine knows no such reason."""
+
+
+def about_choice(request: ChatCompletionRequest, output: Any, whole: bool) -> dict[str, Any] | None:
+    """Fields of a choice that only the engine knows, from the last CompletionOutput of a sample."""
+    return None
+
+
+def about_answer(serving: Any, request: ChatCompletionRequest, output: Any, tokens: int) -> dict[str, Any]:
+    """Fields of an answer that only the engine knows, from the last RequestOutput. tokens: generated in all."""
+    return {} if output.kv_transfer_params is None else {"kv_transfer_params": output.kv_transfer_params}

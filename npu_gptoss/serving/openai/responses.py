@@ -1,0 +1,230 @@
+"""/v1/responses of gpt-oss in the place of vLLM's handler: whole, streamed, and in the background.
+
+vLLM's routes retrieve and cancel what its stores have: `response_store` each response as an object of vLLM's class,
+`event_store` the events of a stream in the background, `background_tasks` the task that makes them. `msg_store` has the
+conversation that a request goes on with, when it names a response as its `previous_response_id`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from npu_gptoss.frontend import responses
+from npu_gptoss.frontend.engine import Piece
+from npu_gptoss.frontend.response_items import Conversation
+from npu_gptoss.harmony.parser import Kind
+from npu_gptoss.serving.openai import intake
+from npu_gptoss.serving.openai.chat import answer_class
+from npu_gptoss.serving.openai.engine import Started, start, use
+from npu_gptoss.serving.openai.errors import engine_ended, failure, log_failure, of_the_request, refusal, refused
+from npu_gptoss.serving.openai.release import release
+
+INVALID = "invalid_request_error"
+STORE_HINT = (
+    " This server stores no responses. Start it with VLLM_ENABLE_RESPONSES_API_STORE=1 (it then keeps all of them in "
+    "memory), or send the earlier items of the conversation as input."
+)
+NO_BACKGROUND = (  # vLLM's words
+    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
+    "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
+)
+
+
+class Event:
+    """An event of a stream, as far as vLLM's routes look at one."""
+
+    __slots__ = ("sequence_number", "told", "type")
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told, self.type, self.sequence_number = told, told["type"], told["sequence_number"]
+
+    def model_dump_json(self, **_: Any) -> str:
+        return json.dumps(self.told, ensure_ascii=False)
+
+
+async def create(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
+    """`self`: vLLM's serving object. Returns what vLLM's route expects: an error, a response, or events of a stream."""
+    if not intake.is_ours(self):
+        return await original(self, request, raw_request)
+    if (unknown := await self._check_model(intake.written(request, raw_request))) is not None:
+        return unknown
+    body = intake.body_of(raw_request)
+    if body is None:
+        body = request.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    previous = body.get("previous_response_id")
+    if previous is not None and previous not in self.response_store:
+        return not_found(self, previous, "previous_response_id")
+    if body.get("background") and not self.enable_store:
+        return refused(NO_BACKGROUND, "background", kind=INVALID)
+    if previous is not None and previous not in self.msg_store:
+        status = self.response_store[previous].status
+        return refused(
+            f"previous_response_id: expected a response with an output, got one that is {status}.",
+            "previous_response_id",
+        )
+    try:
+        wanted = responses.read(body, release().defaults(self), self.msg_store.get(previous))
+        intake.warn(raw_request, wanted.asked.warnings)
+        started = await start(self, wanted.asked, request.request_id, raw_request, stream=wanted.stream)
+        answer = responses.Answer(wanted, await _facts(started, wanted), started.turn())
+    except of_the_request() as error:
+        return refusal(error)
+    work = _Work(started, answer, raw_request)
+    if wanted.background:
+        return await work.in_background()
+    if wanted.stream:
+        return work.events()
+    try:
+        return await work.whole()
+    except (ValueError, engine_ended()) as error:
+        return failure(error)
+
+
+def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
+    """In the place of vLLM's `_make_not_found_error`: says how responses are stored."""
+    hint = "" if self.enable_store else STORE_HINT
+    return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
+
+
+async def replay(self: Any, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
+    """The events of a response in the background, those to come too. vLLM's own waits after the last one."""
+    if response_id not in self.event_store:
+        raise ValueError(f"Response {response_id!r:.80} has no events: it was not streamed in the background.")
+    events, arrived = self.event_store[response_id]
+    number = 0 if starting_after is None else starting_after + 1
+    while True:
+        arrived.clear()
+        while number < len(events):
+            yield events[number]
+            number += 1
+        if response_id not in self.background_tasks:
+            return
+        await arrived.wait()
+
+
+async def _facts(started: Started, wanted: responses.Request) -> responses.Facts:
+    self, plain = started.serving, started.plain
+    tokenizer = await release().tokenizer(self) if plain.logprobs else None
+
+    def logprobs(piece: Piece, which: Sequence[int]) -> list[dict[str, Any]]:
+        made = self._create_response_logprobs(
+            token_ids=[piece.token_ids[number] for number in which],
+            logprobs=[piece.logprobs[number] for number in which],
+            tokenizer=tokenizer,
+            top_logprobs=plain.top_logprobs,
+        )
+        return [one.model_dump() for one in made]
+
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens")
+    return responses.Facts(
+        id=started.name,
+        model=started.model,
+        prompt_tokens=len(started.prompt),
+        stored=wanted.store and self.enable_store,
+        sampled={name: getattr(started.params, name) for name in names},
+        logprobs=logprobs if plain.logprobs else None,
+    )
+
+
+class _Work:
+    """A request that the engine works on, and the stores of vLLM's serving object."""
+
+    def __init__(self, started: Started, answer: responses.Answer, raw_request: Any) -> None:
+        self.serving, self.started, self.answer, self.raw_request = started.serving, started, answer, raw_request
+        self.id = started.name
+
+    async def whole(self) -> Any:
+        told = await self.answer.whole(self.started.steps())
+        self._use(False)
+        return await self._keep(told)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        try:
+            async with aclosing(self.answer.events(self.started.steps())) as events:
+                async for told in events:
+                    if told["type"] in responses.LAST_EVENTS:
+                        self._use(True)
+                        await self._keep(told["response"])
+                    yield Event(told)
+        except Exception as error:
+            log_failure("a streamed response failed", error)
+            told = self.answer.failed(error)
+            await self._keep(told)
+            yield Event(self.answer.last(told))
+
+    async def in_background(self) -> Any:
+        """Returns the queued response, or the events of a stream that goes on when the client has left."""
+        serving = self.serving
+        queued = await self._keep(self.answer.response("queued"))
+        arrived = asyncio.Event()
+        if self.answer.request.stream:
+            events: deque[Event] = deque()
+            serving.event_store[self.id] = (events, arrived)
+            work = self._stream(events, arrived)
+        else:
+            work = self._run()
+        task = asyncio.create_task(work, name=f"create_{self.id}")
+        serving.background_tasks[self.id] = task
+
+        def done(_: asyncio.Task[None]) -> None:
+            serving.background_tasks.pop(self.id, None)
+            arrived.set()
+
+        task.add_done_callback(done)
+        return replay(serving, self.id) if self.answer.request.stream else queued
+
+    async def _run(self) -> None:
+        await self._keep(self.answer.response("in_progress"))
+        try:
+            await self.whole()
+        except Exception as error:
+            log_failure("a response in the background failed", error)
+            await self._keep(self.answer.failed(error))
+
+    async def _stream(self, events: deque[Event], arrived: asyncio.Event) -> None:
+        await self._keep(self.answer.response("in_progress"))
+        try:
+            async for event in self.events():
+                events.append(event)
+                arrived.set()
+        except asyncio.CancelledError:
+            events.append(Event(self.answer.last(self.answer.ended())))
+            raise
+
+    async def _keep(self, told: Mapping[str, Any]) -> Any:
+        """The response as an object of vLLM's class, stored where it shall be. A cancelled one stays cancelled."""
+        serving = self.serving
+        response = answer_class(release().ResponsesResponse).of(told)
+        if not self.answer.facts.stored:
+            return response
+        async with serving.response_store_lock:
+            known = serving.response_store.get(self.id)
+            if known is not None and known.status == "cancelled":
+                return response
+            serving.response_store[self.id] = response
+            if told["status"] in ("completed", "incomplete"):
+                conversation: Conversation = self.answer.conversation()
+                serving.msg_store[self.id] = conversation
+        return response
+
+    def _use(self, streamed: bool) -> None:
+        """Tell vLLM's middleware and log what the response has."""
+        serving, usage = self.serving, self.answer.usage()
+        names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens", "total_tokens": "total_tokens"}
+        use(self.raw_request, {name: usage[own] for name, own in names.items()})
+        if not (serving.enable_log_outputs and serving.request_logger):
+            return
+        turn = self.answer.turn
+        serving.request_logger.log_outputs(
+            request_id=self.id,
+            outputs=turn.texts(Kind.ANSWER) or "".join(call.text for call in turn.calls),
+            output_token_ids=None,
+            finish_reason=self.answer.sample.finish,
+            is_streaming=streamed,
+            delta=False,
+        )

@@ -1,0 +1,99 @@
+"""The front end over a script: an engine that yields the tokens of a text, in pieces of any size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai_harmony")
+
+from npu_gptoss.frontend import chat
+from npu_gptoss.frontend.engine import Piece, Step
+from tests.harmony.conftest import directory, encoder, library  # noqa: F401
+
+TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Script:
+    """An engine for one request. given: how many tokens were taken from it; ended: all of them; closed: nobody asks."""
+
+    def __init__(self, tokens: Sequence[int], bite: int, finish: str | None = None) -> None:
+        self.tokens, self.bite, self.finish = list(tokens), bite, finish
+        self.given, self.ended, self.closed = 0, False, False
+
+    async def steps(self) -> AsyncIterator[Step]:
+        try:
+            for first in range(0, len(self.tokens), self.bite):
+                part = self.tokens[first : first + self.bite]
+                self.given += len(part)
+                last = first + self.bite >= len(self.tokens)
+                reason = self.finish or ("stop" if part[-1] in TURN_ENDS else "length")
+                yield Step([Piece(0, part, reason if last else None)], cached_tokens=0)
+                await asyncio.sleep(0)
+            self.ended = True
+        finally:
+            self.closed = True
+
+
+@pytest.fixture
+def tokens(library) -> Callable[[str], list[int]]:  # noqa: F811
+    return lambda text: library.encode(text, allowed_special="all")
+
+
+def answered(message: dict[str, Any], finish: str) -> tuple:
+    """Content, reasoning, calls and finish reason of a chat's message."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+    assert message["reasoning"] == message["reasoning_content"]
+    return message["content"] or "", message["reasoning"] or "", calls, finish
+
+
+def gathered(lines: Sequence[str], index: int = 0) -> tuple:
+    """What the client of a streamed chat has in the end."""
+    content = reasoning = ""
+    calls: list[list[str]] = []
+    finish = None
+    for line in lines:
+        chunk = json.loads(line.removeprefix("data: "))
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            reasoning += delta.get("reasoning") or ""
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(calls):
+                    calls.append([call["function"]["name"], ""])
+                calls[call["index"]][1] += call["function"].get("arguments") or ""
+            finish = choice["finish_reason"] or finish
+    return content, reasoning, calls, finish
+
+
+@pytest.fixture
+def ask(library, encoder, tokens) -> Callable[..., Any]:  # noqa: F811
+    """The answer of a chat to a turn that the model writes; bite: None for a whole one, else the size of a step."""
+
+    def asked(text: str, bite: int | None = None, finish: str | None = None, **fields: Any) -> Any:
+        body = {"messages": MESSAGES, "stream": bite is not None} | fields
+        request = chat.read(body)
+        script = Script(tokens(text), bite or 3, finish)
+        facts = chat.Facts("chatcmpl-1", "gpt-oss", len(request.asked.prompt(encoder)))
+        answer = chat.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+
+        async def go() -> Any:
+            if bite is None:
+                return await answer.whole(script.steps())
+            return [line async for line in answer.lines(script.steps())]
+
+        got = asyncio.run(go())
+        assert script.closed
+        assert script.ended or "stop" in fields, "the request counts as one whose client has left"
+        return got
+
+    return asked

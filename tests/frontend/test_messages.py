@@ -1,0 +1,374 @@
+"""Anthropic's messages: what a request asks, and that a stream says what a whole answer says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai_harmony")
+
+from npu_gptoss.frontend import chat, messages
+from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.encoding import ContextError
+from tests.frontend.conftest import MESSAGES, Script
+from tests.frontend.turns import BASH, CALL, FOUR, NEXT, THOUGHT, TURNS, WEATHER, call_to
+
+PARIS = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
+RAINS = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+USER = {"role": "user", "content": "hi"}
+
+
+def tool(function: dict[str, Any]) -> dict[str, Any]:
+    own = function["function"]
+    return {"name": own["name"], "input_schema": own["parameters"]}
+
+
+def of_chat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat in Anthropic's spelling."""
+    own = dict(fields)
+    if "tools" in own:
+        own["tools"] = [tool(one) for one in own["tools"]]
+    if (choice := own.pop("tool_choice", None)) is not None:
+        named = isinstance(choice, dict)
+        own["tool_choice"] = {"type": "tool", "name": choice["function"]["name"]} if named else {"type": choice}
+        own["tool_choice"]["type"] = {"required": "any"}.get(own["tool_choice"]["type"], own["tool_choice"]["type"])
+    if (stop := own.pop("stop", None)) is not None:
+        own["stop_sequences"] = stop
+    if own.pop("include_reasoning", True) is False:
+        own["thinking"] = {"type": "disabled"}
+    return own
+
+
+@pytest.fixture
+def answer(library, encoder, tokens) -> Callable[..., Any]:
+    """The answer to a turn that the model writes; bite: None for a whole one, else the size of a step."""
+
+    def answered(text: str, bite: int | None = None, finish: str | None = None, **fields: Any) -> Any:
+        request = messages.read({"messages": MESSAGES, "max_tokens": 64, "stream": bite is not None} | fields)
+        script = Script(tokens(text), bite or 3, finish)
+        prompt = request.asked.prompt(encoder)
+        facts = messages.Facts("msg_1", "gpt-oss", len(prompt), cached_details=True)
+        made = messages.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+
+        async def go() -> Any:
+            if bite is None:
+                return await made.whole(script.steps())
+            return gathered("".join([text async for text in made.events(script.steps())]))
+
+        got = asyncio.run(go())
+        assert script.closed
+        return got
+
+    return answered
+
+
+def gathered(text: str) -> dict[str, Any]:
+    """The message that Anthropic's SDKs make of a stream. The order of its events is checked."""
+    events = []
+    for one in text.removesuffix("\n\n").split("\n\n"):
+        name, data = one.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    message, opened = events[0]["message"], False
+    assert (message["type"], message["role"], message["content"]) == ("message", "assistant", [])
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == (None, 0)
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert (opened, event["index"]) == (False, len(message["content"]))
+            message["content"].append(event["content_block"] | {"partial": ""})
+            opened = True
+            continue
+        block = message["content"][-1]
+        assert (opened, event["index"]) == (True, len(message["content"]) - 1)
+        if event["type"] == "content_block_stop":
+            raw, opened = block.pop("partial"), False
+            if block["type"] == "tool_use":
+                block["input"] = parsed(raw)
+            continue
+        delta = event["delta"]
+        name = {"input_json_delta": "partial_json"}.get(delta["type"], delta["type"].removesuffix("_delta"))
+        block[{"partial_json": "partial"}.get(name, name)] += delta[name]
+    assert not opened
+    return message | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+
+
+def parsed(raw: str) -> Any:
+    try:
+        return json.loads(raw or "{}")
+    except ValueError:
+        return {"INVALID_JSON": raw}
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": [{**block, "id": None} for block in message["content"]]}
+
+
+def texts(message: dict[str, Any], kind: str) -> str:
+    name = "text" if kind == "text" else "thinking"
+    return "\n".join(block[name] for block in message["content"] if block["type"] == kind)
+
+
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn_is_read_alike_whole_streamed_and_by_chat(answer, name):
+    text, fields, (content, reasoning, calls, finish) = TURNS[name]
+    own = of_chat(fields)
+    whole = answer(text, **own)
+    assert (texts(whole, "text"), texts(whole, "thinking")) == (content, reasoning)
+    found = [[block["name"], block["input"]] for block in whole["content"] if block["type"] == "tool_use"]
+    assert found == [[function, parsed(arguments)] for function, arguments in calls]
+    assert whole["stop_reason"] == ("stop_sequence" if "stop" in fields else STOPS[finish])
+    assert all(block.get("signature", True) for block in whole["content"])
+    for bite in (1, 3, 100):
+        assert without_ids(answer(text, bite, **own)) == without_ids(whole), bite
+
+
+@pytest.mark.parametrize("bite", [None, 1])
+def test_an_answer_is_no_message_of_anthropics_sdk(answer, bite):
+    types = pytest.importorskip("anthropic.types")
+    for text, fields, _ in TURNS.values():
+        types.Message.model_validate(answer(text, bite, **of_chat(fields)), strict=True)
+
+
+@pytest.mark.parametrize("bite", [None, 1, 100])
+def test_a_cut_or_malformed_call_loses_its_text(answer, bite):
+    tools = {"tools": [tool(WEATHER), tool(BASH)]}
+    cut = answer(CALL[: CALL.index("ris")], bite, **tools)
+    assert (cut["content"][-1]["input"], cut["stop_reason"]) == ({"INVALID_JSON": '{"city":"Pa'}, "max_tokens")
+    for raw in ('{"cmd": ls}', '["ls"', '{"cmd":"\\'):
+        got = answer(call_to("commentary to=functions.bash", raw), bite, **tools)
+        assert (got["content"][-1]["input"], got["stop_reason"]) == ({"INVALID_JSON": raw}, "tool_use")
+    if bite is None:  # what Python reads and no JSON can say
+        for raw in ('{"cmd":NaN}', '{"cmd":1e999}', '{"cmd":"\\ud800"}', "[1]", "[" * 5000):
+            got = answer(call_to("commentary to=functions.bash", raw), **tools)
+            assert got["content"][-1]["input"] == {"INVALID_JSON": raw}
+
+
+@pytest.mark.parametrize("bite", [None, 1, 2, 100])
+def test_a_line_end_in_a_json_string_breaks_the_call(answer, bite):
+    raw = '{\n "cmd": "a\\"\\\\\n\tb"\n}'
+    got = answer(call_to("commentary to=functions.bash", raw), bite, tools=[tool(BASH)])
+    assert got["content"] == [
+        {"type": "tool_use", "name": "bash", "input": {"cmd": 'a"\\\n\tb'}} | {"id": got["content"][0]["id"]}
+    ]
+
+
+def test_parallel_calls_come_although_they_are_disabled(answer):
+    two = CALL.replace("<|call|>", "<|end|>") + NEXT + CALL
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    for bite in (None, 1):
+        got = answer(two, bite, tools=[tool(WEATHER)], tool_choice=choice)
+        assert [block["type"] for block in got["content"]] == ["tool_use"]
+
+
+def test_usage_counts_the_cache_twice(library, encoder, tokens):
+    request = messages.read({"messages": MESSAGES, "max_tokens": 64})
+
+    class Cached(Script):
+        async def steps(self):
+            async for step in super().steps():
+                yield type(step)(step.pieces, cached_tokens=16)
+
+    for details, usage in ((True, (84, 16)), (False, (100, 0))):
+        facts = messages.Facts("msg_1", "gpt-oss", 100, cached_details=details)
+        made = messages.Answer(request, facts, lambda: request.asked.turn(library, encoder))
+        got = asyncio.run(made.whole(Cached(tokens(THOUGHT + FOUR), 1).steps()))["usage"]
+        assert (got["input_tokens"], got["cache_read_input_tokens"]) == usage
+        assert got["output_tokens_details"]["thinking_tokens"] == 1
+
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a system text": ({"system": "Be brief."}, {"messages": [{"role": "system", "content": "Be brief."}, USER]}),
+    "system blocks": (
+        {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be brief."}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER]},
+    ),
+    "tools": ({"tools": [{"type": "custom", "cache_control": {}} | tool(WEATHER)]}, {"tools": [WEATHER]}),
+    "no tools wanted": ({"tools": [tool(WEATHER)], "tool_choice": {"type": "none"}}, {}),
+    "hosted tools": (
+        {"tools": [{"type": "web_search_20250305", "name": "w"}, {"type": "tool_search_tool_20251119"}, tool(BASH)]},
+        {"tools": [BASH]},
+    ),
+    "thinking disabled": ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "low"}),
+    "the greatest effort": (
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "xhigh"}},
+        {"reasoning_effort": "high"},
+    ),
+    "a prefill": (
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "3 + "}]}]},
+        {"messages": [USER, {"role": "assistant", "content": "3 + "}], "continue_final_message": True},
+    ),
+    "a system message between": (
+        {"messages": [USER, {"role": "system", "content": [{"type": "text", "text": "Now in French."}]}, USER]},
+        {"messages": [USER, {"role": "system", "content": "Now in French."}, USER]},
+    ),
+    "an error and its call": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "x"},
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "I look."},
+                        PARIS,
+                    ],
+                },
+                {"role": "user", "content": [RAINS | {"is_error": True, "content": [{"type": "text", "text": "no"}]}]},
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "reasoning": "hm",
+                    "content": "I look.",
+                    "tool_calls": [{"id": "1", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "Error: no"},
+            ]
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_prompt_is_not_that_of_the_same_chat(encoder, name):
+    own, same = SAME[name]
+    counted = messages.read({"messages": [USER], "model": "m"} | own, counting=True).asked.prompt(encoder)
+    assert counted == chat.read({"messages": [USER]} | same).asked.prompt(encoder)
+
+
+def prompt_text(library, encoder, sent: Sequence[Any], **fields: Any) -> str:
+    asked = messages.read({"messages": sent, "max_tokens": 9} | fields).asked
+    return library.decode(asked.prompt(encoder))
+
+
+def test_blocks_that_hold_text_are_lost(library, encoder):
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+    found = {"type": "search_result", "source": "S", "title": "U", "content": [{"type": "text", "text": "V"}]}
+    result = RAINS | {"content": [found, {"type": "tool_reference", "tool_name": "bash"}]}
+    sent = [{"role": "user", "content": [document]}, {"role": "assistant", "content": [PARIS]}]
+    got = prompt_text(library, encoder, [*sent, {"role": "user", "content": [result, {"type": "text", "text": "W"}]}])
+    for part in (
+        "<|message|>T\nD<|end|>",
+        "<|message|>U\nS\nV\nThe tool bash is available.<|end|>",
+        "<|message|>W<|end|>",
+    ):
+        assert part in got
+
+
+def test_a_malformed_call_comes_back_changed(library, encoder):
+    sent = [USER, {"role": "assistant", "content": [PARIS | {"input": {"INVALID_JSON": '{"city":"Pa'}}]}]
+    sent.append({"role": "user", "content": [RAINS | {"content": None}]})
+    assert '<|message|>{"city":"Pa<|call|>' in prompt_text(library, encoder, sent)
+
+
+def test_tools_of_the_conversation_are_not_offered(library, encoder):
+    added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool(BASH)}}
+    removed = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}}
+    sent = [USER, {"role": "system", "content": [added, removed]}, USER]
+    got = prompt_text(library, encoder, sent, tools=[tool(WEATHER)])
+    assert ("type bash" in got, "get_weather" in got) == (True, False)
+
+
+def test_a_deferred_tool_is_shown_before_it_is_found(library, encoder):
+    search, later = {"name": "ToolSearch", "input_schema": {}}, tool(WEATHER) | {"defer_loading": True}
+    found = RAINS | {"content": [{"type": "tool_reference", "tool_name": "get_weather"}]}
+    after = [USER, {"role": "assistant", "content": [PARIS]}, {"role": "user", "content": [found]}]
+    added = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "get_weather"}}
+    shown = "type get_weather = "
+    assert shown not in prompt_text(library, encoder, [USER], tools=[search, later])
+    assert shown in prompt_text(library, encoder, after, tools=[search, later])
+    assert shown in prompt_text(library, encoder, [USER, {"role": "system", "content": [added]}], tools=[search, later])
+    for nobody_searches in ([later], [{"type": "tool_search_tool_bm25_20251119", "name": "s"}, later]):
+        assert shown in prompt_text(library, encoder, [USER], tools=nobody_searches)
+
+
+def test_an_image_in_a_result_ends_the_conversation(library, encoder):
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    sent = [
+        USER,
+        {"role": "assistant", "content": [PARIS]},
+        {"role": "user", "content": [RAINS | {"content": [image]}]},
+    ]
+    assert "(an image, which this model cannot read)<|end|>" in prompt_text(library, encoder, sent)
+    warnings = messages.read({"messages": sent, "max_tokens": 9}).asked.warnings
+    assert warnings == ("messages[2].content[0].content[0] is left out: gpt-oss reads no block of type image",)
+
+
+def test_a_reminder_outlives_its_turn(library, encoder):
+    sent = [USER, {"role": "system", "content": "Hush.", "clear_at": "next_user_message"}]
+    assert "Hush." in prompt_text(library, encoder, sent)
+    assert "Hush." not in prompt_text(library, encoder, [*sent, USER])
+
+
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+def _last(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [USER, {"role": role, "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        (_last("x", "robot"), "messages[1].role"),
+        (_last(None), "messages[1].content"),
+        (_last([RAINS]), "messages[1].content[0].tool_use_id"),
+        (_last([{"type": "image", "source": {"type": "url", "url": "x"}}]), "messages[1].content[0]"),
+        (_last([{"type": "document", "source": {"type": "base64"}}]), "messages[1].content[0]"),
+        (_last([{"type": "text", "text": 1}]), "messages[1].content[0].text"),
+        (_last([PARIS], "assistant"), "messages[1].content[0]"),
+        ({"tools": [{"type": "bash_20250124"}, {"name": "f"}]}, "tools[1].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),  # Claude Code's search
+        ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"type": "invented", "name": "f"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        (_last("3 + ", "assistant") | {"output_config": {"format": SCHEMA}}, "output_config.format"),
+    ],
+)  # fmt: skip
+def test_a_refusal_does_not_name_the_field(fields, path):
+    with pytest.raises(ConversationError) as refused:
+        messages.read({"messages": [USER], "max_tokens": 9} | fields)
+    assert (refused.value.param, str(refused.value).partition(": ")[0]) == (path, path)
+
+
+def test_a_field_is_ignored_in_silence():
+    fields = {"seed": 1, "mcp_servers": [{}], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    warnings = messages.read({"messages": [USER], "max_tokens": 9, "metadata": {}} | fields).asked.warnings
+    assert [warning.split()[0] for warning in warnings] == ["seed", "mcp_servers", "thinking.budget_tokens"]
+
+
+def test_claude_code_cannot_tell_that_a_prompt_is_too_long(encoder):
+    asked = messages.read({"messages": [USER], "max_tokens": 50}).asked
+    length = len(asked.prompt(encoder))
+    with pytest.raises(ContextError, match=f"^prompt is too long: {length} tokens > 20 maximum"):
+        asked.prompt(encoder, 20)
+    with pytest.raises(ContextError, match=rf"`max_tokens` exceed context limit: {length} \+ 50 > {length + 9},"):
+        asked.prompt(encoder, length + 9)
+
+
+def test_an_error_is_not_in_anthropics_form():
+    wanted = {400: "invalid_request_error", 404: "not_found_error", 422: "invalid_request_error", 500: "api_error"}
+    wanted |= {401: "authentication_error", 413: "request_too_large", 503: "overloaded_error", 501: "api_error"}
+    for status, kind in wanted.items():
+        body = {"type": "error", "error": {"type": kind, "message": "no"}}
+        assert messages.error_body("no", status) == body
+        assert messages.error_event("no", status) == f"event: error\ndata: {json.dumps(body)}\n\n"

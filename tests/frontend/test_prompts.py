@@ -1,0 +1,207 @@
+"""Prompts: what a client says reaches the model in the form that it was trained on, and alike at every entrance."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai_harmony")
+
+from npu_gptoss.engine.chat import Chats
+from npu_gptoss.frontend import chat, responses
+from npu_gptoss.frontend.request import Defaults
+from npu_gptoss.harmony.conversation import ConversationError
+from npu_gptoss.harmony.encoding import ContextError
+from npu_gptoss.tiny.tokenizer_files import CHAT_TEMPLATE_FILE
+from research.tiny_data import make_example
+from research.tiny_text import Style
+from tests.frontend.conversations import (
+    CONVERSATIONS,
+    NOW,
+    WEATHER,
+    answer,
+    as_chat,
+    as_response,
+    call,
+    result,
+    system,
+    user,
+)
+
+SYSTEM = """<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.
+Knowledge cutoff: 2024-06
+Current date: 2025-11-20
+
+Reasoning: medium
+
+# Valid channels: analysis, commentary, final. Channel must be included for every message.{calls}<|end|>"""
+CALLS = "\nCalls to these tools must go to the commentary channel: 'functions'."
+HELLO, ASSISTANT = "<|start|>user<|message|>Hello<|end|>", "<|start|>assistant"
+NOW_TOOL = """# Tools
+
+## functions
+
+namespace functions {
+
+type now = () => any;
+
+} // namespace functions"""
+DEVELOPER = "<|start|>developer<|message|># Instructions\n\nBe brief."
+
+
+@pytest.fixture
+def prompt(library, encoder):
+    """The prompt of an API's request as text."""
+
+    def prompted(read: Any, defaults: Defaults = Defaults(date="2025-11-20"), **fields: Any) -> str:  # noqa: B008
+        return library.decode(read(fields, defaults).asked.prompt(encoder))
+
+    return prompted
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_chat_template_or_an_entrance_writes_another_prompt(library, encoder, name):
+    jinja2 = pytest.importorskip("jinja2")
+    case = CONVERSATIONS[name]
+    fields = as_chat(case)
+    effort = {"minimal": "low"}.get(fields["reasoning_effort"], fields["reasoning_effort"])
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    text = environment.from_string(CHAT_TEMPLATE_FILE.read_text()).render(
+        messages=case["messages"],
+        tools=fields.get("tools"),
+        add_generation_prompt=True,
+        reasoning_effort=effort,
+        strftime_now=lambda _: datetime.date.today().isoformat(),
+    )
+    ours = chat.read(fields).asked.prompt(encoder)
+    assert text == library.decode(ours)
+    assert responses.read(as_response(case)).asked.prompt(encoder) == ours
+
+
+def test_the_offline_engine_writes_another_prompt(directory, library, encoder):
+    chats = Chats(directory)
+    for case in CONVERSATIONS.values():
+        assert chats.prompt(chats.read(as_chat(case))) == chat.read(as_chat(case)).asked.prompt(encoder)
+
+
+def test_the_tiny_models_training_text_is_not_the_served_prompt(library, encoder):
+    """Training needs no openai-harmony; what it scores at the default style is what a server would get."""
+    rng = random.Random(3)
+    date = datetime.date.today().isoformat()
+    for _ in range(100):
+        example = make_example(rng)
+        fields = {"messages": example.messages, "tools": example.tools, "reasoning_effort": example.reasoning_effort}
+        served = chat.read(fields, Defaults(date=date)).asked.prompt(encoder)
+        assert example.prompt(Style(date=date)) == library.decode(served)
+
+
+def test_a_question_is_not_rendered_as_harmony_has_it(prompt, library, encoder):
+    expected = SYSTEM.format(calls="") + HELLO + ASSISTANT
+    assert prompt(chat.read, messages=[user("Hello")]) == expected
+    ids = chat.read({"messages": [user("Hello")]}, Defaults(date="2025-11-20")).asked.prompt(encoder)
+    assert ids == library.encode(expected, allowed_special="all")
+
+
+@pytest.mark.parametrize("name", ["get_weather", "functions.get_weather"])
+def test_a_result_without_an_id_is_not_that_of_its_name(prompt, name):
+    text = prompt(chat.read, messages=[user(), {"role": "tool", "name": name, "content": "3"}])
+    assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>3<|end|>" in text
+
+
+@pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
+def test_a_call_or_its_reasoning_is_not_what_the_model_wrote(prompt, reasoning):
+    messages = [user(), call(**{reasoning: "I need it."}), result()]
+    text = prompt(chat.read, messages=messages, tools=[{"type": "function", "function": NOW}])
+    assert text == (
+        SYSTEM.format(calls=CALLS) + f"<|start|>developer<|message|>{NOW_TOOL}<|end|>"
+        "<|start|>user<|message|>Weather?<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>I need it.<|end|>"
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
+        "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>20 degrees<|end|>"
+        "<|start|>assistant"
+    )
+
+
+def test_instructions_of_a_response_are_dropped_or_not_joined(prompt):
+    own = [system("In English."), user("Hello")]
+    tools = [{"type": "function", **NOW}]
+    text = prompt(responses.read, instructions="Be brief.", tools=tools, input=own)
+    assert text.endswith(f"{DEVELOPER}\n\nIn English.\n\n{NOW_TOOL}<|end|>{HELLO}{ASSISTANT}")
+    text = prompt(responses.read, instructions="Be brief.", input="Hello")
+    assert text.endswith(f"{DEVELOPER}<|end|>{HELLO}{ASSISTANT}")
+
+
+def test_instructions_miss_the_system_turn_where_the_server_wants_them(prompt):
+    defaults = Defaults(instructions_in_system=True)
+    messages = [system("Be brief."), system("In English.", "developer"), user("Hello")]
+    text = prompt(chat.read, defaults, messages=messages, tools=[{"type": "function", "function": NOW}])
+    assert "OpenAI.\nBe brief.\n\nIn English.\n" in text
+    assert text.endswith(f"<|start|>developer<|message|>{NOW_TOOL}<|end|>{HELLO}{ASSISTANT}")
+    text = prompt(responses.read, defaults, instructions="Be brief.", input="Hello")
+    assert "OpenAI.\nBe brief.\n" in text
+    assert "developer" not in text
+
+
+def test_defaults_of_the_server_are_forgotten_or_beat_the_request(prompt):
+    defaults = Defaults(effort="low", efforts={"xhigh": "high"}, identity="You are Tiny.")
+    for read, given in ((chat.read, {"messages": [user()]}), (responses.read, {"input": "Hello"})):
+        assert "Reasoning: low" in prompt(read, defaults, **given)
+        assert "Reasoning: high" in prompt(read, defaults, reasoning_effort="xhigh", **given)
+        assert "<|message|>You are Tiny.\n" in prompt(read, defaults, **given)
+        own = prompt(read, defaults, chat_template_kwargs={"model_identity": "You are Own."}, **given)
+        assert "<|message|>You are Own.\n" in own
+
+
+def test_a_summary_of_reasoning_is_read_as_reasoning(prompt):
+    summary = {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "short"}]}
+    content = [{"type": "output_text", "text": "Hi.", "annotations": []}]
+    item = {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": content}
+    text = prompt(responses.read, input=[user("Hello"), summary, item, user("Hello")])
+    assert text.endswith(f"{HELLO}{ASSISTANT}<|channel|>final<|message|>Hi.<|end|>{HELLO}{ASSISTANT}")
+
+
+def test_a_text_that_no_context_can_hold_is_encoded(encoder):
+    asked = chat.read({"messages": [user("-" * (129 * 4096))]}).asked
+    with pytest.raises(ContextError, match=r"length is 4096 tokens\. However, your request has at least \d+ input"):
+        asked.prompt(encoder, 4096)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": ["Hi"]}, "messages[0].role"),
+        ({"messages": [user("Hi"), system("x", "robot")]}, "messages[1].role"),
+        ({"messages": [user(None)]}, "messages[0].content"),
+        ({"messages": [user([{"type": "image_url"}])]}, "messages[0].content[0]"),
+        ({"messages": [user(5)]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [answer(None, tool_calls=[{}])]}, "messages[0].tool_calls[0].name"),
+        ({"messages": [user("\ud800")]}, "messages"),
+        ({"messages": [user()], "tools": [{"type": "spell", "name": "f"}]}, "tools[0].type"),
+        ({"messages": [user()], "tools": {}}, "tools"),
+        (
+            {"messages": [user()], "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+            "tools[0].parameters",
+        ),
+        ({"messages": [user()], "reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": [user()], "logits_processors": ["a.b"]}, "logits_processors"),
+        ({"messages": [user()], "tools": [{"type": "function", "function": WEATHER}], "tool_choice": "now"},
+         "tool_choice"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_cannot_be_written_does_not_name_the_field(prompt, fields, param):
+    with pytest.raises(ConversationError) as refused:
+        prompt(chat.read, **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("date", ["tomorrow", "2025-13-01"])
+def test_a_date_of_another_form_is_taken(prompt, date):
+    with pytest.raises(ConversationError) as refused:
+        prompt(chat.read, Defaults(date=date), messages=[user()])
+    assert refused.value.param == "date"

@@ -1,0 +1,249 @@
+"""/v1/responses: a stream and a whole response have the same items, and every kind of OpenAI's items is read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+
+from openai.types.responses import Response
+
+from npu_gptoss.frontend import responses
+from npu_gptoss.frontend.response_items import Conversation, encoded
+from tests.frontend.conftest import Script, answered
+from tests.frontend.events import built, shapes
+from tests.frontend.turns import CALL, FOUR, NEXT, THOUGHT, TURNS, TWO_CALLS, call_to, flat
+
+WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "p", "format": GRAMMAR}
+SPACE = {"type": "namespace", "name": "mcp", "description": "d", "tools": [{"type": "function", "name": "look"}]}
+HOSTED = [{"type": kind} for kind in ("web_search", "local_shell", "code_interpreter", "tool_search", "shell")]
+USER = {"role": "user", "content": "hi"}
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>" + NEXT
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "18 degrees"}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    if "tools" in fields:
+        fields["tools"] = [flat(tool) for tool in fields["tools"]]
+    return {"model": "gpt-oss", "input": "hi"} | fields | {"tool_choice": flat(fields.get("tool_choice"))}
+
+
+@pytest.fixture
+def respond(library, encoder, tokens):
+    """The answer to a turn, the whole response or the events of a stream in bites."""
+
+    def responded(text: str, bite: int | None = None, script: type = Script, logprobs: bool = False, **fields: Any):
+        request = responses.read(body(stream=bite is not None, **fields))
+        facts = responses.Facts("resp_1", "gpt-oss", 7, logprobs=scored(library) if logprobs else None)
+        answer = responses.Answer(request, facts, request.asked.turn(library, encoder))
+        steps = script(tokens(text), bite or 3)
+
+        async def go() -> Any:
+            if bite is None:
+                return await answer.whole(steps.steps())
+            return [event async for event in answer.events(steps.steps())]
+
+        got = asyncio.run(go())
+        assert steps.closed
+        return got, answer
+
+    return responded
+
+
+def scored(library):
+    return lambda piece, which: [
+        {"token": library.decode([piece.token_ids[i]]), "logprob": -1.0, "top_logprobs": [], "bytes": []} for i in which
+    ]
+
+
+@pytest.fixture
+def prompt(library, encoder):
+    """What the model reads of a request, from the developer's or the user's turn on, and the warnings."""
+
+    def prompted(previous: Conversation | None = None, **fields: Any) -> tuple[str, tuple[str, ...]]:
+        request = responses.read(body(**fields), previous=previous)
+        text = library.decode(request.asked.prompt(encoder))
+        return text.removesuffix("<|start|>assistant").split("<|end|>", 1)[1], request.asked.warnings
+
+    return prompted
+
+
+def as_chat(response: dict[str, Any]) -> tuple:
+    """Content, reasoning, calls and finish reason as a chat's message has them."""
+    texts: dict[str, list[str]] = {"message": [], "reasoning": []}
+    calls = []
+    for item in response["output"]:
+        if item["type"] == "function_call":
+            calls.append([item["name"], item["arguments"]])
+        else:
+            texts[item["type"]] += [part["text"] for part in item["content"]]
+    finish = "length" if response["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    return "\n".join(filter(None, texts["message"])), "\n".join(texts["reasoning"]), calls, finish
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn_is_read_alike_whole_streamed_and_by_chat(ask, respond, name):
+    text, fields, want = TURNS[name]
+    whole, _ = respond(text, **fields)
+    choice = ask(text, **fields)["choices"][0]
+    assert as_chat(whole) == answered(choice["message"], choice["finish_reason"]) == want
+    Response.model_validate(whole)
+    for bite in (1, 3, 100):
+        events, _ = respond(text, bite, **fields)
+        assert built(events) == events[-1]["response"]["output"], bite
+        assert shapes(events[-1]["response"]["output"]) == shapes(whole["output"]), bite
+
+
+def test_a_custom_tool_is_called_as_a_function(respond, prompt):
+    """F1: Codex's apply_patch."""
+    text = call_to("commentary to=functions.apply_patch <|constrain|>json", '{"input":"*** Begin\\n"}')
+    for bite in (1, 3, 100):
+        events, _ = respond(text, bite, tools=[PATCH])
+        (item,) = built(events)
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\n")
+        assert item["id"].startswith("ctc_")
+        deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+        assert deltas == ["*** Begin\n"]
+    assert "start: /.+/" in prompt(tools=[PATCH])[0]
+
+
+def test_a_call_of_a_namespace_loses_its_namespace(respond, prompt):
+    text = call_to("commentary to=functions.mcp__look <|constrain|>json")
+    (item,) = respond(text, tools=[SPACE])[0]["output"]
+    assert (item["name"], item["namespace"], item["arguments"]) == ("look", "mcp", "{}")
+    sent_back = [USER, item, {"type": "function_call_output", "call_id": item["call_id"], "output": "seen"}]
+    assert "functions.mcp__look to=assistant" in prompt(input=sent_back, tools=[SPACE])[0]
+
+
+def test_hosted_tools_refuse_the_request(prompt):
+    """F1, F14: left out, and the client is warned."""
+    text, warnings = prompt(tools=[*HOSTED, WEATHER])
+    assert "get_weather" in text
+    assert len(warnings) == len(HOSTED)
+    assert "web_search" in warnings[0]
+
+
+def test_a_tool_that_nobody_offers_ends_in_an_error(respond):
+    """F8: the model writes to python."""
+    response, _ = respond(THOUGHT + NEXT + call_to("commentary to=python code", "1+1"))
+    assert response["status"] == "completed"
+    assert [item["type"] for item in response["output"]] == ["reasoning", "reasoning"]
+
+
+def test_an_unknown_channel_tears_the_stream(respond):
+    """F10."""
+    events, _ = respond("<|channel|>comment<|message|>Four.<|return|>", 1)
+    assert built(events)[0]["content"][0]["text"] == "Four."
+
+
+def test_a_response_has_lists_in_usage_or_no_status(respond):
+    """F13, F23."""
+    response, _ = respond(THOUGHT + FOUR)
+    assert [item["status"] for item in response["output"]] == ["completed", "completed"]
+    assert response["usage"] == {
+        "input_tokens": 7,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 13,
+        "output_tokens_details": {"reasoning_tokens": 1},
+        "total_tokens": 20,
+    }
+    assert response["tool_choice"] == "auto"
+    assert response["error"] is None
+
+
+@pytest.mark.parametrize("text", [CALL[: CALL.index("ris")], (THOUGHT + FOUR)[: -len("r.<|return|>")]])
+def test_a_cut_item_says_that_it_is_complete(respond, text):
+    """F13."""
+    events, _ = respond(text, 3, tools=[WEATHER])
+    assert built(events)[-1]["status"] == "incomplete"
+    assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_more_calls_than_one_are_sent_without_parallel_calls(respond):
+    for bite in (1, 100):
+        events, answer = respond(TWO_CALLS, bite, tools=[WEATHER], parallel_tool_calls=False)
+        assert len(built(events)) == 1
+        assert len(answer.conversation().turns) == 2  # nobody answers the other call
+
+
+def test_reasoning_that_is_not_wanted_takes_an_index(respond):
+    events, answer = respond(THOUGHT + FOUR, 3, include_reasoning=False)
+    assert [item["type"] for item in built(events)] == ["message"]
+    assert answer.conversation().turns[1].channel == "analysis"
+
+
+def test_the_models_own_reasoning_is_lost_between_its_calls(respond, prompt):
+    """F2: Codex sends back content null."""
+    include = ["reasoning.encrypted_content"]
+    events, _ = respond(THOUGHT + NEXT + CALL, 3, tools=[WEATHER], include=include)
+    reasoning, call = built(events)
+    assert reasoning["encrypted_content"] == encoded("hm")
+    result = RESULT | {"call_id": call["call_id"]}
+    text, _ = prompt(input=[USER, reasoning | {"content": None}, call, result], tools=[WEATHER])
+    assert "<|channel|>analysis<|message|>hm<|end|>" in text
+    assert respond(THOUGHT + FOUR)[0]["output"][0]["encrypted_content"] is None
+
+
+def test_log_probabilities_are_those_of_other_tokens_than_the_text(respond):
+    fields = {"include": ["message.output_text.logprobs"], "logprobs": True}
+    whole = respond(THOUGHT + NEXT + PREAMBLE.removesuffix(NEXT) + FOUR, **fields)[0]["output"]
+    assert [item["type"] for item in whole] == ["reasoning", "message", "message"]
+    for item in whole[1:]:
+        (part,) = item["content"]
+        assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+    for bite in (1, 3, 100):
+        events, _ = respond(THOUGHT + NEXT + PREAMBLE.removesuffix(NEXT) + FOUR, bite, **fields)
+        assert shapes(built(events)) == shapes(whole)
+
+
+def test_an_error_while_generating_is_no_event(respond, library, encoder, tokens):
+    class Broken(Script):
+        async def steps(self):
+            async for step in super().steps():
+                yield step
+                raise RuntimeError("the wheels came off")
+
+    with pytest.raises(RuntimeError):
+        respond(THOUGHT + FOUR, 3, script=Broken)
+    request = responses.read(body())
+    answer = responses.Answer(request, responses.Facts("r", "m", 1), request.asked.turn(library, encoder))
+    told = answer.last(answer.failed(RuntimeError("the wheels came off")))
+    assert (told["type"], told["response"]["status"]) == ("response.failed", "failed")
+    assert told["response"]["error"] == {"code": "server_error", "message": "the wheels came off"}
+    Response.model_validate(told["response"])
+
+
+def test_the_fields_of_a_request_do_not_reach_the_engine():
+    fields = {"max_output_tokens": 9, "temperature": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "top_logprobs": 2}
+    request = responses.read(body(**fields, cache_salt="s", metadata={"a": "b"}, min_p=None, nobody=1))
+    assert request.asked.sampling == {
+        **{"model": "gpt-oss", "max_completion_tokens": 9, "temperature": 0.5, "top_k": 3, "seed": 1},
+        **{"cache_salt": "s", "logprobs": True, "top_logprobs": 2},
+    }
+    assert request.asked.reading.stop == ("x",)
+    assert request.asked.warnings == ("nobody has no effect on a response of this server",)
+    answer = responses.Answer(request, responses.Facts("r", "m", 1), None)
+    assert {name: answer.response("queued")[name] for name in ("status", "max_output_tokens", "metadata")} == {
+        **{"status": "queued", "max_output_tokens": 9, "metadata": {"a": "b"}},
+    }
+
+
+@pytest.mark.parametrize("where", ["reasoning", "reasoning_effort", "chat_template_kwargs"])
+def test_an_effort_has_no_effect_in_one_spelling(where):
+    """F17."""
+    value = {"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": "low"}}.get(where, "low")
+    assert responses.read(body(**{where: value})).asked.effort == "low"
+
+
+def test_a_format_is_not_held_to():
+    schema = {"type": "object", "properties": {}}
+    asked = responses.read(body(text={"format": {"type": "json_schema", "name": "x", "schema": schema}})).asked
+    assert asked.structure.fields == {"json": schema}
+    assert responses.read(body(structured_outputs={"regex": "x"})).asked.structure.fields == {"regex": "x"}
+    forced = responses.read(body(tools=[WEATHER], tool_choice="required")).asked
+    assert forced.structure.calls

@@ -1,0 +1,146 @@
+"""Turns that a model may write, with what a client of chat completions must get of them.
+
+Each is a text of harmony, the fields of the request beside its messages, and the answer: content, reasoning, calls and
+finish reason. tests/frontend puts them through the front end alone, tests/serving/openai through each release's server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Answer = tuple[str, str, list[list[str]], str]  # content, reasoning, [[function, arguments]], finish reason
+
+THOUGHT, NEXT = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant"
+FOUR = NEXT + "<|channel|>final<|message|>Four.<|return|>"
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>'
+TWO_CALLS = CALL.replace("<|call|>", "<|end|>") + NEXT + CALL
+PARIS = ["get_weather", '{"city":"Paris"}']
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {"cmd": {}}}}}
+PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {"x": {}}}}}
+
+
+ANSWER = THOUGHT + FOUR
+
+
+def flat(value: Any) -> Any:
+    """A tool or a tool choice of chat as /v1/responses spells it."""
+    return {"type": "function", **value["function"]} if isinstance(value, dict) and "function" in value else value
+
+
+def final(text: str) -> str:
+    return f"<|channel|>final <|constrain|>json<|message|>{text}<|return|>"
+
+
+def call_to(header: str, arguments: str = "{}") -> str:
+    return f"<|channel|>{header}<|message|>{arguments}<|call|>"
+
+
+TURNS: dict[str, tuple[str, dict[str, Any], Answer]] = {
+    "reasoning and answer": (THOUGHT + FOUR, {}, ("Four.", "hm", [], "stop")),
+    "tokens behind the end": (THOUGHT + FOUR + "<|return|> and so on", {}, ("Four.", "hm", [], "length")),
+    "an end of text behind the end": (
+        THOUGHT + FOUR.replace("<|return|>", "<|end|><|endoftext|>"),
+        {},
+        ("Four.", "hm", [], "length"),
+    ),
+    "an end of text in the answer": (
+        THOUGHT + FOUR.replace("<|return|>", "<|endoftext|>"),
+        {},
+        ("Four.", "hm", [], "length"),
+    ),
+    "words behind the channel": ("<|channel|>final x y z<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "an unknown channel": ("<|channel|>comment<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "no channel": ("<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "two reasonings": (THOUGHT + NEXT + THOUGHT + FOUR, {}, ("Four.", "hm\nhm", [], "stop")),
+    "a preamble": ("<|channel|>commentary<|message|>I look.<|end|>" + FOUR, {}, ("I look.\nFour.", "", [], "stop")),
+    "a call": (CALL, {"tools": [WEATHER]}, ("", "", [PARIS], "tool_calls")),
+    "two calls": (TWO_CALLS, {"tools": [WEATHER]}, ("", "", [PARIS, PARIS], "tool_calls")),
+    "a call without arguments": (
+        CALL.replace('{"city":"Paris"}', ""),
+        {"tools": [WEATHER]},
+        ("", "", [["get_weather", "{}"]], "tool_calls"),
+    ),
+    "a tool that is not offered": (call_to("commentary to=python", "1+1"), {}, ("", "1+1", [], "stop")),
+    "a cut answer": (THOUGHT + NEXT + "<|channel|>final<|message|>Fou", {}, ("Fou", "hm", [], "length")),
+    "a stop string": (THOUGHT + FOUR, {"stop": ["ur", "hm"]}, ("Fo", "hm", [], "stop")),
+    "a required call": (
+        THOUGHT + NEXT + final('[{"name":"get_weather","parameters":{"city":"Paris"}}]'),
+        {"tools": [WEATHER], "tool_choice": "required"},
+        ("", "hm", [PARIS], "tool_calls"),
+    ),
+    "a named call": (
+        final('{"city":"Paris"}'),
+        {"tools": [WEATHER], "tool_choice": NAMED},
+        ("", "", [PARIS], "tool_calls"),
+    ),
+    "a call that is not wanted": (
+        THOUGHT + NEXT + CALL,
+        {"tools": [WEATHER], "tool_choice": "none"},
+        ('{"city":"Paris"}', "hm", [], "stop"),
+    ),
+    "a cut call": (
+        CALL[: CALL.index("ris")],
+        {"tools": [WEATHER]},
+        ("", "", [["get_weather", '{"city":"Pa']], "length"),
+    ),
+    "reasoning that is not wanted": (THOUGHT + FOUR, {"include_reasoning": False}, ("Four.", "", [], "stop")),
+    # and of public reports
+    "control tokens behind the name": (
+        THOUGHT + NEXT + call_to("commentary to=functions.bash<|channel|>commentary<|constrain|>json", '{"cmd":"ls"}'),
+        {"tools": [BASH]},
+        ("", "hm", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+    ),
+    "dashes behind the name": (
+        call_to("commentary to=functions.bash––commentary <|constrain|>json", '{"cmd":"ls"}'),
+        {"tools": [BASH]},
+        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+    ),
+    "an empty name": (call_to("commentary to=functions. <|constrain|>json"), {"tools": [BASH]}, ("", "{}", [], "stop")),
+    "a bare name": (
+        call_to("commentary to=bash <|constrain|>json", '{"cmd":"ls"}'),
+        {"tools": [BASH]},
+        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+    ),
+    "the client's own python": (
+        call_to("commentary to=python <|constrain|>json", '{"x":1}'),
+        {"tools": [PYTHON]},
+        ("", "", [["python", '{"x":1}']], "tool_calls"),
+    ),
+    "an answer to somebody": ("<|channel|>final to=user<|message|>Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "no header at all": ("Four.<|return|>", {}, ("Four.", "", [], "stop")),
+    "a header that never ends": (
+        THOUGHT + NEXT + "<|channel|>analysis need more.<|return|>",
+        {},
+        ("", "hm\nneed more.", [], "stop"),
+    ),
+    "text between messages": (THOUGHT + "Four.<|return|>", {}, ("Four.", "hm", [], "stop")),
+    "a made-up user": (
+        "<|channel|>final<|message|>Four.<|end|><|start|>user<|message|>More?<|end|>",
+        {},
+        ("Four.", "", [], "length"),
+    ),
+    "a made-up result": (
+        THOUGHT + "<|start|>functions.bash to=assistant<|channel|>commentary<|message|>file<|end|>" + FOUR,
+        {},
+        ("Four.", "hm", [], "stop"),
+    ),
+    "a call on the analysis channel": (
+        call_to("analysis to=functions.bash code", '{"cmd":"ls"}'),
+        {"tools": [BASH]},
+        ("", "", [["bash", '{"cmd":"ls"}']], "tool_calls"),
+    ),
+    "a malformed call": (
+        call_to("commentary to=functions.bash <|constrain|>json", '{"cmd":"ls'),
+        {"tools": [BASH]},
+        ("", "", [["bash", '{"cmd":"ls']], "tool_calls"),
+    ),
+    "nothing": ("<|return|>", {}, ("", "", [], "stop")),
+}

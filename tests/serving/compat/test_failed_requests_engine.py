@@ -1,0 +1,350 @@
+"""One request in the engine core that goes wrong ends alone: its neighbour's tokens stay, its blocks come back.
+
+See `in_process.py` for the engine.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import zmq
+from vllm import LLM
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import SchedulingPolicy
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, core
+
+from npu_gptoss.serving.compat.engine import failed_requests as barrier
+from tests.serving.compat.in_process import HONEST, LENGTH, VOCABULARY, core_of, greedy, in_a_fork, run, sent
+from tests.serving.compat.of_line import OLD
+
+pytestmark = pytest.mark.serving
+only_0_11 = pytest.mark.skipif(not OLD, reason="the repair is for vLLM 0.11")
+
+BARRIER = ("request-input", "request-steps", "request-updates", "request-outputs")
+
+
+def test_stop_tokens_outside_of_the_vocabulary_do_not_end_the_engine(engine, patched):
+    wild = greedy(min_tokens=3, stop_token_ids=[VOCABULARY, 999999999, -1, 5])
+    with patched():
+        assert in_a_fork(lambda: run(engine, (HONEST, greedy()), (HONEST, wild))).startswith("IndexError")
+    with patched(*BARRIER):
+        tame = greedy(min_tokens=3, stop_token_ids=[5])
+        expected = run(engine, (HONEST, greedy()), (HONEST, tame))
+        assert run(engine, (HONEST, greedy()), (HONEST, wild)) == expected
+
+
+WILD = {
+    "prompt": ([3, -VOCABULARY - 1], {}),
+    "prompt beyond": ([3, VOCABULARY], {}),
+    "no prompt": ([], {}),
+    "prompt without room": ([3] * LENGTH, {}),
+    "logit_bias": (HONEST, {"logit_bias": {VOCABULARY: 1.0}}),
+    "allowed_token_ids": (HONEST, {"allowed_token_ids": [3, VOCABULARY]}),
+    **({"bad_words": (HONEST, {"_bad_words_token_ids": [[VOCABULARY]]})} if OLD else {}),  # 0.23 leaves it out
+    "bad_words of nothing": (HONEST, {"_bad_words_token_ids": [[]]}),
+    **({} if OLD else {"logprob_token_ids": (HONEST, {"logprob_token_ids": [3, VOCABULARY]})}),
+    "logprobs": (HONEST, {"logprobs": VOCABULARY + 1}),
+    "prompt_logprobs": (HONEST, {"prompt_logprobs": VOCABULARY + 1}),
+    "seed": (HONEST, {"seed": 2**64, "temperature": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_a_wild_field_ends_its_request_and_no_step_of_everybody(engine, patched, name):
+    prompt, fields = WILD[name]
+    sampling = greedy(**{key: value for key, value in fields.items() if not key.startswith("_")})
+    for key in fields:
+        if key.startswith("_"):
+            setattr(sampling, key, fields[key])
+    together = (HONEST, greedy()), (prompt, sampling), (HONEST[::-1], greedy())
+    with patched():
+        alone = run(engine, together[0], together[2])
+        assert "Error" in in_a_fork(lambda: run(engine, *together)), "stock vLLM takes it: then it need not be refused"
+    with patched(*BARRIER):
+        first, reason, last = run(engine, *together)
+    assert [first, last] == alone
+    assert reason.startswith(barrier.REFUSED)
+    assert name.partition(" ")[0] in reason or "prompt" in name
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_refused(engine, patched, field, value):
+    with patched(*BARRIER):
+        assert field in run(engine, (HONEST, greedy(**{"temperature": 1.0, field: value})))[0]
+
+
+def test_an_error_in_one_request_s_stop_conditions_is_its_own(engine, patched, monkeypatch):
+    stock = scheduler_module.check_stop
+
+    def check_stop(request: Any, *arguments: Any) -> bool:
+        if request.request_id.partition("-")[0] == "1" and request.num_output_tokens == 3:
+            raise RuntimeError("a\x1b[2Jb\udc80" + "c" * 9999)
+        return stock(request, *arguments)
+
+    together = (HONEST, greedy()), (HONEST, greedy()), (HONEST[::-1], greedy())
+    alone = [run(engine, together[0])[0], run(engine, together[2])[0]]
+    monkeypatch.setattr(scheduler_module, "check_stop", check_stop)
+    with patched():
+        assert in_a_fork(lambda: run(engine, *together)).startswith("RuntimeError")
+    with patched(*BARRIER):
+        first, reason, last = run(engine, *together)
+    assert [first, last] == alone
+    assert reason.startswith(barrier.FAILED + "RuntimeError: a\\x1b[2Jb\\udc80ccc")
+    assert len(reason) < 600
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_and_nobody_else_s(engine, patched, monkeypatch):
+    def compile_grammar(*_: Any) -> None:
+        raise RuntimeError("no grammar")
+
+    manager = core_of(engine).structured_output_manager
+    monkeypatch.setattr(manager, "executor", ThreadPoolExecutor(1), raising=False)
+    monkeypatch.setattr(manager, "backend", SimpleNamespace(compile_grammar=compile_grammar))
+    bad = greedy(structured_outputs=StructuredOutputsParams(regex="a"))
+    together = (HONEST, greedy()), (HONEST, bad), (HONEST[::-1], greedy())
+    with patched():
+        alone = run(engine, together[0], together[2])
+        assert in_a_fork(lambda: run(engine, *together)) == "RuntimeError: no grammar"
+    with patched(*BARRIER, "grammar-errors"):
+        first, reason, last = run(engine, *together)
+    assert [first, last] == alone
+    assert reason == f"{barrier.REFUSED}its grammar does not compile: RuntimeError: no grammar"
+
+
+@pytest.mark.skipif(not OLD, reason="vLLM 0.23's runner computes them once")
+def test_prompt_log_probabilities_of_a_preempted_request_do_not_end_the_engine(engine, patched):
+    """They grow until one is preempted; its prompt and tokens come again, in chunks that end between the two."""
+    many = [([3 + i] * 190, greedy(max_tokens=60, prompt_logprobs=1)) for i in range(3)]
+    scheduler = core_of(engine).scheduler
+
+    def served() -> list[Any]:
+        scheduler.max_num_scheduled_tokens = 49  # four chunks, some beside two that decode: 192 to 196 tokens
+        try:
+            return run(engine, *many)
+        finally:
+            scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens
+
+    with patched():
+        assert in_a_fork(served).startswith("AssertionError")
+    with patched(*BARRIER):
+        alone = [run(engine, one)[0] for one in many]
+        assert served() == alone
+
+
+def with_priorities(engine: LLM, work: Callable[[], Any]) -> Any:
+    scheduler = core_of(engine).scheduler
+    before = scheduler.policy, scheduler.waiting
+    scheduler.policy, scheduler.waiting = SchedulingPolicy.PRIORITY, create_request_queue(SchedulingPolicy.PRIORITY)
+    try:
+        return work()
+    finally:
+        scheduler.policy, scheduler.waiting = before
+
+
+@only_0_11
+def test_samples_of_one_request_are_ordered_under_priorities(engine, patched):
+    samples = (HONEST, greedy(n=4, temperature=1.0, seed=1))
+    with patched():
+        said = in_a_fork(lambda: with_priorities(engine, lambda: run(engine, samples)))
+        assert said.startswith("TypeError: '<' not supported")
+    with patched("priority-order"):
+        assert list(map(len, with_priorities(engine, lambda: run(engine, samples))[0])) == [8, 8, 8, 8]
+
+
+@only_0_11
+def test_a_preemption_by_priority_takes_no_blocks_of_a_request_in_the_same_step(engine, patched, monkeypatch):
+    """The unimportant ones run first, so that a step comes to them before it lacks blocks for the others."""
+    many = [([3 + i] * (60 + 7 * i), greedy(max_tokens=100)) for i in range(6)]
+    llm = engine.llm_engine
+
+    scheduler = core_of(engine).scheduler
+    after_schedule = scheduler._update_after_schedule
+    robbed = []
+
+    def look(output: Any) -> None:
+        """Whom this step computes although it has just taken their blocks away."""
+        robbed.extend(name for name in output.num_scheduled_tokens if scheduler.requests[name] not in scheduler.running)
+        after_schedule(output)
+
+    monkeypatch.setattr(scheduler, "_update_after_schedule", look)
+
+    def served() -> tuple[bool, list[Any]]:
+        tokens: dict[str, list[int]] = {}
+        for number, (prompt, sampling) in enumerate(many):
+            llm.add_request(str(number), {"prompt_token_ids": prompt}, sampling, priority=int(number < 2))
+            if number < 2:
+                llm.step()
+        while llm.has_unfinished_requests():
+            tokens |= {o.request_id: list(o.outputs[0].token_ids) for o in llm.step() if o.finished}
+        return bool(robbed), [tokens[str(number)] for number in range(len(many))]
+
+    with patched():
+        assert in_a_fork(lambda: with_priorities(engine, served)[0]) == "True", "stock vLLM is right: no repair needed"
+    with patched("priority-order"):
+        alone = [run(engine, one)[0] for one in many]
+        assert with_priorities(engine, served) == (False, alone)
+
+
+@only_0_11
+def test_equal_requests_come_in_the_order_of_their_arrival(patched):
+    def arrived(*times: float) -> list[float]:
+        scheduler = SimpleNamespace(policy=SchedulingPolicy.PRIORITY, requests={})
+        scheduler.waiting = SimpleNamespace(add_request=lambda request: None)
+        scheduler.log_stats = False
+        for number, time in enumerate(times):
+            scheduler_module.Scheduler.add_request(
+                scheduler, SimpleNamespace(request_id=str(number), arrival_time=time)
+            )
+        return [request.arrival_time for request in scheduler.requests.values()]
+
+    with patched("priority-order"):
+        first, later, second, third = arrived(1.0, 2.0, 1.0, 1.0)
+    assert 1.0 == first < second < third < 1.001 < later == 2.0
+
+
+def test_a_second_request_of_one_id_is_refused_and_the_first_goes_on(engine, patched):
+    """Two API servers' clients may send one X-Request-Id; the engine core keeps requests by it."""
+    the_core = core_of(engine)
+    llm = engine.llm_engine
+    with patched(*BARRIER):
+        (alone,) = run(engine, (HONEST, greedy()))
+        llm.add_request("0", {"prompt_token_ids": HONEST}, greedy())
+        (name,) = the_core.scheduler.requests
+        the_core.add_request(*the_core.preprocess_add_request(sent(engine, name, HONEST)))
+        (refused,) = vars(the_core).pop(barrier._UNTOLD)
+        assert refused.request_id == name
+        assert f"'{name}'" in refused.stop_reason
+        tokens = []
+        while llm.has_unfinished_requests():
+            tokens = [list(output.outputs[0].token_ids) for output in llm.step()]
+    assert tokens == [alone]
+
+
+def test_what_fails_before_it_is_added_is_refused_when_it_is(engine, patched):
+    the_core = core_of(engine)
+    with patched(*BARRIER):
+        request, wave = the_core.preprocess_add_request(sent(engine, "x", HONEST))
+        failures = barrier.failures_of(the_core.structured_output_manager)
+        barrier.report(failures, request, "the first reason")
+        barrier.report(failures, request, "the second reason")
+        barrier.end_reported(the_core)
+        the_core.add_request(request, wave)
+        assert [output.stop_reason for output in vars(the_core).pop(barrier._UNTOLD)] == ["the first reason"]
+
+
+@pytest.mark.skipif(OLD, reason="vLLM 0.11 has no requests whose input comes in parts")
+def test_a_later_part_of_one_request_s_input_is_no_second_request(engine, patched):
+    the_core = core_of(engine)
+    with patched(*BARRIER):
+        parts = [sent(engine, "x", HONEST, resumable=resumable) for resumable in (True, True, False)]
+        for part in parts:
+            the_core.add_request(*the_core.preprocess_add_request(part))
+        assert barrier._UNTOLD not in vars(the_core)
+        assert len(the_core.scheduler.requests["x"].streaming_queue) == 2
+        the_core.abort_requests(["x"])
+
+
+def frames_of(request: EngineCoreRequest) -> list[bytes]:
+    return [EngineCoreRequestType.ADD.value, msgspec.msgpack.encode(request)]
+
+
+def spoilt(request: EngineCoreRequest) -> list[bytes]:
+    """The same with a sampling parameter of another type than the core expects."""
+    values = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    at = EngineCoreRequest.__struct_fields__.index("sampling_params")
+    values[at] = {"max_tokens": "many"}
+    return [EngineCoreRequestType.ADD.value, msgspec.msgpack.encode(values)]
+
+
+def a_request(name: str) -> EngineCoreRequest:
+    needed = dict.fromkeys(EngineCoreRequest.__struct_fields__[:10])
+    told = {"request_id": name, "prompt_token_ids": [3], "sampling_params": greedy(), "arrival_time": 0.0}
+    return EngineCoreRequest(**needed | told, client_index=1)
+
+
+def process_of(engine: LLM) -> Any:
+    """The engine core as if it had a process of its own."""
+    process = object.__new__(core.EngineCoreProc)
+    process.__dict__ |= {**vars(core_of(engine)), "input_queue": queue.Queue(), "output_queue": queue.Queue()}
+    if not OLD:
+        process.tensor_ipc_receiver = process.frontend_stats_publish_address = None
+        process.shutdown_state = core.EngineShutdownState.RUNNING
+    return process
+
+
+def ask_the_input_thread(engine: LLM, address: str, messages: list[list[bytes]], answers: int) -> list[Any]:
+    """What vLLM's input thread hands on, at most `answers` of it, for at most two seconds each."""
+    process = process_of(engine)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        router.setsockopt(zmq.RCVTIMEO, 20_000)
+        thread = threading.Thread(
+            target=process.process_input_sockets, args=([address], None, b"core", threading.Event()), daemon=True
+        )
+        thread.start()
+        router.recv_multipart()  # it has connected
+        for message in messages:
+            router.send_multipart([b"core", *message])
+        handed = []
+        for _ in range(answers):
+            try:
+                handed.append(process.input_queue.get(timeout=2))
+            except queue.Empty:
+                break
+        router.setsockopt(zmq.LINGER, 0)
+    return handed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_cannot_be_read_does_not_end_the_input_thread(engine, patched, tmp_path: Path):
+    messages = [frames_of(a_request("a")), spoilt(a_request("b")), frames_of(a_request("c"))]
+    with patched():
+        said = ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", messages, 3)
+        assert [request.request_id for _, (request, _) in said] == ["a"], "nobody hears of the others, nor of a death"
+    with patched(*BARRIER):
+        said = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", messages, 3)
+        assert [request.request_id for _, (request, _) in said] == ["a", "b", "c"]
+        refused = said[1][1][0]
+        assert isinstance(refused, barrier.Refused)
+        assert refused.client_index == 1
+        assert "max_tokens" in refused.reason
+        # the core's thread tells that client, and nobody else
+        process = process_of(engine)
+        process._handle_client_request(*said[1])
+        client, outputs = process.output_queue.get_nowait()
+        assert client == 1
+        assert [output.request_id for output in outputs.outputs] == ["b"]
+        assert outputs.finished_requests == {"b"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_input_thread_that_dies_ends_the_engine_instead_of_leaving_all_to_wait(engine, patched, tmp_path: Path):
+    nonsense = [[EngineCoreRequestType.ADD.value, b"\xc1"]]
+    with patched():
+        assert ask_the_input_thread(engine, f"ipc://{tmp_path}/stock", nonsense, 1) == []
+    with patched(*BARRIER):
+        ((kind, _),) = ask_the_input_thread(engine, f"ipc://{tmp_path}/ours", nonsense, 1)
+        assert kind == EngineCoreRequestType.EXECUTOR_FAILED
+
+
+def test_what_stops_the_process_passes_the_barrier(engine, patched, monkeypatch):
+    def check_stop(*_: Any) -> bool:
+        raise SystemExit
+
+    monkeypatch.setattr(scheduler_module, "check_stop", check_stop)
+    with patched(*BARRIER):
+        assert in_a_fork(lambda: run(engine, (HONEST, greedy()))).startswith("SystemExit")

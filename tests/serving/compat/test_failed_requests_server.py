@@ -1,0 +1,260 @@
+"""In the API server's process: what happens to one request reaches its client, in words, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, async_llm
+from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics import loggers
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from npu_gptoss.serving.compat.engine.failed_requests import FAILED, REFUSED
+from npu_gptoss.serving.compat.server.failed_requests import RequestFailed, RequestRefused
+from tests.serving.compat.of_line import OLD
+
+pytestmark = pytest.mark.serving
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"detokenize": False, "output_kind": RequestOutputKind.DELTA} | fields)
+
+
+def request(name: str, params: SamplingParams, prompt: Any = (1, 2)) -> EngineCoreRequest:
+    told = {"request_id": name, "prompt_token_ids": list(prompt), "sampling_params": params, "arrival_time": 0.0}
+    told |= {"eos_token_id": None} if OLD else {"external_req_id": f"client's {name}"}
+    none = dict.fromkeys(EngineCoreRequest.__struct_fields__[:10])
+    return EngineCoreRequest(**none | told)
+
+
+def queue(name: str) -> RequestOutputCollector:
+    return RequestOutputCollector(RequestOutputKind.DELTA, *(() if OLD else (name,)))
+
+
+def parent_of(params: SamplingParams) -> ParentRequest:
+    return ParentRequest("p", params) if OLD else ParentRequest(request("p", params))
+
+
+class Table:
+    """An output processor with a queue for each request."""
+
+    def __init__(self, *names: str, queues: bool = True) -> None:
+        self.processor = OutputProcessor(tokenizer=None, log_stats=False)
+        self.queues: dict[str, Any] = {}
+        for name in names:
+            self.queues[name] = queue(name) if queues else None
+            self.processor.add_request(request(name, sampling()), None, queue=self.queues[name])
+
+    def got(self, name: str) -> Any:
+        """The token ids in a request's queue, or its exception."""
+        try:
+            output = self.queues[name].get_nowait()
+        except Exception as error:
+            return error
+        return None if output is None else list(output.outputs[0].token_ids)
+
+
+def step(*names: str, **fields: Any) -> list[EngineCoreOutput]:
+    return [EngineCoreOutput(name, [7], **fields) for name in names]
+
+
+def ended(name: str, reason: str) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT, stop_reason=reason)
+
+
+def spoil(table: Table, name: str) -> None:
+    def update(*_: Any) -> None:
+        raise KeyError("no such token")
+
+    table.processor.request_states[name].detokenizer.update = update
+
+
+@pytest.mark.parametrize(("kind", "error"), [(REFUSED, RequestRefused), (FAILED, RequestFailed)])
+def test_what_the_core_ended_is_an_error_of_its_client_alone(patched, kind, error):
+    with patched():
+        table = Table("a", "b")
+        table.processor.process_outputs([ended("a", kind + "a reason")])
+        assert table.got("a") == [], "stock vLLM ends it as if the client had gone"
+    with patched("request-outputs"):
+        table = Table("a", "b")
+        done = table.processor.process_outputs([*step("b"), ended("a", kind + "a reason")])
+        assert table.got("b") == [7]
+        got = table.got("a")
+        assert type(got) is error
+        assert str(got) == kind + "a reason"
+        assert done.reqs_to_abort == [], "the core has ended it already"
+        assert list(table.processor.request_states) == ["b"]
+
+
+def test_an_ordinary_abort_is_no_error(patched):
+    with patched("request-outputs"):
+        table = Table("a")
+        table.processor.process_outputs([EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)])
+        assert table.got("a") == []
+
+
+def test_an_error_in_one_detokenizer_leaves_the_others_their_tokens(patched):
+    with patched():
+        table = Table("a", "b", "c")
+        spoil(table, "b")
+        with pytest.raises(KeyError):
+            table.processor.process_outputs(step("a", "b", "c"))
+        assert table.got("c") is None, "stock vLLM never comes to it"
+    with patched("request-outputs"):
+        table = Table("a", "b", "c")
+        spoil(table, "b")
+        done = table.processor.process_outputs(step("a", "b", "c"))
+        assert [table.got("a"), table.got("c")] == [[7], [7]]
+        assert isinstance(table.got("b"), RequestFailed)
+        assert done.reqs_to_abort == ["b"], "the core goes on with it otherwise"
+
+
+def test_one_sample_that_fails_ends_the_others_of_its_request(patched):
+    with patched("request-outputs"):
+        table = Table("alone")
+        params = sampling(n=3)
+        parent = parent_of(params)
+        table.queues["p"] = queue("p")
+        for index in range(3):
+            name, child = parent.get_child_info(index)
+            table.processor.add_request(request(name, child), None, parent, index, table.queues["p"])
+        spoil(table, "1_p")
+        done = table.processor.process_outputs(step("0_p", "1_p", "2_p", "alone"))
+        assert isinstance(table.got("p"), RequestFailed)
+        assert table.got("alone") == [7]
+        assert set(done.reqs_to_abort) == {"0_p", "1_p", "2_p"}
+        assert list(table.processor.request_states) == ["alone"]
+        assert table.processor.parent_requests == {}
+        assert OLD or list(table.processor.external_req_ids) == ["client's alone"]
+
+
+def test_an_engine_without_streams_gets_an_output_and_the_tokens_so_far(patched):
+    with patched("request-outputs"):
+        table = Table("a", "b", queues=False)
+        table.processor.process_outputs(step("a"))
+        done = table.processor.process_outputs(
+            [ended("a", FAILED + "a reason"), *step("b", finish_reason=FinishReason.STOP)]
+        )
+        told = {output.request_id.removeprefix("client's "): output.outputs[0] for output in done.request_outputs}
+        assert (told["a"].finish_reason, told["a"].stop_reason) == ("abort", FAILED + "a reason")
+        assert list(told["a"].token_ids) == [7]
+        assert told["b"].finish_reason == "stop"
+
+
+def test_an_error_after_the_last_output_is_not_told_twice(patched, monkeypatch):
+    def statistics(*_: Any) -> None:
+        raise KeyError("no such number")
+
+    with patched("request-outputs"):
+        table = Table("a", "b")
+        monkeypatch.setattr(table.processor, "_update_stats_from_finished", statistics)
+        done = table.processor.process_outputs(step("a", "b", finish_reason=FinishReason.STOP))
+        assert [table.got("a"), table.got("b")] == [[7], [7]]
+        assert done.reqs_to_abort == []
+
+
+class Core:
+    """An engine core's client that serialises for real, and remembers what it was told."""
+
+    resources = types.SimpleNamespace(engine_dead=False)
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.aborted: list[str] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        MsgpackEncoder().encode(request)
+        self.added.append(request.request_id)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+def an_engine() -> Any:
+    def process_inputs(request_id: str, prompt: Any, params: Any, *_: Any) -> Any:
+        return None, request(request_id, params, prompt)
+
+    engine = object.__new__(async_llm.AsyncLLM)
+    engine.log_requests = False
+    engine.output_handler = None
+    engine.output_processor = OutputProcessor(tokenizer=None, log_stats=False)
+    engine.processor = types.SimpleNamespace(process_inputs=process_inputs)
+    engine.engine_core = Core()
+    engine.shutdown = lambda: None  # what __del__ calls
+    return engine
+
+
+def add(engine: Any, name: str, params: SamplingParams) -> Any:
+    try:
+        return asyncio.run(engine.add_request(name, [1], params))
+    except Exception as error:
+        return error
+
+
+@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; the admission bounds what is sent")
+@pytest.mark.parametrize(
+    ("fields", "before"),
+    [({"max_tokens": 2**70}, []), ({"n": 3, "seed": 2**64 - 1}, ["0_x"]), ({"bad_words": ["\ud800"]}, [])],
+    ids=["a number", "the second sample", "a lone surrogate"],
+)
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(patched, fields, before):
+    with patched():
+        engine = an_engine()
+        assert isinstance(add(engine, "x", sampling(**fields)), OverflowError | UnicodeError)
+        assert engine.output_processor.request_states, "stock vLLM keeps its state for ever"
+    with patched("request-sending"):
+        engine = an_engine()
+        error = add(engine, "x", sampling(**fields))
+        assert isinstance(error, RequestRefused)
+        assert "cannot be sent" in str(error)
+        assert engine.engine_core.added == before
+        assert set(before) <= set(engine.engine_core.aborted)
+        assert not engine.output_processor.request_states
+        assert not engine.output_processor.parent_requests
+
+
+@pytest.mark.skipif(not OLD, reason="vLLM 0.23 gives requests ids of its own; the admission bounds what is sent")
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_second_request_of_one_id_does_not_end_the_first(patched, first, second):
+    """Clients choose ids: X-Request-Id. With other numbers of samples stock vLLM takes both, and aborts either."""
+    with patched("request-sending"):
+        engine = an_engine()
+        assert not isinstance(add(engine, "x", sampling(n=first)), Exception)
+        served = list(engine.engine_core.added)
+        assert isinstance(add(engine, "x", sampling(n=second)), RequestRefused)
+        assert engine.engine_core.added == served
+        assert engine.engine_core.aborted == []
+
+
+def test_an_unexpected_error_has_words(patched):
+    def message() -> str:
+        try:
+            raise async_llm.EngineGenerateError from OverflowError("too\nlarge")
+        except EngineGenerateError as error:  # which vLLM's endpoints know
+            return str(error)
+
+    with patched():
+        assert message() == ""
+    with patched("error-words"):
+        assert message() == "OverflowError: too large"
+
+
+def test_a_number_that_a_logger_refuses_does_not_end_the_task_of_all(patched):
+    def record(*_: Any, **__: Any) -> None:
+        raise ValueError("Counters can only be incremented by non-negative amounts.")
+
+    manager = object.__new__(loggers.StatLoggerManager)
+    manager.per_engine_logger_dict = {0: [types.SimpleNamespace(record=record)]}
+    manager.prometheus_logger = types.SimpleNamespace(record=record)
+    manager.stat_loggers = [types.SimpleNamespace(record=record)]  # of 0.23, in the place of both
+    with patched(), pytest.raises(ValueError, match="non-negative"):
+        manager.record(None, None, engine_idx=0)
+    with patched("statistics-errors"):
+        manager.record(None, None, engine_idx=0)

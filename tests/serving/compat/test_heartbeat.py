@@ -1,0 +1,194 @@
+"""An engine that does not answer is not healthy, a busy one is; and nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1 import engine as vllm_engine
+from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, core, core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from npu_gptoss.serving.compat.server import heartbeat as pulse
+from tests.serving.compat.of_line import OLD
+from tests.serving.in_flight import is_running
+from tests.serving.server import wait_for
+
+pytestmark = pytest.mark.serving
+
+
+def engine(**fields: Any) -> Any:
+    values = {"engine_index": 0, "output_queue": queue.Queue(), **fields}
+    values |= {"client_count": 1} if OLD else {"addresses": types.SimpleNamespace(outputs=["the server's"])}
+    return types.SimpleNamespace(**values)
+
+
+def delivered(of: Any, calls: dict[int, Any]) -> None:
+    """All that the engine has put into its queue, through vLLM's serialisation, to vLLM's own reader."""
+    while not of.output_queue.empty():
+        message = of.output_queue.get()
+        if message == core.EngineCoreProc.ENGINE_CORE_DEAD:
+            return
+        _, output = message
+        received: EngineCoreOutputs = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(output))
+        core_client._process_utility_output(received.utility_output, calls)
+
+
+def test_the_message_needs_no_question_and_leaves_real_calls_alone() -> None:
+    calls: dict[int, Any] = {}
+    with pytest.raises(KeyError):  # stock: a result that nobody waits for
+        core_client._process_utility_output(UtilityOutput(pulse.CALL), calls)
+    heart = pulse.Pulse(calls)
+    asked = asyncio.Future(loop=asyncio.new_event_loop())
+    calls[7] = asked
+    it = engine()
+    for _ in range(3):
+        pulse._tell(it)
+    delivered(it, calls)
+    assert heart.objection(300) == ""
+    assert calls == {pulse.CALL: heart, 7: asked}
+
+
+def test_the_message_is_taken_for_none_of_vllms_own() -> None:
+    """Else each server of data parallel engines on 0.23 takes them for dead at its first message."""
+    assert getattr(vllm_engine, "EEP_NOTIFICATION_CALL_ID", None) != pulse.CALL < 0
+
+
+@pytest.mark.parametrize(
+    ("silent", "step", "words"),
+    [(0.0, 0.0, ""), (9.0, 299.0, ""), (11.0, 0.0, "silent for 11 s"), (0.0, 301.0, "has lasted 301 s")],
+)
+def test_busy_is_told_from_dead(monkeypatch: pytest.MonkeyPatch, silent: float, step: float, words: str) -> None:
+    heart = pulse.Pulse({})
+    now = time.monotonic()
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now)
+    heart.set_result([0, step, ""])
+    heart.set_result([1, 0.0, ""])
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now + silent)
+    if not silent:
+        assert heart.objection(300) == "" if not words else words in heart.objection(300)
+        return
+    heart.set_result([1, 0.0, ""])  # another engine's life is not this one's
+    assert (words in heart.objection(300)) if words else heart.objection(300) == ""
+
+
+def test_a_step_tells_how_long_it_lasts_and_a_death_why(patched: Any) -> None:
+    seen: list[float] = []
+    heart = pulse.Pulse(calls := {})
+
+    class Thread:
+        def join(self, timeout: float) -> None: ...
+        def is_alive(self) -> bool:
+            return False
+
+    def step() -> tuple[dict, bool]:
+        time.sleep(0.05)
+        pulse._tell(it)
+        delivered(it, calls)
+        seen.append(heart._heard[0][1])
+        raise MemoryError("no room for\x1b[2J 7 pages")
+
+    it = engine(step_fn=step, post_step=lambda executed: None, output_thread=Thread())
+    with patched("engine-pulse"):
+        with pytest.raises(MemoryError):
+            core.EngineCoreProc._process_engine_step(it)
+        try:
+            step()
+        except MemoryError:
+            core.EngineCoreProc._send_engine_dead(it)
+    delivered(it, calls)
+    assert seen[0] >= 0.05
+    assert seen[1] == 0, "between two steps nothing lasts"
+    assert heart.cause == "MemoryError: no room for\x1b[2J 7 pages"
+
+
+@pytest.mark.parametrize("name", [(), ("health",)])
+def test_health_refuses_an_engine_that_does_not_answer(patched, monkeypatch, name):
+    monkeypatch.setattr(pulse, "GRACE", 0.3)
+    monkeypatch.setattr(pulse, "SILENCE", 0.1)
+    heart = pulse.Pulse({})
+    heart.set_result([0, 0.0, ""])
+    llm = types.SimpleNamespace(errored=False, engine_core=types.SimpleNamespace(npu_gptoss_pulse=heart))
+    time.sleep(0.2)
+    with patched(*name):
+        if not name:
+            asyncio.run(AsyncLLM.check_health(llm))
+            return
+        with pytest.raises(EngineDeadError, match="engine 0 has been silent"):  # vLLM's route answers 503
+            asyncio.run(AsyncLLM.check_health(llm))
+
+        async def late() -> None:
+            asyncio.get_running_loop().call_later(0.1, heart.set_result, [0, 0.0, ""])
+            await AsyncLLM.check_health(llm)
+
+        asyncio.run(late())  # the server itself was busy
+
+
+ORPHAN = """
+import multiprocessing, os, signal, sys, time
+from npu_gptoss.serving.compat.server import heartbeat as pulse
+pulse.LAST_WILL = 0.5
+
+def child(stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pulse.end_with_parent()
+    os.write(1, b"%d\\n" % os.getpid())  # at once: two children write
+    time.sleep(30)
+
+if __name__ == "__main__":
+    for stubborn in (False, True):
+        multiprocessing.get_context("fork").Process(target=child, args=(stubborn,), name=sys.argv[1]).start()
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("name", "left"), [("EngineCore_DP0", 0), ("VllmWorker-1", 0), ("Process-1", 2)])
+def test_an_engine_ends_with_its_server_and_a_users_process_does_not(name: str, left: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN, name], stdout=subprocess.PIPE, text=True)
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    try:
+        process.kill()
+        process.wait()
+        if left:
+            time.sleep(0.5)
+        assert wait_for(lambda: sum(map(is_running, children)) == left, 5)
+    finally:
+        process.stdout.close()
+        for child in filter(is_running, children):
+            os.kill(child, signal.SIGKILL)
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, time
+from npu_gptoss.serving.compat.server import heartbeat as pulse
+
+def child():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pulse.leave_interrupts_to_parent()
+    os.kill(os.getpid(), signal.SIGINT)
+
+process = multiprocessing.get_context("fork").Process(target=child, name=sys.argv[1])
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("EngineCore_DP0", 0), ("VllmWorker-1", 0), ("Process-1", -2)])
+def test_an_interrupt_ends_no_engine_whose_requests_have_time_and_a_users_process_as_ever(name, status):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, name], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1:] == [str(status)], done.stderr

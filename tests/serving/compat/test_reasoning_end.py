@@ -1,0 +1,99 @@
+"""Structured output: bfloat16 logits on CPU must not end the engine, and only the answer of this turn is bound."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from vllm.reasoning.gptoss_reasoning_parser import GptOssReasoningParser
+from vllm.v1.structured_output import utils
+from vllm.v1.worker import gpu_model_runner
+
+from tests.harmony.conftest import directory, library  # noqa: F401
+
+pytestmark = pytest.mark.serving
+
+VOCABULARY = 64
+
+
+def masked(dtype: torch.dtype) -> torch.Tensor:
+    """Logits [2 requests, 64 tokens] after a grammar that allows request "b" the tokens 3 and 40 only."""
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mask = np.zeros((1, VOCABULARY // 32), dtype=np.int32)
+    mask[0, 0], mask[0, 1] = 1 << 3, 1 << 8
+    step = types.SimpleNamespace(
+        grammar_bitmask=mask, scheduled_spec_decode_tokens={}, structured_output_request_ids={"b": 0}
+    )
+    batch = types.SimpleNamespace(req_id_to_index={"a": 0, "b": 1})
+    gpu_model_runner.apply_grammar_bitmask(step, batch, logits, torch.device("cpu"))
+    return logits
+
+
+def test_bfloat16_logits_are_masked_instead_of_ending_the_engine(patched):
+    with patched(), pytest.raises(Exception, match="float32"):
+        masked(torch.bfloat16)
+    with patched("cpu-grammar-bitmask"):
+        assert utils.apply_grammar_bitmask is gpu_model_runner.apply_grammar_bitmask
+        logits = masked(torch.bfloat16)
+    assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [3, 40]
+    untouched = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(logits[0], untouched[0])
+    assert torch.equal(logits[1, [3, 40]], untouched[1, [3, 40]])
+
+
+def test_float32_logits_take_the_same_path_as_before(patched):
+    with patched():
+        expected = masked(torch.float32)
+    with patched("cpu-grammar-bitmask"):
+        assert torch.equal(masked(torch.float32), expected)
+
+
+EARLIER = (
+    "<|start|>user<|message|>2 + 2?<|end|><|start|>assistant<|channel|>final<|message|>Four.<|end|>"
+    "<|start|>user<|message|>As JSON.<|end|><|start|>assistant"
+)
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.fixture
+def answer_begins(library):  # noqa: F811
+    """Asks vLLM's parser whether the grammar binds from here on."""
+
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return library.encode(text, allowed_special="all")
+
+    parser = GptOssReasoningParser(Tokenizer())
+    return lambda text: parser.is_reasoning_end(parser.model_tokenizer.encode(text))
+
+
+def test_an_earlier_answer_does_not_bind_the_first_token_of_this_turn(patched, answer_begins):
+    with patched():
+        assert answer_begins(EARLIER)
+    with patched("reasoning-end"):
+        assert not answer_begins(EARLIER)
+        assert not answer_begins(EARLIER + THOUGHT)
+        assert answer_begins(EARLIER + THOUGHT + "<|channel|>final<|message|>")
+        assert answer_begins(EARLIER + THOUGHT + '<|channel|>final<|message|>{"a": 1')
+
+
+def test_the_header_for_json_begins_the_answer(patched, answer_begins):
+    with patched():
+        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
+    with patched("reasoning-end"):
+        assert answer_begins("<|start|>assistant<|channel|>final <|constrain|>json<|message|>")
+        assert not answer_begins("<|start|>assistant<|channel|>final <|constrain|>json")
+        assert not answer_begins("<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>")
+        assert not answer_begins("<|start|>user<|message|>final")
+        assert not answer_begins("<|start|>user<|channel|>final<|message|>")
+        assert not answer_begins("<|start|>assistant<|channel|>analysis<|message|><|channel|>final<|message|>")
+
+
+def test_a_grammar_binds_a_plain_text_from_its_first_token(patched, answer_begins):
+    """/v1/completions: a structure was taken, and never applied."""
+    with patched():
+        assert not answer_begins("The season is")
+    with patched("reasoning-end"):
+        assert answer_begins("The season is")

@@ -1,0 +1,235 @@
+"""vLLM's server of each release over a script in the place of its engine (`tests/serving/scripted.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from npu_gptoss.frontend.request import Defaults
+from npu_gptoss.harmony.encoding import Encoder, text_tokenizer
+from npu_gptoss.harmony.library import load_encoding
+from npu_gptoss.harmony.vocabulary import BASE_VARIABLE, VOCABULARY_FILE
+from tests.serving.scripted import SAMPLING
+
+ROOT = Path(__file__).resolve().parents[3]
+NAME, MAX_LEN = "gpt-oss", 8192
+START_LIMIT = 180.0  # seconds
+# options that the front end honours; what they do is in test_http.py
+FLAGS: tuple[str, ...] = ("--enable-log-requests", "--enable-log-outputs")
+FLAGS += ("--return-tokens-as-token-ids", "--enable-force-include-usage", "--response-role", "tutor")
+LATER = ("--default-chat-template-kwargs", '{"reasoning_effort": "high", "model_identity": "You are Tiny."}')
+FLAGS_OF = {
+    "0.11": FLAGS,
+    "0.23": FLAGS + LATER,
+    "0.33": (
+        *(FLAGS + LATER),
+        "--enable-per-request-metrics",
+        "--enable-scale-out",
+        *("--reasoning-effort-map", '{"max": "high"}', "--anthropic-disabled-thinking-effort", "medium"),
+    ),
+}
+VARIABLES_OF = {"0.23": {"VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": "1"}}
+DEFAULTS = Defaults(effort="high", identity="You are Tiny.")
+DEFAULTS_OF = {
+    "0.11": Defaults(),
+    "0.23": replace(DEFAULTS, instructions_in_system=True),
+    "0.33": replace(DEFAULTS, efforts={"max": "high"}),
+}
+RELEASES = (
+    "0.11",
+    pytest.param("0.23", marks=pytest.mark.emulated),
+    pytest.param("0.33", marks=pytest.mark.vllm033),
+)
+
+
+def python_of(release: str) -> tuple[Path, dict[str, str]]:
+    """The interpreter of a release's environment, and what its processes need in theirs."""
+    if release == "0.11":
+        return Path(sys.executable), {}
+    if release == "0.33":
+        return ROOT / ".venv-vllm033/bin/python", {"CUDA_VISIBLE_DEVICES": ""}
+    from ascend_emulator.launch import Machine, environment
+
+    from emulator.tests.machine import venv
+
+    machine = Machine("9.1")
+    return venv(machine) / "bin/python", environment(machine, venv(machine))
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert self.status >= 400, self.text
+        return self.json["error"]
+
+    @property
+    def lines(self) -> list[str]:
+        """The events of a stream of chat chunks, without its end."""
+        lines = [line for line in self.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+        return lines[:-1]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The data of a stream with named events."""
+        found = []
+        for event in filter(None, self.text.split("\n\n")):
+            name, data = event.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
+
+
+@dataclass(frozen=True)
+class Server:
+    release: str
+    url: str
+    model: Path
+    log: Path
+
+    @property
+    def defaults(self) -> Defaults:
+        """What its options say."""
+        return DEFAULTS_OF[self.release]
+
+    def prompt(self, **fields: Any) -> str:
+        """The prompt of a chat, as text."""
+        answer = self.chat(return_token_ids=True, **fields)
+        assert answer.status == 200, answer.text
+        return load_encoding(self.model).decode(answer.json["prompt_token_ids"])
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return Answer(response.status, dict(response.headers), response.read().decode())
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, dict(error.headers), error.read().decode())
+
+    def chat(self, written: str = "", /, **fields: Any) -> Answer:
+        """The answer of a chat to which the model writes this."""
+        fields.setdefault("messages", [{"role": "user", "content": written}])
+        return self.post("/v1/chat/completions", {"model": NAME} | fields)
+
+    def respond(self, written: str = "", /, **fields: Any) -> Answer:
+        return self.post("/v1/responses", {"model": NAME, "input": written} | fields)
+
+    def tokenize(self, **fields: Any) -> list[int]:
+        answer = self.post("/tokenize", {"model": NAME} | fields)
+        assert answer.status == 200, answer.text
+        return answer.json["tokens"]
+
+    def told(self, fields: Mapping[str, Any] = MappingProxyType({}), api: str = "chat") -> dict[str, Any]:
+        """What the engine was told of a request, as its answer or its forced call says."""
+        text = f"<|channel|>final<|message|>{SAMPLING}<|return|>"
+        if api == "completions":
+            answer = self.post("/v1/completions", {"model": NAME, "prompt": SAMPLING, "max_tokens": 4000, **fields})
+            assert answer.status == 200, answer.text
+            return json.loads(answer.json["choices"][0]["text"])
+        answer = {"chat": self.chat, "responses": self.respond, "messages": self.message}[api](
+            text, **({"max_tokens": 4000} if api == "messages" else {}) | fields
+        )
+        assert answer.status == 200, answer.text
+        if api == "messages":
+            return json.loads(answer.json["content"][0]["text"])
+        if api == "responses":
+            (item,) = answer.json["output"]
+            return json.loads(item["content"][0]["text"] if item["type"] == "message" else item["arguments"])
+        message = answer.json["choices"][0]["message"]
+        return json.loads(message["content"] or message["tool_calls"][0]["function"]["arguments"])
+
+    def message(self, written: str = "", /, **fields: Any) -> Answer:
+        fields.setdefault("messages", [{"role": "user", "content": written}])
+        return self.post("/v1/messages", {"model": NAME, "max_tokens": 500} | fields)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(release: str, model: Path, log: Path, *flags: str, **settings: str) -> Iterator[Server]:
+    """settings: of the server's environment."""
+    python, variables = python_of(release)
+    port = free_port()
+    command = [str(python), "-m", "tests.serving.scripted", str(model), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--served-model-name", NAME, "--max-model-len", str(MAX_LEN), "--enable-prompt-tokens-details", *flags]
+    settings |= {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    # the vocabulary has to come from the checkpoint, without the network
+    settings |= dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    settings |= {"TIKTOKEN_RS_CACHE_DIR": str(log.parent / "nothing"), "XDG_CACHE_HOME": str(log.parent / "cache")}
+    environment = os.environ | variables | settings
+    environment.pop(BASE_VARIABLE, None)  # which an earlier test of this process has set, maybe
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(release, f"http://127.0.0.1:{port}", model, log)
+    try:
+        _wait(server, process, log)
+        yield server
+        assert process.poll() is None, f"the server ended during the tests:\n{log.read_text()[-3000:]}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait(server: Server, process: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + START_LIMIT
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+            return
+        time.sleep(0.3)
+    raise AssertionError(f"no answer after {START_LIMIT} s:\n{log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from npu_gptoss.tiny.checkpoint import write_tiny
+
+    folder = tmp_path_factory.mktemp("scripted") / "model"
+    write_tiny(folder, trained=True, mxfp4=True)
+    (folder / VOCABULARY_FILE).unlink()  # as in a published checkpoint
+    return folder
+
+
+@pytest.fixture(scope="package", params=RELEASES)
+def server(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("scripted") / f"{request.param}.log"
+    with serve(request.param, tiny, log, *FLAGS_OF[request.param], **VARIABLES_OF.get(request.param, {})) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def encoder(tiny: Path) -> Encoder:
+    return Encoder(load_encoding(tiny), text_tokenizer(tiny))

@@ -1,0 +1,245 @@
+"""What the engine is told on each release of vLLM, over HTTP: prompts, sampling, structures. And how requests fail."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from npu_gptoss.frontend import chat, messages, responses
+from npu_gptoss.harmony.encoding import Encoder
+from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
+from tests.frontend.conftest import gathered
+from tests.frontend.conversations import CONVERSATIONS, as_chat, as_response
+from tests.frontend.turns import ANSWER, NEXT, THOUGHT, final
+from tests.serving.openai.cases import COMPLETIONS, FLAT_FORMAT, FORMAT, SAMPLING, STRUCTURES, is_told
+from tests.serving.openai.conftest import MAX_LEN, NAME, Server
+from tests.serving.openai.test_http import USER, content, items_of
+from tests.serving.scripted import ERROR
+from tests.serving.scripted import SAMPLING as TOLD
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+
+
+# Structures
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structure_reaches_the_engine(server: Server, name: str) -> None:
+    api, fields, want = STRUCTURES[name]
+    told = server.told(fields, api)
+    if want is None:
+        assert told["structured_outputs"] is None
+    else:
+        assert is_told(told["structured_outputs"], *want), told["structured_outputs"]
+    if server.release == "0.23" and want:  # a completion has no reasoning to wait for
+        assert told["reasoning_ended"] == (api == "completions")
+
+
+def test_structured_answer_is_told(server: Server) -> None:
+    text = THOUGHT + NEXT + final('{"a": 1}')
+    assert content(server.chat(text, response_format=FORMAT)) == '{"a": 1}'
+    answer = server.respond(text, text={"format": FLAT_FORMAT})
+    assert items_of(answer.json["output"])[0] == '{"a": 1}'
+
+
+@pytest.mark.parametrize("fields", COMPLETIONS)
+def test_structure_of_a_completion_that_cannot_be_is_refused(server: Server, fields: dict[str, Any]) -> None:
+    answer = server.post("/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 5, **fields})
+    assert answer.status == 400, answer.text
+    assert server.chat(ANSWER).status == 200
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_field_reaches_the_engine(server: Server, name: str) -> None:
+    value, own, want = SAMPLING[name]
+    for api, passed in (
+        ("chat", chat.PASSED),
+        ("responses", responses.PASSED | {"max_output_tokens"}),
+        ("messages", messages.PASSED - {"vllm_xargs", "cache_salt"}),
+    ):
+        if name not in passed:
+            continue
+        told = server.told({name: value}, api)[own]
+        assert want in told if name == "stop_token_ids" else told == want, api
+
+
+# Options of the server: conftest.py has them
+
+
+def test_options_are_honoured(server: Server) -> None:
+    answer = server.chat(ANSWER, logprobs=True).json
+    assert answer["choices"][0]["message"]["role"] == "tutor"
+    assert answer["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
+    first, *_, last = (json.loads(line[6:]) for line in server.chat(ANSWER, stream=True).lines)
+    assert first["choices"][0]["delta"]["role"] == "tutor"
+    assert last["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+    defaults = server.defaults
+    for api in ("chat", "responses", "messages"):
+        prompt = server.told(api=api)["prompt"]
+        assert f"Reasoning: {defaults.effort or 'medium'}" in prompt
+        assert prompt.startswith(f"<|start|>system<|message|>{defaults.identity or 'You are ChatGPT'}")
+    user = {"role": "user", "content": f"<|channel|>final<|message|>{TOLD}<|return|>"}
+    instructed = server.told({"messages": [{"role": "system", "content": "Be kind."}, user]})["prompt"]
+    assert ("developer" in instructed) != defaults.instructions_in_system
+    if server.release == "0.33":
+        assert "Reasoning: high" in server.told({"reasoning_effort": "max"})["prompt"]
+        assert "Reasoning: medium" in server.told({"thinking": {"type": "disabled"}}, "messages")["prompt"]
+        assert "metrics" in answer
+        assert "metrics" in server.respond(ANSWER).json
+
+
+def test_outputs_are_logged_where_an_option_asks(server: Server) -> None:
+    begin = len(server.log.read_text())
+    asks = (server.chat, server.respond, server.message)[: 2 if server.release == "0.23" else 3]  # as vLLM itself
+    for number, ask in enumerate(asks):
+        for streamed in (False, True):
+            said = f"Said {number}{streamed}."
+            assert ask(final(said), stream=streamed).status == 200
+            log = server.log.read_text()[begin:]
+            assert said in log
+            assert "aborted" not in log
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversation_is_one_prompt_at_every_entrance(server: Server, encoder: Encoder, name: str) -> None:
+    case = CONVERSATIONS[name]
+    fields = as_chat(case)
+    expected = chat.read(fields, server.defaults).asked.prompt(encoder)
+    assert server.chat(return_token_ids=True, max_tokens=1, **fields).json["prompt_token_ids"] == expected
+    asked = {name: fields[name] for name in fields if name != "reasoning_effort"}
+    asked |= {"chat_template_kwargs": {"reasoning_effort": fields["reasoning_effort"]}}
+    if server.release != "0.33" or "call" not in str(case):  # whose log of a request takes the calls of /tokenize away
+        assert server.tokenize(**asked) == expected
+    assert server.respond(**as_response(case)).json["usage"]["input_tokens"] == len(expected)
+    if server.release == "0.11":
+        return
+    rendered = server.post("/v1/chat/completions/render", {"model": NAME} | fields)
+    assert rendered.json["token_ids"] == expected
+    if "tools" not in case:  # which no batch has
+        batch = {"model": NAME, "max_tokens": 1} | asked | {"messages": [case["messages"]] * 2}
+        usage = server.post("/v1/chat/completions/batch", batch).json["usage"]
+        assert usage["prompt_tokens"] == 2 * len(expected)
+
+
+def test_count_of_tokens_is_that_of_the_prompt(server: Server) -> None:
+    count = server.post("/v1/messages/count_tokens", {"model": NAME, "messages": [USER]}).json["input_tokens"]
+    assert count == server.chat(messages=[USER]).json["usage"]["prompt_tokens"]
+
+
+LONG = "-" * (127 * MAX_LEN)  # for which openai-harmony's tokenizer needs hours
+ROUTES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    "/tokenize": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": LONG}]] * 2},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_server_answers_while_a_long_conversation_is_encoded(server: Server, route: str) -> None:
+    def longest_wait() -> float:
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(server.post, route, {"model": NAME} | ROUTES[route]) for _ in range(3)]
+            waits = []
+            while not all(answer.done() for answer in asked):
+                start = time.monotonic()
+                urllib.request.urlopen(f"{server.url}/health", timeout=30).close()
+                waits.append(time.monotonic() - start)
+                time.sleep(0.02)
+            assert {answer.result().status for answer in asked} <= {200, 400, 404}
+        return max(waits)
+
+    waited = []  # what the machine does besides may take a second once, not three times
+    while len(waited) < 3 and (not waited or waited[-1] >= 1.0):
+        waited.append(longest_wait())
+    assert min(waited) < 1.0, f"/health waited {waited} s"
+
+
+def test_vocabulary_comes_from_the_checkpoint_without_a_network(server: Server) -> None:
+    if server.release != "0.33":  # whose library has it
+        assert (server.log.parent / "cache/npu_gptoss" / VOCABULARY_FILE).is_file()
+    assert not (server.model / VOCABULARY_FILE).exists()
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{not json", b"", b'"x"', b'{"messages": "hello"}', b'{"model": "another", "messages": [{"role": "user"}]}'],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_body_that_is_no_request_is_the_clients_error(server: Server, path: str, body: bytes) -> None:
+    answer = server.post(path, body)
+    assert 400 <= answer.status < 500, answer.text
+    assert answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_error_of_the_engine_is_told_and_tears_no_stream(server: Server, api: str) -> None:
+    text = THOUGHT + NEXT + "<|channel|>final<|message|>Fo" + ERROR
+    ask = {"chat": server.chat, "responses": server.respond, "messages": server.message}[api]
+    whole = ask(text)
+    assert whole.status == 500
+    assert whole.json["error"]["message"]
+    streamed = ask(text, stream=True)
+    if api == "chat":
+        *lines, last = streamed.lines
+        assert json.loads(last[6:])["error"]["code"] == 500
+        assert gathered(lines) == ("Fo", "hm", [], None)
+        return
+    last = streamed.events[-1]
+    if api == "messages":
+        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    else:
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert items_of(last["response"]["output"]) == ("Fo", "hm", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "said"),
+    [("word " * 9000, 5, "90"), ("Hi", MAX_LEN, str(MAX_LEN)), (" " * (128 * MAX_LEN + 1), 5, "at least 819")],
+    ids=["words", "max_tokens", "characters"],
+)
+def test_request_that_is_too_long_has_the_code_of_it(server: Server, text: str, most: int, said: str) -> None:
+    begin = len(server.log.read_text())
+    answers = [
+        server.chat(text, max_tokens=most),
+        server.chat(text, max_completion_tokens=most, stream=True),
+        server.respond(text, max_output_tokens=most),
+    ]
+    if server.release != "0.33" or most != MAX_LEN:  # whose completions have what is left of the context
+        answers.append(server.post("/v1/completions", {"model": NAME, "prompt": text, "max_tokens": most}))
+    answers.append(server.post("/invocations", {"messages": [{"role": "user", "content": text}], "max_tokens": most}))
+    for answer in answers:
+        assert answer.status == 400
+        assert (answer.error["code"], answer.error["type"]) == ("context_length_exceeded", "invalid_request_error")
+        assert answer.error["message"].startswith(f"This model's maximum context length is {MAX_LEN} tokens. However, ")
+        numbers = answer.error["message"].partition("However")[2]
+        assert "Traceback" not in server.log.read_text()[begin:]
+        assert said in numbers or "(parameter=input_" in numbers  # vLLM's words, of a later completion
+    error = server.message(text, max_tokens=most).json
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_idle_connection_stays_open_longer_than_clients_keep_theirs(server: Server) -> None:
+    """Stock closes it after 5 s, at times under the request that is being sent on it."""
+    with closing(http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)) as connection:
+        connection.request("GET", "/ping")
+        assert connection.getresponse().read() == b""
+        time.sleep(7)
+        connection.request("GET", "/ping")
+        assert connection.getresponse().read() == b""

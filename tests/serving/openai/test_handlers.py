@@ -1,0 +1,112 @@
+"""Handlers without a server: what no script of tests/serving/scripted.py can do."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.serving.compat.server.shutdown import stopping_error
+from npu_gptoss.serving.openai import chat, intake, responses
+from npu_gptoss.serving.openai.engine import checkpoint_directory
+from npu_gptoss.serving.openai.release import release
+from tests.harmony.conftest import directory, encoder, library  # noqa: F401
+
+pytestmark = pytest.mark.serving
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch, library: Any, encoder: Any) -> Any:  # noqa: F811
+    """vLLM's serving object, as far as the handlers need it. Its engine ends after the first token with `error`."""
+
+    async def known(_: Any) -> None:
+        return None
+
+    made = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type="gpt_oss"), max_model_len=4096),
+        enable_store=False, response_store={}, msg_store={}, enable_log_outputs=False, request_logger=None,
+        response_role="assistant", enable_prompt_tokens_details=False, response_store_lock=asyncio.Lock(),
+        _check_model=known, _base_request_id=lambda *_: "1", error=None,
+    )  # fmt: skip
+
+    async def start(_: Any, asked: Any, name: str, *__: Any, **___: Any) -> Any:
+        async def steps() -> AsyncIterator[Step]:
+            yield Step([Piece(0, [200005])])
+            raise made.error
+
+        plain = types.SimpleNamespace(logprobs=None)
+        params = dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "max_tokens"))
+        return types.SimpleNamespace(
+            serving=made, name=name, model="m", prompt=[1], plain=plain, params=types.SimpleNamespace(**params),
+            steps=steps, turn=lambda: asked.turn(library, encoder),
+        )  # fmt: skip
+
+    for module in (chat, responses):
+        monkeypatch.setattr(module, "start", start)
+    return made
+
+
+def ask(serving: Any, api: Any, **fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if api is chat else {"input": "hi"}
+    raw = types.SimpleNamespace(scope={intake.BODY: body | fields, intake.WARNINGS: []})
+    request = types.SimpleNamespace(use_beam_search=False, request_id="1")
+    return asyncio.run(api.create(None, serving, request, raw))
+
+
+@pytest.mark.parametrize("api", [chat, responses])
+@pytest.mark.parametrize("error", [EngineDeadError(), stopping_error()()], ids=["died", "told to stop"])
+def test_answer_that_the_engines_end_took_may_not_be_asked_for_again(serving: Any, api: Any, error: Exception) -> None:
+    serving.error = error
+    answer = ask(serving, api)
+    assert (answer.error.code, answer.error.message) == (503, str(error))
+
+
+def test_missing_response_does_not_say_how_responses_are_stored(serving: Any) -> None:
+    for answer in (ask(serving, responses, previous_response_id="resp_1"), responses.not_found(serving, "resp_1")):
+        assert answer.error.code == 404
+        assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in answer.error.message
+    refused = ask(serving, responses, background=True)
+    assert (refused.error.code, refused.model_dump()["error"]["param"]) == (400, "background")
+
+
+def test_request_of_another_model_or_with_tools_of_the_server_is_taken(serving: Any) -> None:
+    async def original(*_: Any) -> str:
+        return "vLLM's own"
+
+    for change in ({"model_config": types.SimpleNamespace(hf_config=None)}, {"tool_server": object()}):
+        other = types.SimpleNamespace(**vars(serving) | change)
+        for api in (chat, responses):
+            assert (
+                asyncio.run(api.create(original, other, types.SimpleNamespace(use_beam_search=False))) == "vLLM's own"
+            )
+    searching = types.SimpleNamespace(use_beam_search=True)
+    assert asyncio.run(chat.create(original, serving, searching)) == "vLLM's own"
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_instructions_go_elsewhere_than_vllms_variable_says(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.setenv("VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS", wanted)
+    assert release().defaults(types.SimpleNamespace()).instructions_in_system == (wanted == "1")
+
+
+def test_checkpoint_in_the_hugging_face_cache_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub" / "models--openai--gpt-oss-20b" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = types.SimpleNamespace(tokenizer=None, model="openai/gpt-oss-20b", revision=None)
+    assert checkpoint_directory(config) == snapshot
+    config.model = str(tmp_path / "no such folder")
+    assert checkpoint_directory(config) is None

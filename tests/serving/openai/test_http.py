@@ -1,0 +1,366 @@
+"""The same right answer on each release of vLLM, over HTTP, whole and streamed.
+
+The cases F1 to F26 are those of a survey of public bug reports of servers of gpt-oss.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from tests.frontend.conftest import answered, gathered
+from tests.frontend.turns import ANSWER, BASH, CALL, NEXT, PARIS, THOUGHT, TURNS, WEATHER, call_to, flat
+from tests.serving.openai.cases import CHATS, EFFORTS, RESPONSES
+from tests.serving.openai.conftest import NAME, Answer, Server
+
+pytestmark = [pytest.mark.serving, pytest.mark.slow]
+
+USER = {"role": "user", "content": ANSWER}
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+
+
+def content(answer: Answer) -> str:
+    assert answer.status == 200, answer.text
+    return answer.json["choices"][0]["message"]["content"]
+
+
+# Turns
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_chat_reads_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
+    text, fields, want = TURNS[name]
+    choice = server.chat(text, **fields).json["choices"][0]
+    assert answered(choice["message"], choice["finish_reason"]) == want
+    assert gathered(server.chat(text, stream=True, **fields).lines) == want
+
+
+def items_of(output: list[dict[str, Any]]) -> tuple[str, str, list[list[str]]]:
+    def text(kind: str) -> str:
+        texts = [item["content"][0]["text"] for item in output if item["type"] == kind and item["content"]]
+        return "\n".join(filter(None, texts))
+
+    calls = [[item["name"], item["arguments"]] for item in output if item["type"] == "function_call"]
+    return text("message"), text("reasoning"), calls
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_responses_read_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
+    text, fields, want = TURNS[name]
+    own = fields | {"tools": [flat(tool) for tool in fields.get("tools", ())]}
+    if isinstance(fields.get("tool_choice"), dict):
+        own["tool_choice"] = flat(fields["tool_choice"])
+    whole = server.respond(text, **own).json
+    assert items_of(whole["output"]) == want[:3]
+    assert whole["status"] == ("incomplete" if want[3] == "length" else "completed")
+    events = server.respond(text, stream=True, **own).events
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last["type"] == f"response.{whole['status']}"
+    assert items_of(last["response"]["output"]) == want[:3]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
+
+
+def blocks_of(blocks: list[dict[str, Any]]) -> tuple[str, str, list[list[Any]]]:
+    def text(kind: str) -> str:
+        return "".join(block[kind] for block in blocks if block["type"] == kind)
+
+    calls = [[block["name"], block["input"]] for block in blocks if block["type"] == "tool_use"]
+    return text("text"), text("thinking"), calls
+
+
+@pytest.mark.parametrize("name", [name for name in TURNS if not {"include_reasoning"} & TURNS[name][1].keys()])
+def test_messages_read_a_turn_alike_whole_and_streamed(server: Server, name: str) -> None:
+    text, fields, want = TURNS[name]
+    own: dict[str, Any] = {"tools": [_anthropic(tool) for tool in fields.get("tools", ())]}
+    choice = fields.get("tool_choice")
+    if choice is not None:
+        named = {"type": "tool", "name": choice["function"]["name"]} if isinstance(choice, dict) else None
+        own["tool_choice"] = named or {"type": {"required": "any", "none": "none"}[choice]}
+    if "stop" in fields:
+        own["stop_sequences"] = fields["stop"]
+    answer = server.message(text, **own)
+    assert answer.status == 200, answer.text
+    whole = answer.json
+    ended = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[want[3]]
+    assert whole["stop_reason"] == ("stop_sequence" if "stop" in fields else ended)
+    said, thought, calls = blocks_of(whole["content"])
+    assert (said.replace("\n", ""), thought.replace("\n", "")) == (want[0].replace("\n", ""), want[1].replace("\n", ""))
+    assert [call[0] for call in calls] == [call[0] for call in want[2]]
+    events = server.message(text, stream=True, **own).events
+    message = events[0]["message"]
+    assert (events[0]["type"], message["type"], message["role"]) == ("message_start", "message", "assistant")
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    texts = [event["delta"]["text"] for event in events if event.get("delta", {}).get("type") == "text_delta"]
+    assert "".join(texts) == said
+
+
+def _anthropic(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    return {"name": function["name"], "input_schema": function["parameters"]}
+
+
+# F1 to F3: what agents send
+
+
+def test_codex_tools_and_items_are_served(server: Server) -> None:
+    tools = [
+        {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}},
+        {"type": "custom", "name": "apply_patch", "description": "p", "format": LARK},
+        {"type": "namespace", "name": "mcp", "description": "d", "tools": [flat(WEATHER)]},
+        *({"type": kind} for kind in ("web_search", "local_shell", "tool_search")),
+    ]
+    answer = server.respond(call_to("commentary to=functions.mcp__get_weather <|constrain|>json", "{}"), tools=tools)
+    (call,) = answer.json["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "get_weather", "mcp")
+    assert "web_search" in answer.headers["x-npu-gptoss-warning"]
+    patch = json.dumps({"input": "*** Begin Patch"})
+    text = call_to("commentary to=functions.apply_patch <|constrain|>json", patch)
+    (call,) = server.respond(text, tools=tools).json["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "apply_patch", "*** Begin Patch")
+    history = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3 + 4 = 7."}]},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+        {"type": "function_call", "call_id": "c2", "name": "get_weather", "namespace": "mcp", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "18 degrees"}]},
+        {"type": "local_shell_call", "call_id": "c3", "status": "completed", "action": {"type": "exec", "command": []}},
+        {"type": "local_shell_call_output", "call_id": "c3", "output": "{}"},
+        {"role": "user", "content": ANSWER},
+    ]
+    answer = server.respond("", input=history, tools=tools)
+    assert answer.status == 200, answer.text
+    assert items_of(answer.json["output"]) == ("Four.", "hm", [])
+
+
+def test_custom_tools_of_chat_are_served(server: Server) -> None:
+    tools = [{"type": "custom", "custom": {"name": "run", "format": {"type": "grammar", "grammar": LARK}}}]
+    text = call_to("commentary to=functions.run <|constrain|>json", '{"input": "ls"}')
+    (call,) = server.chat(text, tools=tools).json["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "run", "input": "ls"})
+
+
+def test_hosted_tool_that_is_forced_is_refused_by_name(server: Server) -> None:
+    error = server.respond("x", tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}).error
+    assert error["param"] == "tool_choice"
+    error = server.respond("x", tools=[{"type": "spell"}]).error
+    assert (error["param"], "spell" in error["message"]) == ("tools[0].type", True)
+
+
+# F5 to F8, F10 to F12, F24, F25 are among the turns. F9, F14 to F19, F21, F23: losses without a word
+
+
+def test_tool_choice_none_hides_the_tools(server: Server) -> None:
+    for choice, shown in (("none", False), ("auto", True)):
+        fields = {"messages": [USER], "tools": [WEATHER], "tool_choice": choice}
+        assert ("get_weather" in server.prompt(**fields)) == shown
+        assert content(server.chat(**fields)) == "Four."
+
+
+def test_deprecated_functions_are_served(server: Server) -> None:
+    function = WEATHER["function"]
+    answer = server.chat(CALL, functions=[function]).json["choices"][0]
+    assert (answer["message"]["function_call"], answer["finish_reason"]) == (
+        {"name": "get_weather", "arguments": '{"city":"Paris"}'},
+        "function_call",
+    )
+    deltas = [json.loads(line[6:])["choices"] for line in server.chat(CALL, functions=[function], stream=True).lines]
+    calls = [
+        choice["delta"]["function_call"] for chunk in deltas for choice in chunk if "function_call" in choice["delta"]
+    ]
+    assert "".join(call["arguments"] for call in calls) == '{"city":"Paris"}'
+    history = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
+        {"role": "function", "name": "get_weather", "content": "18 degrees"},
+    ]
+    prompt = server.prompt(messages=history)
+    assert "to=functions.get_weather" in prompt
+    assert "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>18 degrees<|end|>" in prompt
+
+
+@pytest.mark.parametrize("fields", [{"add_generation_prompt": False}, {}], ids=["explicit", "default"])
+def test_prefill_continues_the_answer(server: Server, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": " is four.<|return|>"}, {"role": "assistant", "content": "2 + 2"}]
+    continued = {"messages": messages, "continue_final_message": True, **fields}
+    assert content(server.chat(**continued)) == " is four."
+    assert server.prompt(**continued).endswith("<|start|>assistant<|channel|>final<|message|>2 + 2")
+    assert content(server.chat(echo=True, **continued)) == "2 + 2 is four."
+    assert gathered(server.chat(stream=True, **continued).lines)[0] == " is four."
+    own = server.message(messages=messages).json
+    assert blocks_of(own["content"])[0] == " is four."
+
+
+def test_generation_prompt_that_is_switched_off_is_refused(server: Server) -> None:
+    assert server.chat(ANSWER, add_generation_prompt=False).error["param"] == "add_generation_prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"reasoning_effort": "high"}, "high"),
+        ({"reasoning_effort": "minimal"}, "low"),
+        ({"reasoning_effort": None, "reasoning": {"effort": "low"}}, "low"),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}, "low"),
+    ],
+)
+def test_effort_is_read_in_each_spelling(server: Server, fields: dict[str, Any], effort: str) -> None:
+    assert f"Reasoning: {effort}" in server.prompt(messages=[USER], **fields)
+
+
+@pytest.mark.parametrize(("fields", "param"), EFFORTS)
+def test_effort_of_another_word_is_refused_by_its_field(server: Server, fields: dict[str, Any], param: str) -> None:
+    error = server.chat(ANSWER, **fields).error
+    assert (error["param"], error["code"]) == (param, 400)
+
+
+def test_thinking_parts_sent_back_are_reasoning(server: Server) -> None:
+    parts = [{"type": "thinking", "thinking": "I look."}, {"type": "text", "text": "I'll look."}]
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": parts, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": ["18 degrees"]},
+    ]
+    prompt = server.prompt(messages=messages)
+    assert "<|channel|>analysis<|message|>I look.<|end|>" in prompt
+    assert "<|channel|>commentary<|message|>I'll look.<|end|>" in prompt
+    assert "<|message|>18 degrees<|end|>" in prompt
+
+
+def test_logprobs_are_those_of_the_answer(server: Server) -> None:
+    fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": False}
+    whole = server.chat(ANSWER, **fields).json["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in whole] == ["Four", "."]
+    chunks = [json.loads(line[6:]) for line in server.chat(ANSWER, stream=True, **fields).lines]
+    told = [choice["logprobs"]["content"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    assert [token for content in told for token in content] == whole
+    without_others = server.chat(ANSWER, **fields | {"top_logprobs": None}).json["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in without_others] == ["Four", "."]
+
+
+def test_usage_tells_the_reasoning_tokens(server: Server) -> None:
+    usage = server.chat(ANSWER).json["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
+    streamed = server.chat(ANSWER, stream=True, stream_options={"include_usage": True}).lines[-1]
+    assert json.loads(streamed[6:])["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    usage = server.respond(ANSWER).json["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def test_allowed_tools_of_chat_are_honoured(server: Server) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "bash"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    prompt = server.prompt(messages=[USER], tools=[WEATHER, BASH], tool_choice=choice)
+    assert "bash" in prompt
+    assert "get_weather" not in prompt
+
+
+@pytest.mark.parametrize(("fields", "param"), RESPONSES)
+def test_response_field_that_cannot_be_honoured_is_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+    error = server.respond(ANSWER, **fields).error
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(("fields", "param"), CHATS)
+def test_chat_refusal_names_the_field_and_nothing_of_pydantic(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    error = server.chat(**({"messages": [USER]} | fields)).error
+    assert error["param"] == param, error
+    assert error["code"] == 400
+    for word in (
+        "complaints",
+        "validation error",
+        "ValidatorIterator",
+        "Value error",
+        "Input should",
+        "pydantic",
+        "object at",
+    ):
+        assert word not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"image_url": "x"}, {"type": "input_audio"}]
+)
+def test_part_that_is_no_text_is_refused_by_its_path(server: Server, part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    assert server.chat(messages=messages).error["param"] == "messages[0].content[1]"
+    assert server.respond(input=messages).error["param"] == "input[0].content[1]"
+    assert "messages[0].content[1]" in server.message(messages=messages).error["message"]
+    assert server.post("/tokenize", {"model": NAME, "messages": messages}).status == 400
+
+
+# What vLLM keeps
+
+
+def test_a_response_is_stored_retrieved_and_continued(server: Server) -> None:
+    first = server.respond(THOUGHT + NEXT + "<|channel|>final<|message|>One.<|return|>").json
+    with urllib.request.urlopen(f"{server.url}/v1/responses/{first['id']}", timeout=30) as response:
+        assert json.load(response) == first
+    second = server.respond(ANSWER, previous_response_id=first["id"], enable_response_messages=True).json
+    assert "One." in json.dumps(second["input_messages"])
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{server.url}/v1/responses/resp_none", timeout=30)
+    assert error.value.code == 404
+
+
+def test_a_background_response_ends_and_its_events_replay(server: Server) -> None:
+    events = server.respond(ANSWER, background=True, stream=True).events
+    assert events[-1]["type"] == "response.completed"
+    number = events[-1]["response"]["id"]
+    with urllib.request.urlopen(f"{server.url}/v1/responses/{number}?stream=true", timeout=30) as response:
+        again = Answer(200, {}, response.read().decode()).events
+    assert again == events
+    queued = server.respond(ANSWER, background=True).json
+    assert queued["status"] in ("queued", "in_progress", "completed")
+
+
+NULLS = (
+    "parallel_tool_calls",
+    "background",
+    "truncation",
+    "stream",
+    "store",
+    "tools",
+    "tool_choice",
+    "text",
+    "include",
+)
+
+
+def test_nulls_of_a_response_are_its_defaults(server: Server) -> None:
+    assert items_of(server.respond(ANSWER, **dict.fromkeys(NULLS)).json["output"])[0] == "Four."
+    assert server.respond(ANSWER, stream=True, background=None).events[-1]["type"] == "response.completed"
+
+
+def test_several_samples_have_choices_of_their_own(server: Server) -> None:
+    answer = server.chat(ANSWER, n=2, temperature=0.5).json
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["Four.", "Four."]
+    lines = server.chat(ANSWER, n=2, temperature=0.5, stream=True).lines
+    assert [gathered(lines, index)[0] for index in (0, 1)] == ["Four.", "Four."]
+
+
+def test_two_calls_are_one_without_parallel_calls(server: Server) -> None:
+    text, fields, want = TURNS["two calls"]
+    message = server.chat(text, parallel_tool_calls=False, **fields).json["choices"][0]["message"]
+    assert [[c["function"]["name"], c["function"]["arguments"]] for c in message["tool_calls"]] == [PARIS]
+    assert want[2] == [PARIS, PARIS]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": "gpt-oss", "messages": 3, "max_tokens": 5}'])
+def test_messages_errors_have_anthropics_form(server: Server, path: str, body: bytes) -> None:
+    answer = server.post(path, body)
+    assert answer.status == 400, answer.text
+    assert (answer.json["type"], answer.json["error"]["type"]) == ("error", "invalid_request_error")

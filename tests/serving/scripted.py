@@ -1,0 +1,205 @@
+"""vLLM's whole server over a script in the place of its engine core: `python -m tests.serving.scripted MODEL --port N`.
+
+Everything but the engine core is vLLM's own, with the plugin in it: routes, handlers, AsyncLLM, metrics. So
+each release can be asked over HTTP on a machine that its engine does not run on. The model writes what a rule says for
+the prompt; without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a
+prompt that is no conversation as it is. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first
+that is found in the prompt applies. In what the model writes, `SAMPLING` stands for what the engine was told, as JSON,
+and at `ERROR` the engine ends the request with an error. `--engine`: instead of a script the offline
+engine computes what the model writes (computed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+START, MESSAGE, END = 200006, 200008, 200007
+TURN_ENDS = (200002, 200012)  # <|return|>, <|call|>
+SAMPLING, ERROR = "@sampling@", "@error@"
+Reply = Callable[[Sequence[int]], str]  # the prompt's tokens -> what the model writes
+
+
+def by_rules(rules: Sequence[tuple[str, str]]) -> Reply:
+    def reply(prompt: Sequence[int]) -> str:
+        from npu_gptoss.harmony.library import load_encoding
+
+        library = load_encoding()
+        text = library.decode(prompt)
+        for pattern, written in rules:
+            if re.search(pattern, text, re.DOTALL):
+                return written
+        return library.decode(_last_of_user(list(prompt), library.encode("user")))
+
+    return reply
+
+
+def _last_of_user(prompt: list[int], role: list[int]) -> list[int]:
+    """The text of the last message of the user. Control tokens within it are letters."""
+    starts = [place for place, token in enumerate(prompt) if token == START]
+    if not starts:
+        return prompt
+    for start in reversed(starts):
+        first = start + 1 + len(role) + 1
+        if prompt[start + 1 : first] == [*role, MESSAGE]:
+            return prompt[first : prompt.index(END, first)]
+    return []
+
+
+class Core:
+    """What AsyncLLM asks of its engine core. `bite`: tokens in one output."""
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, reply: Reply, bite: int = 2) -> None:
+        self.reply, self.bite = reply, bite
+        self.resources = SimpleNamespace(engine_dead=False, engine_manager=None)
+        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self.aborted: set[str] = set()
+        self._tasks: set[Any] = set()
+
+    async def add_request_async(self, request: Any) -> None:
+        task = asyncio.create_task(self._write(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, request: Any) -> None:
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        from npu_gptoss.harmony.library import load_encoding
+
+        library, params = load_encoding(), request.sampling_params
+        text = self.reply(request.prompt_token_ids)
+        if SAMPLING in text:
+            text = text.replace(SAMPLING, json.dumps(told(request, library)).replace("<|", r"<\u007c"))
+        text, fails, _ = text.partition(ERROR)
+        tokens = library.encode(text, allowed_special="all")[: params.max_tokens] or [TURN_ENDS[0]]
+        for first in range(0, len(tokens), self.bite):
+            if request.request_id in self.aborted:
+                return
+            part = tokens[first : first + self.bite]
+            last = first + self.bite >= len(tokens) and not fails
+            stopped = part[-1] in TURN_ENDS
+            reason = (FinishReason.STOP if stopped else FinishReason.LENGTH) if last else None
+            output = EngineCoreOutput(
+                request.request_id,
+                part,
+                new_logprobs=_logprobs(part) if params.logprobs is not None else None,
+                finish_reason=reason,
+                stop_reason=part[-1] if last and stopped else None,
+            )
+            self._put(output)
+            await asyncio.sleep(0)
+        if fails:
+            self._put(failed(request.request_id))
+
+    def _put(self, output: Any) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+
+        self.outputs.put_nowait(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+
+    async def get_output_async(self) -> Any:
+        return await self.outputs.get()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted.update(request_ids)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("_async"):
+            raise AttributeError(name)
+
+        async def nothing(*_: Any, **__: Any) -> None:
+            """Answers what a server asks at its start and its end."""
+
+        return nothing
+
+    def dp_engines_running(self) -> bool:
+        return True
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+def told(request: Any, library: Any) -> dict[str, Any]:
+    """What an EngineCoreRequest says about its prompt, sampling and scheduling."""
+    params = request.sampling_params
+    names = [name for name in params.__struct_fields__ if not name.startswith("_") and name != "structured_outputs"]
+    found = {name: getattr(params, name) for name in names}
+    structure = params.structured_outputs
+    found["structured_outputs"] = None if structure is None else {k: v for k, v in vars(structure).items() if v}
+    found["prompt"] = library.decode(request.prompt_token_ids)
+    for name in ("priority", "cache_salt", "reasoning_ended", "session_id"):
+        found[name] = getattr(request, name, None)
+    return json.loads(json.dumps(found, default=repr))
+
+
+def failed(request_id: str) -> Any:
+    """The output by which a release's engine ends one request with an error."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    from npu_gptoss.serving.compat.engine.failed_requests import FAILED
+
+    if hasattr(FinishReason, "ERROR"):
+        return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT, stop_reason=f"{FAILED}it broke.")
+
+
+def _logprobs(tokens: Sequence[int]) -> Any:
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    ids = np.array([[token, token + 1] for token in tokens])
+    values = np.full(ids.shape, -0.5, dtype=np.float32)
+    ranks = np.ones(len(tokens), dtype=np.int64)
+    return LogprobsLists(ids, values, ranks, *([None] * (len(LogprobsLists._fields) - 3)))
+
+
+def have_platform() -> None:
+    """Tell a vLLM that was installed without a device that this is a CPU."""
+    import vllm.platforms as platforms
+
+    if not platforms.current_platform.device_type:
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms._current_platform = CpuPlatform()
+
+
+def main(arguments: list[str]) -> None:
+    rules: list[tuple[str, str]] = []
+    if "--rules" in arguments:
+        place = arguments.index("--rules")
+        rules = json.loads(Path(arguments[place + 1]).read_text())
+        del arguments[place : place + 2]
+    computes = "--engine" in arguments
+    arguments = [argument for argument in arguments if argument != "--engine"]
+    os.environ["VLLM_PLUGINS"] = ",".join(("npu_gptoss", "npu_gptoss_cpu"))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    have_platform()
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    if computes:
+        from tests.serving.computed import Core as Computed
+
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda vllm_config, *_, **__: Computed(vllm_config))
+    else:
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: Core(by_rules(rules)))
+    sys.argv = ["vllm", "serve", *arguments]
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
