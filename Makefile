@@ -101,10 +101,17 @@ test-cuda: ## on an NVIDIA GPU: kernels, graphs, the engine, `vllm serve`; in .v
 	test-cuda: the torch of this Python finds no NVIDIA GPU; name another Python with PYTHON=path")'
 	"$${PYTHON:-.venv-cuda/bin/python}" -m pytest -m cuda -n $(GPU_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# vLLM 0.23 and 0.33; EMULATED=0 and VLLM033=0 leave them out
+CLIENTS_NEED = $(if $(filter 0,$(EMULATED)),,emulated-9.1) $(if $(filter 0,$(VLLM033)),,vllm033)
+CLIENTS_SKIP = $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(VLLM033)),vllm033)
+
 .PHONY: test-clients
-test-clients: setup ## clients of others (2025 and today, Python and JavaScript) and a fuzz of the API against one server (ON=emulated-9.1)
-	@$(SETUP) clients-2025 clients-2026
-	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m clients tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS)
+test-clients: setup ## Codex, Claude Code, OpenCode and clients of 2025 and today against each vLLM (ON=cuda: one stack), a fuzz of the API, and the table of both
+	@$(SETUP) clients-2025 clients-2026 $(CLIENTS_NEED)
+	@mkdir -p outputs
+	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m 'clients$(CLIENTS_SKIP:%= and not %)' --junitxml=outputs/clients.xml -o junit_family=xunit1 \
+	  tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS); status=$$?; \
+	  $(BIN)/python -m tests.clients.table outputs/clients.xml; exit $$status
 
 .PHONY: soak
 soak: setup ## thousands of honest and hostile requests to a server here (SOAK="--stack emulated --mode full --requests 3000")

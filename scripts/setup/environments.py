@@ -62,9 +62,13 @@ for program in (found.adapter, found.opt, found.compile):
 # where a version of the lock cannot be had
 CLIENTS = {
     "2025": ("openai<2", "openai-agents<0.4", "langchain-openai<0.4", "pydantic-ai-slim[openai]<1.2", "litellm<1.79"),
-    "2026": ("openai", "openai-agents", "langchain-openai", "pydantic-ai-slim[openai]", "litellm", "schemathesis"),
+    "2026": (
+        *("openai", "anthropic", "openai-agents", "langchain-openai", "pydantic-ai-slim[openai]", "litellm"),
+        "schemathesis",
+    ),
 }
 JAVASCRIPT = ("package.json", "package-lock.json")
+AGENTS = "agents"  # beside the clients of today: Codex, Claude Code and OpenCode
 
 
 @dataclass(frozen=True)
@@ -382,25 +386,33 @@ def docs_steps(tools: bool) -> list[Step]:
 
 
 def clients_steps(year: str) -> list[Step]:
-    packages = ROOT / "tests/clients/js" / year
     modules = ("openai", "agents", "langchain_openai", "pydantic_ai.models.openai", "litellm", "instructor")
-
-    def install_javascript(run: Run) -> str | None:
-        if not shutil.which("npm"):
-            return "without JavaScript's clients: there is no npm here (Node.js 20 or newer)"
-        folder = run.env.path / "js"
-        folder.mkdir(exist_ok=True)
-        for name in JAVASCRIPT:
-            shutil.copy(packages / name, folder)
-        return run.must("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder))
-
-    npm = [*((packages / name).read_text() for name in JAVASCRIPT), str(shutil.which("npm"))]
+    more = [name for name in ("anthropic", "schemathesis") if name in CLIENTS[year]]
     loose = (*CLIENTS[year], "instructor")
+    tests = ROOT / "tests/clients"
+    agents = npm_step(AGENTS, "Codex, Claude Code and OpenCode, 1 GB", tests / "agents")
     return [
         lock_step(f"clients of {year} and what they import, 200 MB", REQUIREMENTS / f"clients-{year}.txt", loose),
-        import_step(*modules, *(["schemathesis"] if "schemathesis" in CLIENTS[year] else [])),
-        Step("javascript", "JavaScript's clients, 90 MB", install_javascript, npm),
+        import_step(*modules, *more),
+        npm_step("js", "JavaScript's clients, 90 MB", tests / "js" / year),
+        *([agents] if year == max(CLIENTS) else []),
     ]
+
+
+def npm_step(folder: str, purpose: str, packages: Path) -> Step:
+    """The lock of `packages` in a folder of the environment. Install scripts of packages do not run."""
+
+    def install(run: Run) -> str | None:
+        if not shutil.which("npm"):
+            return f"without {purpose}: there is no npm here (Node.js 20 or newer)"
+        target = run.env.path / folder
+        target.mkdir(exist_ok=True)
+        for name in JAVASCRIPT:
+            shutil.copy(packages / name, target)
+        return run.must("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(target))
+
+    inputs = [*((packages / name).read_text() for name in JAVASCRIPT), str(shutil.which("npm"))]
+    return Step(folder, purpose, install, inputs)
 
 
 ENVIRONMENTS = {
@@ -432,7 +444,10 @@ ENVIRONMENTS = {
     "vllm033": Recipe(".venv-vllm033", "2.2 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),
     **{
         f"clients-{year}": Recipe(
-            f".venv-clients-{year}", "0.8 GB", lambda tools, year=year: clients_steps(year), ("3.11", "3.12")
+            f".venv-clients-{year}",
+            "0.8 GB" if year < max(CLIENTS) else "1.8 GB",
+            lambda tools, year=year: clients_steps(year),
+            ("3.11", "3.12"),
         )
         for year in CLIENTS
     },

@@ -1,24 +1,54 @@
-"""One server for all clients, and the environments that they come in (`make test-clients` sets those up)."""
+"""A server of each release for all clients, and the environments that they come in: `make test-clients` sets those up.
+
+The tiny trained model answers: on the CPU with vLLM 0.11, on the emulated 910B with 0.23, and with 0.33, which computes
+on no CPU, through the offline engine behind vLLM's own server (tests/serving/computed.py).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.clients.places import set_up
+from tests.serving.openai.conftest import NAME
+from tests.serving.openai.conftest import serve as scripted
 from tests.serving.server import Server
-from tests.soak.server import Stack, start
+from tests.soak.server import COMPACT, STACKS, Stack, start
+
+ENGINE = "engine"  # the offline one
+SERVED = {"0.11": "cpu", "0.23": "emulated-9.1", "0.33": ENGINE}  # release -> stack
+MARKS = {"0.23": pytest.mark.emulated, "0.33": pytest.mark.vllm033}
+# ON: one of the soak's stacks instead
+ON = os.environ.get("ON")
+assert not ON or ON in STACKS, f"ON={ON}: expected one of {', '.join(STACKS)}"
+RELEASES = [ON] if ON else [pytest.param(release, marks=MARKS.get(release, ())) for release in SERVED]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """ON: one of the soak's stacks, such as emulated-9.1; a CPU's without it."""
+@pytest.fixture(scope="session", params=RELEASES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     from npu_gptoss.tiny.checkpoint import write_tiny
 
     folder: Path = tmp_path_factory.mktemp("clients")
     write_tiny(folder / "model", trained=True, mxfp4=True)
-    with start(Stack(os.environ.get("ON") or "cpu"), folder / "model", folder / "server.log") as (running, process):
+    model, log = folder / "model", folder / "server.log"
+    if request.param in SERVED:
+        set_up(request.param)
+    stack = SERVED.get(request.param, request.param)
+    if stack == ENGINE:
+        with scripted(request.param, model, log, "--engine", *COMPACT) as running:
+            yield Server(running.url, NAME, log)
+        return
+    with start(Stack(stack), model, log) as (running, process):
         yield running
         assert process.poll() is None, f"the server died during the tests; its log is {running.log}"
+
+
+@pytest.fixture(autouse=True)
+def _release(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """For the table of docs/use-it-from.md (table.py)."""
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    release = params.get("server") or params.get("scripted")
+    record_property("release", {"cpu": "0.11", "emulated-9.1": "0.23"}.get(release, release))

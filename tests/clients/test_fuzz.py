@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.places import venv
+from tests.clients.places import TODAY, venv
 from tests.serving.server import Server, serve
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
@@ -74,7 +74,7 @@ class Beside:
 @pytest.mark.parametrize("phase", ["fuzzing", "coverage"])
 def test_no_generated_request_is_answered_with_500_or_hurts_another(phase: str, server: Server, tmp_path: Path) -> None:
     """Coverage goes through the bounds of every field; it is many more, so it ends with its time, not with its list."""
-    program = venv("2026") / "bin/schemathesis"
+    program = venv(TODAY) / "bin/schemathesis"
     if not program.exists():
         pytest.fail(f"{venv('2026').name} is not set up; run: make test-clients")
     report = tmp_path / "fuzz.xml"

@@ -103,12 +103,13 @@ def test_the_years_have_the_same_clients_in_other_versions() -> None:
         assert old[client] != new[client]
 
 
-@pytest.mark.parametrize("year", CLIENTS)
-def test_javascript_s_lock_is_of_its_list_and_names_no_host(year: str) -> None:
-    folder = ROOT / "tests/clients/js" / year
-    wanted = json.loads((folder / "package.json").read_text())["dependencies"]
-    packages = json.loads((folder / "package-lock.json").read_text())["packages"]
-    assert packages[""]["dependencies"] == wanted
+@pytest.mark.parametrize("folder", [*(f"js/{year}" for year in CLIENTS), "agents"])
+def test_a_lock_of_npm_is_of_its_list_and_names_no_host(folder: str) -> None:
+    here = ROOT / "tests/clients" / folder
+    listed = json.loads((here / "package.json").read_text())
+    wanted = listed["dependencies"] | listed.get("optionalDependencies", {})
+    packages = json.loads((here / "package-lock.json").read_text())["packages"]
+    assert packages[""]["dependencies"] | packages[""].get("optionalDependencies", {}) == wanted
     assert {name: packages[f"node_modules/{name}"]["version"] for name in wanted} == wanted
     assert not [name for name, package in packages.items() if "resolved" in package]
     assert not [name for name, package in packages.items() if name and not package.get("integrity")]
