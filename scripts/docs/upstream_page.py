@@ -30,11 +30,11 @@ def test_of(patch: Patch) -> str:
 
 
 def repairs() -> str:
-    lines = ["| repair | vLLM | without it | upstream | code | test |", "|---|---|---|---|---|---|"]
+    lines = ["| repair | vLLM | without it | upstream | until | code | test |", "|---|---|---|---|---|---|---|"]
     for patch in patches():
         test = test_of(patch)
         releases, reason = ", ".join(patch.lines), patch.reason.replace("|", "\\|")
-        cells = (f"`{patch.name}`", releases, reason, patch.upstream, f"`{patch.file}`")
+        cells = (f"`{patch.name}`", releases, reason, patch.upstream, patch.until, f"`{patch.file}`")
         lines.append(f"| {' | '.join(cells)} | {f'`{test}`' if test else 'with its other half'} |")
     return "\n".join(lines)
 
