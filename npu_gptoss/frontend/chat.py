@@ -350,13 +350,14 @@ class Answer:
 
     async def whole(self, steps: AsyncIterator[Step]) -> Json:
         """The answer in one piece."""
-        async for step in steps_until_done(steps, self.samples):
-            self._take(step)
-            for piece in step.pieces:
-                choice = self.choices[piece.index]
-                if choice.sample.finish is None:
-                    choice.sample.read(piece)
-                    self._collect(choice, piece)
+        async with aclosing(steps_until_done(steps, self.samples)) as given:
+            async for step in given:
+                self._take(step)
+                for piece in step.pieces:
+                    choice = self.choices[piece.index]
+                    if choice.sample.finish is None:
+                        choice.sample.read(piece)
+                        self._collect(choice, piece)
         choices = []
         for index, choice in enumerate(self.choices):
             self._log(choice)

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from openai_harmony import Message, Role
-
 from npu_gptoss.frontend.engine import Piece, Step
+from npu_gptoss.frontend.message_blocks import INVALID_JSON, TOOL_CHANGES, conversation, shown
 from npu_gptoss.frontend.request import Asked, Defaults, mapped_effort, reading, template_arguments
 from npu_gptoss.frontend.sample import Sample, new_id, steps_until_done
 from npu_gptoss.frontend.structure import Structure, forced_structure, structure_of_format
-from npu_gptoss.frontend.tools import UNREADABLE, Tools, is_hosted, read_tools
+from npu_gptoss.frontend.tools import Tools, is_hosted, read_tools
 from npu_gptoss.frontend.turn import Event, Turn
-from npu_gptoss.harmony.conversation import (
-    ConversationError,
-    developer_message,
-    fields_of,
-    said,
-    tool_call,
-    tool_result,
-)
+from npu_gptoss.harmony.conversation import ConversationError, fields_of
 from npu_gptoss.harmony.encoding import ContextError, Encoder
 from npu_gptoss.harmony.parser import Kind
 
@@ -65,21 +58,11 @@ THINKING_OFF = "thinking: disabled"  # as a word for an effort: gpt-oss always r
 EFFORTS = {"xhigh": "high", "max": "high", THINKING_OFF: "low"}
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
-# Claude Code's first block of `system`. It holds a number of the request, which would defeat the prefix cache.
-BILLING = "x-anthropic-billing-header"
 SIGNATURE = "bnB1X2dwdG9zcw=="  # of thinking; clients want one and send it back, nobody reads it
-# Blocks about tools that Anthropic's servers ran, and others that hold nothing for the model
-HOSTED_BLOCKS = {"server_tool_use", "mcp_tool_use", "mcp_tool_listing", "container_upload", "browser_state"}
-SILENT_BLOCKS = {"redacted_thinking", "fallback"}
-TOOL_CHANGES = {"tool_addition", "tool_removal"}
 # Anthropic's own tools have a date: bash_20250124, tool_search_tool_bm25_20251119
 _DATED = re.compile(r"\w+_\d{8}|mcp_toolset")
 # Stands for a tool that is left out, so that the tools behind it keep their numbers
 _NO_TOOL = {"type": "namespace", "name": "left_out", "tools": ()}
-# Anthropic's documentation has clients send a call's input that is no JSON object back within this key. Here a whole
-# answer has it so, too: nothing of the text is lost, and no tool runs with half of its input.
-INVALID_JSON = "INVALID_JSON"
-
 # HTTP status -> type of an error
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -166,7 +149,7 @@ def read(body: Mapping[str, Any], defaults: Defaults = _DEFAULTS, *, counting: b
     ]
     param, effort = mapped_effort(words, replace(defaults, efforts=EFFORTS | dict(defaults.efforts)))
     tools = _tools(body, warnings)
-    turns, continued = _conversation(body, warnings)
+    turns, continued = conversation(body, warnings)
     structure = forced_structure(tools, _structure(body, config))
     if structure and continued is not None:
         raise ConversationError(
@@ -196,13 +179,9 @@ def _refuse(body: Mapping[str, Any], counting: bool) -> None:
             raise ConversationError(f"{name}: expected {expected}, got {body[name]!r:.80}.", name)
     messages, wanted = body.get("messages"), body.get("max_tokens")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConversationError(f"messages: expected a list of at least one message, got {_shown(messages)}.")
+        raise ConversationError(f"messages: expected a list of at least one message, got {shown(messages)}.")
     if not counting and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
-        raise ConversationError(f"max_tokens: expected a number from 1, got {_shown(wanted)}.", "max_tokens")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r:.80}"
+        raise ConversationError(f"max_tokens: expected a number from 1, got {shown(wanted)}.", "max_tokens")
 
 
 def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -218,7 +197,7 @@ def _with_reasoning(given: Any, warnings: list[str]) -> bool:
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind not in THINKING:
         raise ConversationError(
-            f"thinking.type: expected {', '.join(THINKING)}, got {_shown(kind or given)}.", "thinking.type"
+            f"thinking.type: expected {', '.join(THINKING)}, got {shown(kind or given)}.", "thinking.type"
         )
     if given.get("budget_tokens") is not None:
         warnings.append("thinking.budget_tokens has no effect: output_config.effort says how much gpt-oss thinks")
@@ -251,7 +230,7 @@ def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
         # Claude Code's web search is such a request: it would show what the model makes up as what was found
         raise ConversationError(
             f"tools[0].type: expected at least one tool with an input_schema, got "
-            f"{_shown(fields_of(given[0]).get('type'))} alone, which this server does not run.",
+            f"{shown(fields_of(given[0]).get('type'))} alone, which this server does not run.",
             "tools[0].type",
         )
     _change_tools(functions, body["messages"], _deferred(given or (), body["messages"]), warnings)
@@ -260,7 +239,7 @@ def _tools(body: Mapping[str, Any], warnings: list[str]) -> Tools:
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind not in CHOICES:
         path = "tool_choice.type"
-        raise ConversationError(f"{path}: expected {', '.join(CHOICES)}, got {_shown(kind or choice)}.", path)
+        raise ConversationError(f"{path}: expected {', '.join(CHOICES)}, got {shown(kind or choice)}.", path)
     wanted = {"type": "function", "name": choice.get("name")} if kind == "tool" else CHOICES[kind]
     return read_tools(functions, wanted, parallel=choice.get("disable_parallel_tool_use") is not True)
 
@@ -272,7 +251,7 @@ def _function(tool: Any, place: str, warnings: list[str]) -> Any:
         schema = tool.get("input_schema")
         if not isinstance(schema, Mapping):
             path = f"{place}.input_schema"
-            raise ConversationError(f"{path}: expected a JSON schema, got {_shown(schema)}.", path)
+            raise ConversationError(f"{path}: expected a JSON schema, got {shown(schema)}.", path)
         own = {name: tool.get(name) for name in ("name", "description", "strict")}
         return {"type": "function", **own, "parameters": {"type": "object"} | dict(schema)}
     if is_hosted(kind) or (isinstance(kind, str) and _DATED.fullmatch(kind)):
@@ -324,11 +303,11 @@ def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[An
                 name = fields_of(added).get("name")
                 functions[:] = [_NO_TOOL if _is_named(one, name) else one for one in functions] + [added]
             elif kind != "tool_reference":
-                warnings.append(f"{place} is left out: this server runs no tool of type {_shown(kind)}")
+                warnings.append(f"{place} is left out: this server runs no tool of type {shown(kind)}")
                 continue
             elif not any(_is_named(one, name) for one in functions):
                 raise ConversationError(
-                    f"{place}.name: expected the name of a tool, got {_shown(name)}.", f"{place}.name"
+                    f"{place}.name: expected the name of a tool, got {shown(name)}.", f"{place}.name"
                 )
             (removed.discard if adds else removed.add)(name)
     functions[:] = [_NO_TOOL if any(_is_named(one, name) for name in removed) else one for one in functions]
@@ -336,177 +315,6 @@ def _change_tools(functions: list[Any], messages: Sequence[Any], removed: set[An
 
 def _is_named(tool: Any, name: Any) -> bool:
     return tool is not _NO_TOOL and name is not None and fields_of(tool).get("name") == name
-
-
-def _conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Message], tuple[str, str] | None]:
-    """The turns, and channel and text of the last message if it is the assistant's: the model goes on with it."""
-    messages = [fields_of(message) for message in body["messages"]]
-    last_of_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-    turns, names = _instructions(body.get("system"), "system", warnings), {}
-    for number, message in enumerate(messages):
-        place, role, content = f"messages[{number}]", message.get("role"), message.get("content")
-        if role in ("system", "developer"):
-            if message.get("clear_at") != "next_user_message" or number > last_of_user:
-                turns += _instructions(content, f"{place}.content", warnings)
-        elif role == "assistant" and number == len(messages) - 1:
-            thought, continued = _continued(content, f"{place}.content")
-            return turns + thought, continued
-        elif role in ("user", "assistant"):
-            turns += _turns(role, content, f"{place}.content", names, warnings)
-        else:
-            path = f"{place}.role"
-            raise ConversationError(f"{path}: expected user, assistant or system, got {_shown(role)}.", path)
-    return turns, None
-
-
-def _instructions(content: Any, place: str, warnings: list[str]) -> list[Message]:
-    if content is None:
-        return []
-    blocks = [one for one in _blocks(content, place, warnings) if one[1].get("type") not in TOOL_CHANGES]
-    texts = [_text(block, path) for path, block in blocks]
-    return [developer_message("\n\n".join(text for text in texts if text and not text.startswith(BILLING)))]
-
-
-def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The blocks of a content with their paths, without those that hold nothing for the model."""
-    if isinstance(content, str):
-        return [(place, {"type": "text", "text": content})]
-    if not isinstance(content, Sequence):
-        raise ConversationError(f"{place}: expected a text or a list of blocks, got {_shown(content)}.", place)
-    blocks = []
-    for number, block in enumerate(content):
-        path = f"{place}[{number}]"
-        fields = {"type": "text", "text": block} if isinstance(block, str) else fields_of(block)
-        kind = fields.get("type")
-        if kind in HOSTED_BLOCKS or (isinstance(kind, str) and kind.endswith("_tool_result")):
-            warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind:.80}")
-        elif kind not in SILENT_BLOCKS:
-            blocks.append((path, fields))
-    return blocks
-
-
-def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings: list[str]) -> list[Message]:
-    """The harmony messages of a message. `names` maps the id of each tool_use so far to its function's name."""
-    blocks = _blocks(content, place, warnings)
-    channel = "commentary" if any(block.get("type") == "tool_use" for _, block in blocks) else "final"
-    turns: list[Message] = []
-    texts: list[str] = []  # of blocks that follow each other
-
-    def end_text(always: bool = False) -> None:
-        text = "".join(texts)
-        texts.clear()
-        if text or always:
-            user = role == "user"
-            turns.append(Message.from_role_and_content(Role.USER, text) if user else said(text, channel))
-
-    for path, block in blocks:
-        kind = block.get("type")
-        if kind not in ("thinking", "tool_use", "tool_result"):
-            texts.append(_text(block, path))
-            continue
-        end_text()
-        if kind == "tool_use":
-            turns.append(_call(block, path, names))
-        elif kind == "tool_result":
-            turns.append(_result(block, path, names, warnings))
-        elif thought := _field(block, "thinking", path):
-            turns.append(said(thought, "analysis"))
-    end_text(always=not turns and all(block.get("type") == "text" for _, block in blocks))
-    return turns
-
-
-def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str] | None]:
-    """The reasoning before a last message that the model goes on with, and channel and text of what it goes on with."""
-    thoughts, text = [], ""
-    for path, block in _blocks(content, place, []):
-        kind = block.get("type")
-        if kind == "thinking" and not text:
-            thoughts.append(_field(block, "thinking", path))
-        elif kind == "text":
-            text += _text(block, path)
-        else:
-            raise ConversationError(
-                f"{path}: expected a block of text, because the model goes on with a last message of the assistant, "
-                f"got one of type {_shown(kind)}. End messages with one of the user.",
-                path,
-            )
-    thought = "\n".join(filter(None, thoughts))
-    if text:
-        return [said(thought, "analysis")] if thought else [], ("final", text)
-    return [], ("analysis", thought) if thought else None
-
-
-def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message:
-    name, given = _field(block, "name", path), block.get("input")
-    if not name:
-        raise ConversationError(f"{path}.name: expected the name of a tool, got {name!r}.", f"{path}.name")
-    if isinstance(given, Mapping):
-        raw = given.get(INVALID_JSON) if len(given) == 1 else None
-        # Without spaces, as the model writes it: the prefix cache has what it wrote
-        given = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
-    if given is not None and not isinstance(given, str):
-        raise ConversationError(f"{path}.input: expected an object, got {given!r:.80}.", f"{path}.input")
-    if isinstance(block.get("id"), str):
-        names[block["id"]] = name
-    return tool_call(name, given or "{}")
-
-
-def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warnings: list[str]) -> Message:
-    given, content = block.get("tool_use_id"), block.get("content")
-    name = names.get(given) if isinstance(given, str) else None
-    if name is None:
-        place = f"{path}.tool_use_id"
-        raise ConversationError(
-            f"{place}: expected the id of a tool_use block in an assistant message before it, got {_shown(given)}.",
-            place,
-        )
-    blocks = [] if content is None else _blocks(content, f"{path}.content", warnings)
-    text = "\n".join(_text_of_result(one, place, warnings) for place, one in blocks)
-    if block.get("is_error") and not text.lower().startswith(("error", "<tool_use_error>")):
-        text = f"Error: {text}"
-    return tool_result(name, text)
-
-
-def _text_of_result(block: Mapping[str, Any], path: str, warnings: list[str]) -> str:
-    """The text of a block of a tool's result; a sentence where the block is no text."""
-    kind = block.get("type")
-    is_data = kind != "document" or fields_of(block.get("source")).get("type") not in ("text", "content")
-    if kind not in UNREADABLE or not is_data:
-        return _text(block, path)
-    warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind}")
-    return UNREADABLE[kind]
-
-
-def _field(block: Mapping[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise ConversationError(f"{path}.{name}: expected a text, got {_shown(value)}.", f"{path}.{name}")
-    return value
-
-
-def _text(block: Mapping[str, Any], path: str) -> str:
-    """The text of a block that is text in some form. Raises ConversationError for all others."""
-    kind = block.get("type")
-    if kind == "text":
-        return _field(block, "text", path)
-    if kind == "compaction":  # a summary of what came before
-        return block["content"] if isinstance(block.get("content"), str) else ""
-    if kind == "tool_reference":
-        name = block.get("tool_name") or block.get("name")
-        return f"The tool {name} is available." if isinstance(name, str) else ""
-    if kind == "search_result":
-        return _titled(block, ("title", "source"), block.get("content"), f"{path}.content")
-    source = fields_of(block.get("source"))
-    if kind == "document" and source.get("type") in ("text", "content"):
-        name = "data" if source["type"] == "text" else "content"
-        return _titled(block, ("title", "context"), source.get(name), f"{path}.source.{name}")
-    got = _shown(kind) if not source else f"{_shown(kind)} with a source of type {_shown(source.get('type'))}"
-    raise ConversationError(f"{path}: expected text, which is all that gpt-oss reads, got a block of type {got}.", path)
-
-
-def _titled(block: Mapping[str, Any], titles: Sequence[str], content: Any, place: str) -> str:
-    texts = [_text(one, path) for path, one in _blocks(content, place, [])]
-    return "\n".join([block[name] for name in titles if isinstance(block.get(name), str)] + texts)
 
 
 @dataclass(frozen=True)
@@ -702,26 +510,28 @@ class Answer:
 
     async def whole(self, steps: AsyncIterator[Step]) -> Json:
         """The answer in one piece."""
-        async for step in steps_until_done(steps, [self.sample]):
-            self._take(step)
-            for piece in step.pieces:
-                if self.sample.finish is None:
-                    self._blocks.read(self.sample.read(piece))
+        async with aclosing(steps_until_done(steps, [self.sample])) as given:
+            async for step in given:
+                self._take(step)
+                for piece in step.pieces:
+                    if self.sample.finish is None:
+                        self._blocks.read(self.sample.read(piece))
         self._blocks.end()
         self._log()
         return self._message([block.shown() for block in self._blocks.all]) | self._extra
 
-    async def events(self, steps: AsyncIterator[Step]) -> AsyncIterator[str]:
+    async def events(self, steps: AsyncIterator[Step]) -> AsyncGenerator[str, None]:
         """The events of a stream, those of a step together."""
         opened = False
-        async for step in steps_until_done(steps, [self.sample]):
-            self._take(step)
-            if not opened:
-                opened = True
-                yield _event("message_start", message=self._message([]))
-            lines = [line for piece in step.pieces for line in self._lines(piece)]
-            if lines:
-                yield "".join(lines)
+        async with aclosing(steps_until_done(steps, [self.sample])) as given:
+            async for step in given:
+                self._take(step)
+                if not opened:
+                    opened = True
+                    yield _event("message_start", message=self._message([]))
+                lines = [line for piece in step.pieces for line in self._lines(piece)]
+                if lines:
+                    yield "".join(lines)
         if not opened:
             yield _event("message_start", message=self._message([]))
         self._log()

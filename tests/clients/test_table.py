@@ -30,7 +30,7 @@ def test_a_failed_or_skipped_client_counts_as_one_that_works(tmp_path: Path) -> 
     ]
 
 
-def test_the_page_has_another_version_than_the_locks_or_a_client_that_fails() -> None:
+def test_the_page_has_other_versions_than_the_locks_or_a_no() -> None:
     page = (ROOT / table.PAGE).read_text(encoding="utf-8")
     for _, title, apis in table.rows():
         assert f"| {title} | {', '.join(apis)} | yes | yes | yes |" in page

@@ -87,10 +87,10 @@ class Gate:
         # the first of a name counts, as for whoever reads the request behind this
         route, headers = route_path(scope), dict(reversed(scope["headers"]))
         raw = await self._whole_body(headers, receive)
-        replayed = _replayed(raw, receive)
+        again = replayed({"type": "http.request", "body": raw, "more_body": False}, receive)
         self.server.check_route(route)
         if not raw or not (route in fields.ALWAYS_JSON or _is_json(headers)):
-            return await self.app(scope, replayed, send)
+            return await self.app(scope, again, send)
         limits = await self.server.limits()
         fields.check_priority_header(headers, limits)
         check = functools.partial(_checked, route, raw, limits)
@@ -99,12 +99,12 @@ class Gate:
         await self.server.check_structure(route, body)
         own = _own_id(route, headers, body)
         if own is None:
-            return await self._watched(scope, replayed, send)
+            return await self._watched(scope, again, send)
         if own in self._running:
             raise refuse("request_id", "an id that no request in flight has", own[1])
         self._running.add(own)
         try:
-            await self._watched(scope, replayed, send)
+            await self._watched(scope, again, send)
         finally:
             self._running.discard(own)
 
@@ -175,7 +175,7 @@ def _own_id(route: str, headers: Mapping[bytes, bytes], body: dict[str, Any]) ->
     return kind, chosen
 
 
-def _replayed(raw: bytes, receive: Receive) -> Receive:
+def replayed(first: Message, receive: Receive) -> Receive:
     """The body as one message, then what the client sends, which is that it leaves."""
     given = False
 
@@ -184,6 +184,6 @@ def _replayed(raw: bytes, receive: Receive) -> Receive:
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return first
 
     return replay

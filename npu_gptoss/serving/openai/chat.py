@@ -154,9 +154,7 @@ async def _facts(started: Started, wanted: chat.Request) -> chat.Facts:
         cached_details=self.enable_prompt_tokens_details,
         prompt=prompt,
         logprobs=logprobs if plain.logprobs else None,
-        log=output_logger(self, started.name, wanted.stream)
-        if self.enable_log_outputs and self.request_logger
-        else None,
+        log=output_logger(self, started.name, wanted.stream),
     )
 
 

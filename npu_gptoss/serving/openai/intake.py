@@ -14,7 +14,7 @@ from typing import Any
 
 from npu_gptoss.frontend import chat, messages
 from npu_gptoss.model.config_fields import MODEL_TYPE
-from npu_gptoss.serving.admission.gate import PARSED
+from npu_gptoss.serving.admission.gate import PARSED, replayed
 from npu_gptoss.serving.admission.keys import route_path
 from npu_gptoss.serving.openai.engine import PLACEHOLDER
 
@@ -97,7 +97,7 @@ class Intake:
         body = _parsed(scope, first)
         wanted = plain(route, body, scope["app"].state)
         if wanted is None:
-            await self.app(scope, _replayed(first, receive), send)
+            await self.app(scope, replayed(first, receive), send)
             return
         if route == MESSAGES and body.get("thread") is not None:  # vLLM's routes would lose the details
             from starlette.responses import JSONResponse
@@ -110,7 +110,7 @@ class Intake:
             (name, str(len(raw)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
         handed = {"type": "http.request", "body": raw, "more_body": False}
-        await self.app(scope, _replayed(handed, receive), _warning(scope, send))
+        await self.app(scope, replayed(handed, receive), _warning(scope, send))
 
 
 def _parsed(scope: Message, first: Message) -> Any:
@@ -124,19 +124,6 @@ def _parsed(scope: Message, first: Message) -> Any:
         return json.loads(first.get("body", b""))
     except ValueError:
         return None
-
-
-def _replayed(first: Message, receive: Receive) -> Receive:
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return first
-
-    return replay
 
 
 def _warning(scope: Message, send: Send) -> Send:

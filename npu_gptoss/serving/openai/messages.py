@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,9 @@ def _facts(started: Started, wanted: messages.Request) -> messages.Facts:
 
 async def _events(answer: messages.Answer, started: Started, raw_request: Any) -> AsyncIterator[str]:
     try:
-        async for event in answer.events(started.steps()):
-            yield event
+        async with aclosing(answer.events(started.steps())) as events:
+            async for event in events:
+                yield event
         use(raw_request, answer.counts)
     except Exception as error:
         log_failure("a streamed message failed", error)

@@ -1,0 +1,204 @@
+"""Anthropic's messages as harmony's: the conversation that a request of /v1/messages holds, in blocks of many types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openai_harmony import Message, Role
+
+from npu_gptoss.frontend.tools import UNREADABLE
+from npu_gptoss.harmony.conversation import (
+    ConversationError,
+    developer_message,
+    fields_of,
+    said,
+    tool_call,
+    tool_result,
+)
+
+# Claude Code's first block of `system`. It holds a number of the request, which would defeat the prefix cache.
+BILLING = "x-anthropic-billing-header"
+# Blocks about tools that Anthropic's servers ran, and others that hold nothing for the model
+HOSTED_BLOCKS = {"server_tool_use", "mcp_tool_use", "mcp_tool_listing", "container_upload", "browser_state"}
+SILENT_BLOCKS = {"redacted_thinking", "fallback"}
+TOOL_CHANGES = {"tool_addition", "tool_removal"}
+# Anthropic's documentation has clients send a call's input that is no JSON object back within this key. Here a whole
+# answer has it so, too: nothing of the text is lost, and no tool runs with half of its input.
+INVALID_JSON = "INVALID_JSON"
+
+
+def shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.80}"
+
+
+def conversation(body: Mapping[str, Any], warnings: list[str]) -> tuple[list[Message], tuple[str, str] | None]:
+    """The turns, and channel and text of the last message if it is the assistant's: the model goes on with it."""
+    messages = [fields_of(message) for message in body["messages"]]
+    last_of_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    turns, names = _instructions(body.get("system"), "system", warnings), {}
+    for number, message in enumerate(messages):
+        place, role, content = f"messages[{number}]", message.get("role"), message.get("content")
+        if role in ("system", "developer"):
+            if message.get("clear_at") != "next_user_message" or number > last_of_user:
+                turns += _instructions(content, f"{place}.content", warnings)
+        elif role == "assistant" and number == len(messages) - 1:
+            thought, continued = _continued(content, f"{place}.content")
+            return turns + thought, continued
+        elif role in ("user", "assistant"):
+            turns += _turns(role, content, f"{place}.content", names, warnings)
+        else:
+            path = f"{place}.role"
+            raise ConversationError(f"{path}: expected user, assistant or system, got {shown(role)}.", path)
+    return turns, None
+
+
+def _instructions(content: Any, place: str, warnings: list[str]) -> list[Message]:
+    if content is None:
+        return []
+    blocks = [one for one in _blocks(content, place, warnings) if one[1].get("type") not in TOOL_CHANGES]
+    texts = [_text(block, path) for path, block in blocks]
+    return [developer_message("\n\n".join(text for text in texts if text and not text.startswith(BILLING)))]
+
+
+def _blocks(content: Any, place: str, warnings: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The blocks of a content with their paths, without those that hold nothing for the model."""
+    if isinstance(content, str):
+        return [(place, {"type": "text", "text": content})]
+    if not isinstance(content, Sequence):
+        raise ConversationError(f"{place}: expected a text or a list of blocks, got {shown(content)}.", place)
+    blocks = []
+    for number, block in enumerate(content):
+        path = f"{place}[{number}]"
+        fields = {"type": "text", "text": block} if isinstance(block, str) else fields_of(block)
+        kind = fields.get("type")
+        if kind in HOSTED_BLOCKS or (isinstance(kind, str) and kind.endswith("_tool_result")):
+            warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind:.80}")
+        elif kind not in SILENT_BLOCKS:
+            blocks.append((path, fields))
+    return blocks
+
+
+def _turns(role: str, content: Any, place: str, names: dict[str, str], warnings: list[str]) -> list[Message]:
+    """The harmony messages of a message. `names` maps the id of each tool_use so far to its function's name."""
+    blocks = _blocks(content, place, warnings)
+    channel = "commentary" if any(block.get("type") == "tool_use" for _, block in blocks) else "final"
+    turns: list[Message] = []
+    texts: list[str] = []  # of blocks that follow each other
+
+    def end_text(always: bool = False) -> None:
+        text = "".join(texts)
+        texts.clear()
+        if text or always:
+            user = role == "user"
+            turns.append(Message.from_role_and_content(Role.USER, text) if user else said(text, channel))
+
+    for path, block in blocks:
+        kind = block.get("type")
+        if kind not in ("thinking", "tool_use", "tool_result"):
+            texts.append(_text(block, path))
+            continue
+        end_text()
+        if kind == "tool_use":
+            turns.append(_call(block, path, names))
+        elif kind == "tool_result":
+            turns.append(_result(block, path, names, warnings))
+        elif thought := _field(block, "thinking", path):
+            turns.append(said(thought, "analysis"))
+    end_text(always=not turns and all(block.get("type") == "text" for _, block in blocks))
+    return turns
+
+
+def _continued(content: Any, place: str) -> tuple[list[Message], tuple[str, str] | None]:
+    """The reasoning before a last message that the model goes on with, and channel and text of what it goes on with."""
+    thoughts, text = [], ""
+    for path, block in _blocks(content, place, []):
+        kind = block.get("type")
+        if kind == "thinking" and not text:
+            thoughts.append(_field(block, "thinking", path))
+        elif kind == "text":
+            text += _text(block, path)
+        else:
+            raise ConversationError(
+                f"{path}: expected a block of text, because the model goes on with a last message of the assistant, "
+                f"got one of type {shown(kind)}. End messages with one of the user.",
+                path,
+            )
+    thought = "\n".join(filter(None, thoughts))
+    if text:
+        return [said(thought, "analysis")] if thought else [], ("final", text)
+    return [], ("analysis", thought) if thought else None
+
+
+def _call(block: Mapping[str, Any], path: str, names: dict[str, str]) -> Message:
+    name, given = _field(block, "name", path), block.get("input")
+    if not name:
+        raise ConversationError(f"{path}.name: expected the name of a tool, got {name!r}.", f"{path}.name")
+    if isinstance(given, Mapping):
+        raw = given.get(INVALID_JSON) if len(given) == 1 else None
+        # Without spaces, as the model writes it: the prefix cache has what it wrote
+        given = raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    if given is not None and not isinstance(given, str):
+        raise ConversationError(f"{path}.input: expected an object, got {given!r:.80}.", f"{path}.input")
+    if isinstance(block.get("id"), str):
+        names[block["id"]] = name
+    return tool_call(name, given or "{}")
+
+
+def _result(block: Mapping[str, Any], path: str, names: Mapping[str, str], warnings: list[str]) -> Message:
+    given, content = block.get("tool_use_id"), block.get("content")
+    name = names.get(given) if isinstance(given, str) else None
+    if name is None:
+        place = f"{path}.tool_use_id"
+        raise ConversationError(
+            f"{place}: expected the id of a tool_use block in an assistant message before it, got {shown(given)}.",
+            place,
+        )
+    blocks = [] if content is None else _blocks(content, f"{path}.content", warnings)
+    text = "\n".join(_text_of_result(one, place, warnings) for place, one in blocks)
+    if block.get("is_error") and not text.lower().startswith(("error", "<tool_use_error>")):
+        text = f"Error: {text}"
+    return tool_result(name, text)
+
+
+def _text_of_result(block: Mapping[str, Any], path: str, warnings: list[str]) -> str:
+    """The text of a block of a tool's result; a sentence where the block is no text."""
+    kind = block.get("type")
+    is_data = kind != "document" or fields_of(block.get("source")).get("type") not in ("text", "content")
+    if kind not in UNREADABLE or not is_data:
+        return _text(block, path)
+    warnings.append(f"{path} is left out: gpt-oss reads no block of type {kind}")
+    return UNREADABLE[kind]
+
+
+def _field(block: Mapping[str, Any], name: str, path: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise ConversationError(f"{path}.{name}: expected a text, got {shown(value)}.", f"{path}.{name}")
+    return value
+
+
+def _text(block: Mapping[str, Any], path: str) -> str:
+    """The text of a block that is text in some form. Raises ConversationError for all others."""
+    kind = block.get("type")
+    if kind == "text":
+        return _field(block, "text", path)
+    if kind == "compaction":  # a summary of what came before
+        return block["content"] if isinstance(block.get("content"), str) else ""
+    if kind == "tool_reference":
+        name = block.get("tool_name") or block.get("name")
+        return f"The tool {name} is available." if isinstance(name, str) else ""
+    if kind == "search_result":
+        return _titled(block, ("title", "source"), block.get("content"), f"{path}.content")
+    source = fields_of(block.get("source"))
+    if kind == "document" and source.get("type") in ("text", "content"):
+        name = "data" if source["type"] == "text" else "content"
+        return _titled(block, ("title", "context"), source.get(name), f"{path}.source.{name}")
+    got = shown(kind) if not source else f"{shown(kind)} with a source of type {shown(source.get('type'))}"
+    raise ConversationError(f"{path}: expected text, which is all that gpt-oss reads, got a block of type {got}.", path)
+
+
+def _titled(block: Mapping[str, Any], titles: Sequence[str], content: Any, place: str) -> str:
+    texts = [_text(one, path) for path, one in _blocks(content, place, [])]
+    return "\n".join([block[name] for name in titles if isinstance(block.get(name), str)] + texts)
