@@ -1,71 +1,170 @@
-"""Every command of every page is taken by its program; what needs only this repository runs as it stands."""
+"""Each command of a page is taken by its own program; the commands that need only this repository run."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.docs.dry import objection
+from npu_gptoss import cli
 from tests.markdown import ALL_COMMANDS, PAGES, ROOT, Block, blocks, commands, name_of
 
 QUICKSTART = ROOT / "docs/quickstart.md"
-# what runs here as it stands, in a copy of the tree with the tiny checkpoint, one command of each kind; the rest has
-# tests of its own, or needs what the page says beside it
+# A copy of the tree with the tiny checkpoint runs these, one command of each kind; the others have tests of their own,
+# or need what the page says.
 RUN = re.compile(
     r"(?:\w+=\S+ )?(?:\.venv/bin/)?(?P<kind>"
     r"npu-gptoss (?:kernels (?:list|explain)|tiny |vocabulary |verify(?= attention\.paged$|$)"
     r"|(?:doctor|generate)(?= --model \.checkpoints/gpt-oss-tiny)|bench (?:compare|table)(?= docs/benchmarks/))"
     r"|python scripts/tiny_mmlu\.py |python3 -c(?= .*trace\.jsonl))"
 )
-
-
 HERE = {
     found["kind"]: command.text
     for command in sorted(ALL_COMMANDS, key=lambda command: command.page == name_of(QUICKSTART))  # its own are kept
     if (found := RUN.match(command.text)) and command.page != "docs/add-a-kernel.md"
 }
 HERE["npu-gptoss verify"] = "npu-gptoss verify moe.route"  # all kernels take a minute: tests/verify
+VLLM_PARSER = """
+import json, sys
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+for line in json.load(sys.stdin):
+    print(line, file=sys.stderr)
+    parser.parse_args(line)
+"""
+
+
+class Parsed(Exception):
+    """Ends a program once it has read its arguments."""
+
+
+def simple_commands(text: str) -> Iterator[list[str]]:
+    """The simple commands of a line of shell, without redirections and assignments."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in (read := iter([*lexer, ";"])):
+        if set(word) <= set("|&;"):
+            if words:
+                yield words
+            words = []
+        elif set(word) <= set("<>"):
+            next(read)
+        elif words or not re.match(r"[A-Z][A-Z0-9_]*=", word):
+            words.append(word)
+
+
+def parse(program: Callable[[], object], *arguments: str) -> None:
+    """Runs a program until its own parser has taken the arguments; SystemExit when it refuses them."""
+    depth = 0  # parse_args calls parse_known_args, and so do commands within commands
+
+    def ended(read: Callable[..., object]) -> Callable[..., object]:
+        def outermost(*arguments: Any, **keywords: Any) -> object:
+            nonlocal depth
+            depth += 1
+            result = read(*arguments, **keywords)
+            depth -= 1
+            if not depth:
+                raise Parsed
+            return result
+
+        return outermost
+
+    parser = argparse.ArgumentParser
+    readers = {name: ended(getattr(parser, name)) for name in ("parse_args", "parse_known_args")}
+    argv = mock.patch.object(sys, "argv", ["program", *arguments])
+    with mock.patch.multiple(parser, **readers), argv, contextlib.suppress(Parsed):
+        sys.exit(program())
+
+
+def check(text: str) -> None:
+    """Raises SystemExit or OSError where a program, make among them, would refuse a line of shell."""
+    for words in simple_commands(text):
+        program, rest = words[0].rpartition("/")[2], words[1:]
+        if "npu_gptoss.cli" in rest:  # below python or torchrun
+            program, rest = "npu-gptoss", rest[rest.index("npu_gptoss.cli") + 1 :]
+        if program == "npu-gptoss":
+            if rest[0] == "emulate" and "--" in rest:
+                check(shlex.join(rest[rest.index("--") + 1 :]))
+            with contextlib.suppress(SystemExit) if "--version" in rest else contextlib.nullcontext():
+                parse(cli.main, *rest)
+        elif program == "make":
+            text = (ROOT / "Makefile").read_text(encoding="utf-8")
+            for name, assigned, _ in (word.partition("=") for word in rest):
+                if not re.search(rf"^{name} \?=" if assigned else rf"^{name}:", text, re.M):
+                    sys.exit(f"the Makefile has no {name}")
+        elif program.startswith("python") and rest and "/" in rest[0]:
+            with mock.patch.object(sys, "path", [str((ROOT / rest[0]).parent), *sys.path]):
+                parse(partial(runpy.run_path, str(ROOT / rest[0]), run_name="__main__"), *rest[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_programs_own_parser_takes_every_command(page: Path) -> None:
-    read = [(command, objection(command.text)) for command in commands(page) if "…" not in command.text]
-    assert [f"{command.place}: `{command.text}`: {wrong}" for command, wrong in read if wrong] == []
+def test_a_program_takes_every_command_of_a_page(page: Path) -> None:
+    for command in commands(page):
+        if "…" not in command.text:
+            try:
+                check(command.text)
+            except (SystemExit, OSError) as error:
+                pytest.fail(f"{command.place}: `{command.text}`: {error}")
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    "text",
     [
-        ("npu-gptoss kernels list --jason", "--jason"),
-        ("npu-gptoss sing", "sing"),
-        ("npu-gptoss bench sweat --model DIR", "sweat"),
-        ("npu-gptoss emulate -- npu-gptoss verify --mutilate", "--mutilate"),
-        ("X=1 npu-gptoss kernels list | npu-gptoss kernels lost  # both", "lost"),
-        ("python scripts/tiny_mmlu.py DIR --questoins 4", "--questoins"),
-        ("python scripts/no_such.py", "scripts/no_such.py"),
-        ("torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model DIR --prompt x --pt 2", "--pt"),
-        ("make tea", "tea"),
-        ("make serve PROT=8001", "PROT"),
-        ('make test PYTEST_ARGS="tests/nothing -x"', "tests/nothing"),
-        ("scripts/no_such.sh --model DIR", "no_such.sh"),
-        ("make 'serve", "no shell reads it"),
+        "npu-gptoss kernels list --jason",
+        "npu-gptoss sing",
+        "npu-gptoss emulate -- npu-gptoss verify --mutilate",
+        "X=1 npu-gptoss kernels list | npu-gptoss kernels lost  # both",
+        "python scripts/tiny_mmlu.py DIR --questoins 4",
+        "python scripts/no_such.py",
+        "torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model DIR --prompt x --pt 2",
+        "make tea",
+        "make serve PROT=8001",
     ],
 )
-def test_a_name_that_is_made_up_is_found(text: str, wrong: str) -> None:
-    assert wrong in (objection(text) or "nothing is wrong")
+def test_a_made_up_option_is_found(text: str) -> None:
+    with pytest.raises((SystemExit, OSError)):
+        check(text)
+
+
+@pytest.mark.serving
+@pytest.mark.slow
+def test_vllm_takes_every_vllm_serve_of_a_page() -> None:
+    pytest.importorskip("vllm")
+    lines = [
+        words[words.index("serve") + 1 :]
+        for command in ALL_COMMANDS
+        for words in simple_commands(command.text)
+        if re.search(r"\bvllm serve\b", " ".join(words)) and "…" not in words
+    ]
+    assert len(lines) >= 3
+    environment = {**os.environ, "NPU_GPTOSS_PLATFORM": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for given, status in ((lines, 0), ([["DIR", "--max-model-length", "1"]], 2)):
+        command = [sys.executable, "-c", VLLM_PARSER]
+        run = subprocess.run(
+            command, input=json.dumps(given), env=environment, cwd=ROOT, capture_output=True, text=True
+        )
+        assert run.returncode == status, run.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder like that of the repository, in which commands may write: its parts, the environment, a checkpoint."""
+    """A folder like the repository's, in which commands may write: its parts, the environment, a checkpoint."""
     folder = tmp_path_factory.mktemp("tree")
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name not in ("outputs", "site", "build"):
@@ -83,7 +182,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(folder: Path, text: str) -> str:
-    """What a line of a page prints. What it would write to /tmp goes to the folder, and DIR is a folder in it."""
+    """Runs a line of a page and returns its output; /tmp is a folder in `folder`, and so is DIR."""
     text = re.sub(r"(?<=[\s=])/tmp/", f"{folder}/tmp/", text)
     text = re.sub(r"(?<=\s)DIR\b", f"tmp/directory-{len(list((folder / 'tmp').iterdir()))}", text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NPU_GPTOSS_")}
@@ -96,19 +195,19 @@ def run(folder: Path, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
-    """Command -> what it printed."""
+    """Command -> its output."""
     return {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(HERE))
-def test_a_command_runs_as_it_stands(kind: str, tree: Path, printed: dict[str, str]) -> None:
+def test_a_command_of_a_page_runs(kind: str, tree: Path, printed: dict[str, str]) -> None:
     printed[kind] = run(tree, HERE[kind])
 
 
 @pytest.mark.slow
 def test_the_quickstart_shows_what_its_commands_print(tree: Path, printed: dict[str, str]) -> None:
-    """Lines of its plain blocks; … stands for anything."""
+    """Compares the lines of its plain blocks; … stands for anything."""
     shown = [line for block in blocks(QUICKSTART) if block.language == "" for line in block.text.splitlines()]
     assert len(shown) >= 5
     kinds = {found["kind"] for command in commands(QUICKSTART) if (found := RUN.match(command.text))}
@@ -125,7 +224,7 @@ BLOCKS = [(page, block) for page in PAGES for block in blocks(page) if block.lan
 
 
 @pytest.mark.parametrize(("page", "block"), [pytest.param(p, b, id=f"{name_of(p)}:{b.line}") for p, b in BLOCKS])
-def test_blocks_of_python_run_and_blocks_of_json_are_json(page: Path, block: Block) -> None:
+def test_a_page_s_python_runs_and_its_json_is_read(page: Path, block: Block) -> None:
     if block.language == "json":
         assert json.loads(block.text)
     elif name_of(page) in OWN_TEST or name_of(page).startswith("emulator/"):

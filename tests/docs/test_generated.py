@@ -16,9 +16,6 @@ from npu_gptoss.serving.ascend.sizes import most_sizes
 from scripts.docs import configuration_page, doctor_page, soak_page, upstream_page
 from scripts.serve_here import serve_command
 from tests.markdown import ROOT
-from tests.soak import report
-from tests.soak.server import Stack
-from tests.soak.test_soak import record
 
 WRITERS = (configuration_page, doctor_page, soak_page, upstream_page)
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
@@ -34,13 +31,6 @@ def test_a_variable_that_the_page_lacks_is_noticed(monkeypatch: pytest.MonkeyPat
     new = envs.Variable("NPU_GPTOSS_NEW", str, "", "something new")
     monkeypatch.setitem(envs.VARIABLES, new.name, new)
     assert "| `NPU_GPTOSS_NEW` | text | unset | something new |" in configuration_page.TABLES.written(CONFIGURATION)
-
-
-def test_runs_of_one_kind_are_added_up(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        report.save(record(seed=seed, stack=str(Stack("emulated", "full"))), tmp_path)
-    assert "| emulated, full, fcfs | 2 | 6 | 2 of 2 |" in soak_page.soaked(tmp_path)
-    assert "No full run" in soak_page.soaked(tmp_path / "empty")
 
 
 def table(page: str, mark: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""README, its translation, CONTRIBUTING and docs/tour.md say what the repository has."""
+"""README, its translation and CONTRIBUTING agree with the repository."""
 
 from __future__ import annotations
 
