@@ -1,12 +1,14 @@
-"""Write the table of docs/upstream.md from the table of repairs; without --write, say whether it is up to date.
+"""Write the list of docs/upstream.md from the repairs; without --write, say whether it is up to date.
 
 python scripts/docs/upstream_page.py --write
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from npu_gptoss.serving.compat import Patch, patches
 from scripts.docs.page_tables import ROOT, Tables
+
+WIDTH = 158  # of the page's lines
 
 
 def test_of(patch: Patch) -> str:
@@ -30,12 +34,24 @@ def test_of(patch: Patch) -> str:
 
 
 def repairs() -> str:
-    lines = ["| repair | vLLM | without it | upstream | until | code | test |", "|---|---|---|---|---|---|---|"]
-    for patch in patches():
-        test = test_of(patch)
-        releases, reason = ", ".join(patch.lines), patch.reason.replace("|", "\\|")
-        cells = (f"`{patch.name}`", releases, reason, patch.upstream, patch.until, f"`{patch.file}`")
-        lines.append(f"| {' | '.join(cells)} | {f'`{test}`' if test else 'with its other half'} |")
+    """A list of files; below each its repairs, those of one name for several releases in one entry."""
+    lines: list[str] = []
+    for file, group in itertools.groupby(patches(), key=lambda patch: patch.file):
+        found = list(group)
+        tests = list(dict.fromkeys(test for patch in found if (test := test_of(patch))))
+        lines.append(f"* `{file}`; " + (f"`{tests[0]}`" if tests else "tested with its other half"))
+        for name in dict.fromkeys(patch.name for patch in found):
+            named = [patch for patch in found if patch.name == name]
+            first = named[0]
+            releases = ", ".join(release for patch in named for release in patch.lines)
+            until = ", ".join(dict.fromkeys(patch.until for patch in named))
+            text = f"* **{name}** ({releases}; until {until}) {first.reason}"
+            if first.upstream != "none found":
+                text += f" Upstream: {first.upstream}."
+            wrapped = textwrap.wrap(
+                text, WIDTH - 4, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+            lines += [f"    {line}" for line in wrapped]
     return "\n".join(lines)
 
 
