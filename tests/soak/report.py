@@ -187,8 +187,8 @@ def load(folder: Path) -> list[Record]:
 def table(records: Sequence[Record]) -> str:
     """The page's table: one row a stack; the runs of one stack (slices, seeds) are added up."""
     head = (
-        "| server | runs | requests | honest: equal to alone | hostile: answered as due | rude clients | deaths "
-        "| at rest: KV, running, waiting | slowest `/health` | memory of API and engine, last third against second |"
+        "| server | runs | requests | honest, equal | hostile, as due | rude | deaths | at rest "
+        "| slowest `/health` | memory |"
     )
     rows = [head, "|" + " --- |" * 10]
     for stack in sorted({record.stack for record in records}):
