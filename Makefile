@@ -37,7 +37,6 @@ VLLM033 ?= 1
 ASCEND_COMPILER ?= 1
 ALL ?=
 SOAK ?=
-COMPAT_TEST ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -109,7 +108,7 @@ CLIENTS_SKIP = $(if $(filter 0,$(EMULATED)),emulated) $(if $(filter 0,$(VLLM033)
 test-clients: setup ## Codex, Claude Code, OpenCode and clients of 2025 and today against each vLLM (ON=cuda: one stack), a fuzz of the API, and the table of both
 	@$(SETUP) clients-2025 clients-2026 $(CLIENTS_NEED)
 	@mkdir -p outputs
-	COMPAT_TEST='$(COMPAT_TEST)' $(BIN)/python -m pytest -m 'clients$(CLIENTS_SKIP:%= and not %)' --junitxml=outputs/clients.xml -o junit_family=xunit1 \
+	$(BIN)/python -m pytest -m 'clients$(CLIENTS_SKIP:%= and not %)' --junitxml=outputs/clients.xml -o junit_family=xunit1 \
 	  tests/clients tests/scripts/test_setup_locks.py $(PYTEST_ARGS); status=$$?; \
 	  $(BIN)/python -m tests.clients.table outputs/clients.xml; exit $$status
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from emulator.tests.machine import emulate
 from tests.scripts.shell import ROOT, following, printed_command, run, write_program
 
 GRAPHS, BINDING, AIV = "--compilation-config", "--additional-config", "HCCL_OP_EXPANSION_MODE"
@@ -95,44 +94,6 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
     done = run("serve.sh", "--dry-run", *HUB, PATH=programs(tmp_path, "lspci"))
     assert BINDING not in printed_command(done)[1]
     assert "npu-smi" in done.stderr
-
-
-TOLD = {  # by the programs of a machine with one card, beside core 0
-    "npu-smi": """case "$*" in
-"info -m") echo "NPU ID  Chip ID  Chip Logic ID  Chip Name"; echo "0 0 0 Ascend 910B3" ;;
-*) echo "PCIe Bus Info : 0000:C1:00.0" ;;
-esac""",
-    "lspci": 'echo "NUMA node: 0"',
-    "lscpu": 'echo "NUMA node0 CPU(s): 0-0"',
-}
-BIND = """
-import os, sys
-import psutil, torch_npu
-from vllm_ascend import cpu_binding
-
-folder, everywhere = sys.argv[1], psutil.Process().cpu_affinity()
-os.environ["PATH"] = folder
-for missing in (*os.listdir(folder), None):
-    psutil.Process().cpu_affinity(everywhere)
-    if missing:
-        os.rename(f"{folder}/{missing}", f"{folder}/away")
-    try:
-        cpu_binding.bind_cpus(0, ratio=1.0)
-        print("BOUND", missing, psutil.Process().cpu_affinity())
-    except OSError as error:  # the worker says "Skip binding cpu." and goes on
-        print("BOUND", missing, error.filename, psutil.Process().cpu_affinity() == everywhere)
-    if missing:
-        os.rename(f"{folder}/away", f"{folder}/{missing}")
-"""
-
-
-@pytest.mark.emulated
-def test_vllm_ascend_binds_with_the_three_programs_and_not_without_one_of_them(tmp_path: Path) -> None:
-    for name, text in TOLD.items():
-        write_program(tmp_path / name, text)
-    done = emulate("-c", BIND, str(tmp_path))
-    said = sorted(line.removeprefix("BOUND ") for line in done.stdout.splitlines() if line.startswith("BOUND "))
-    assert said == ["None [0]", *(f"{name} {name} True" for name in sorted(TOLD))], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(

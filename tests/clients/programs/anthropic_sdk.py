@@ -111,19 +111,9 @@ def case_a_forced_tool_is_called(url, model):
         assert isinstance(message.content[-1].input["city"], str)
 
 
-def case_a_forbidden_tool_is_not_called(url, model):
-    message = ask(url, model, WEATHER, tools=[TOOL], tool_choice={"type": "none"})
-    assert "tool_use" not in kinds(message)
-
-
 def case_thinking_is_left_out_where_it_is_disabled(url, model):
     equal(kinds(ask(url, model, thinking={"type": "disabled"})), ["text"])
     assert "thinking" in kinds(ask(url, model, thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2048))
-
-
-def case_a_stop_sequence_ends_the_text(url, model):
-    message = ask(url, model, stop_sequences=["="])
-    equal((message.content[-1].text, message.stop_reason, message.stop_sequence), ("3 + 4 ", "stop_sequence", "="))
 
 
 def case_structured_output_is_parsed(url, model):

@@ -10,8 +10,8 @@ from runner import equal
 litellm.suppress_debug_info = True
 litellm.telemetry = False
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]  # no description
-DESCRIBED = [{"type": "function", "function": {**TOOLS[0]["function"], "description": "Get the weather"}}]
+FUNCTION = {"name": "get_weather", "description": "Get the weather", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 SCHEMA = {
     "type": "object",
     "properties": {"season": {"enum": ["spring", "autumn"]}, "even": {"type": "boolean"}},
@@ -42,12 +42,8 @@ def case_it_streams(url, model):
     assert any(getattr(c.choices[0].delta, "reasoning_content", None) for c in chunks if c.choices)
 
 
-def case_a_tool_without_description_is_taken(url, model):
-    assert ask(url, model, "What is the weather in Paris?", tools=TOOLS).choices[0].finish_reason
-
-
 def case_a_tool_is_called_whole_and_streamed(url, model):
-    options = {"text": "What is the weather in Paris?", "tools": DESCRIBED}
+    options = {"text": "What is the weather in Paris?", "tools": TOOLS}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
     equal(json.loads(call.function.arguments), {"city": "Paris"})
     chunks = list(ask(url, model, stream=True, **options))
@@ -56,7 +52,7 @@ def case_a_tool_is_called_whole_and_streamed(url, model):
 
 
 def case_a_forced_tool_is_called(url, model):
-    options = {"text": "What is the weather in Paris?", "tools": DESCRIBED, "tool_choice": "required"}
+    options = {"text": "What is the weather in Paris?", "tools": TOOLS, "tool_choice": "required"}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
     equal(json.loads(call.function.arguments), {"city": "Paris"})
 
@@ -78,7 +74,7 @@ def case_responses_answer(url, model):
 
 
 def case_responses_stream_a_call(url, model):
-    tools = [{"type": "function", **DESCRIBED[0]["function"]}]
+    tools = [{"type": "function", **FUNCTION}]
     events = list(responses(url, model, "What is the weather in Paris?", tools=tools, stream=True))
     wanted = "response.function_call_arguments.delta"
     deltas = [e.delta for e in events if str(getattr(e.type, "value", e.type)) == wanted]

@@ -81,15 +81,6 @@ def case_a_tool_is_called_and_answered(url, model):
     assert "21" in chat(url, model, messages=messages, tools=TOOLS).choices[0].message.content
 
 
-def case_a_streamed_call_has_the_same_arguments(url, model):
-    (call,) = chat(url, model, WEATHER, tools=TOOLS).choices[0].message.tool_calls
-    chunks = chat(url, model, WEATHER, tools=TOOLS, stream=True)
-    pieces = [p for chunk in chunks for choice in chunk.choices for p in choice.delta.tool_calls or []]
-    equal([p.function.name for p in pieces if p.function.name], ["get_weather"])
-    assert len({p.index for p in pieces}) == 1
-    assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
-
-
 def case_a_tool_without_description_is_taken(url, model):
     bare = {"type": "function", "function": {"name": "get_weather", "parameters": FUNCTION["parameters"]}}
     assert chat(url, model, WEATHER, tools=[bare]).choices[0].finish_reason in ("tool_calls", "stop")
@@ -108,12 +99,6 @@ def case_required_and_named_calls_have_their_shape(url, model):
         assert not joined(chunks, "content").strip()
 
 
-def case_no_tool_is_called_when_none_is_asked_for(url, model):
-    choice = chat(url, model, WEATHER, tools=TOOLS, tool_choice="none").choices[0]
-    assert not choice.message.tool_calls
-    assert choice.finish_reason != "tool_calls"
-
-
 def case_structured_output_is_parsed(url, model):
     api = client(url).chat.completions
     parse = getattr(api, "parse", None) or client(url).beta.chat.completions.parse
@@ -122,28 +107,10 @@ def case_structured_output_is_parsed(url, model):
     assert isinstance(answer.choices[0].message.parsed, Found)
 
 
-def case_plain_text_may_be_asked_for_by_name(url, model):
-    equal(chat(url, model, response_format={"type": "text"}).choices[0].message.content, ANSWER)
-
-
-def case_completions_answer(url, model):
-    text = client(url).completions.create(model=model, prompt="hello", max_tokens=4, temperature=0).choices[0]
-    equal(text.finish_reason, "length")
-
-
 def case_responses_answer(url, model):
     answer = respond(url, model)
     equal((answer.status, answer.output_text), ("completed", ANSWER))
     assert next(item for item in answer.output if item.type == "reasoning").content[0].text
-
-
-def case_responses_stream_has_the_ids_of_the_final_object(url, model):
-    events = list(respond(url, model, stream=True))
-    equal("".join(e.delta for e in events if e.type == "response.output_text.delta"), ANSWER)
-    equal(events[-1].type, "response.completed")
-    done = [e.item.id for e in events if e.type == "response.output_item.done"]
-    equal(done, [item.id for item in events[-1].response.output])
-    assert [e.sequence_number for e in events] == list(range(len(events)))
 
 
 def case_responses_stream_a_call(url, model):
@@ -167,33 +134,11 @@ def case_responses_tool_loop(url, model):
     assert "21" in respond(url, model, history, tools=FLAT).output_text
 
 
-def case_responses_force_a_call(url, model):
-    for choice in ("required", {"type": "function", "name": "get_weather"}):
-        answer = respond(url, model, WEATHER, tools=FLAT, tool_choice=choice)
-        equal([item.name for item in answer.output if item.type == "function_call"], ["get_weather"])
-
-
-def case_a_cut_response_is_incomplete(url, model):
-    events = list(respond(url, model, stream=True, max_output_tokens=6))
-    equal(events[-1].type, "response.incomplete")
-    equal(events[-1].response.incomplete_details.reason, "max_output_tokens")
-    added = [e.item.id for e in events if e.type == "response.output_item.added"]
-    assert added == [e.item.id for e in events if e.type == "response.output_item.done"]
-
-
 def case_responses_parse_structured_output(url, model):
     answer = client(url).responses.parse(
         model=model, input=SUM, text_format=Found, temperature=0, max_output_tokens=200
     )
     assert isinstance(answer.output_parsed, Found)
-
-
-def case_codex_like_requests_hear_of_the_call(url, model):
-    settings = {"instructions": "You are a coding agent.", "include": ["reasoning.encrypted_content"], "store": False}
-    settings |= {"prompt_cache_key": "one", "parallel_tool_calls": False, "reasoning": {"effort": "medium"}}
-    events = list(respond(url, model, WEATHER, tools=FLAT, stream=True, **settings))
-    kinds = [e.item.type for e in events if e.type == "response.output_item.done"]
-    assert "function_call" in kinds, kinds
 
 
 def case_an_overlong_prompt_is_named_as_such(url, model):

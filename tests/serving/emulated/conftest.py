@@ -89,13 +89,6 @@ def ascend_9_1() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.fixture(scope="session")
-def stock_ascend_9_1() -> Iterator[subprocess.Popen[str]]:
-    """Without our plugin, which registers itself before the first fork."""
-    with importing(Machine("9.1"), NPU_GPTOSS="0") as process:
-        yield process
-
-
 @pytest.fixture
 def serve(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:
     return asking(ascend, checkpoint, tmp_path)
@@ -107,13 +100,6 @@ def serve_9_1(
 ) -> Callable[..., tuple[list[Any], str]]:
     """Engines of vllm-ascend 0.23.0 on vLLM 0.23.0."""
     return asking(ascend_9_1, checkpoint, tmp_path)
-
-
-@pytest.fixture
-def serve_stock_9_1(
-    stock_ascend_9_1: subprocess.Popen[str], checkpoint: Path, tmp_path: Path
-) -> Callable[..., tuple[list[Any], str]]:
-    return asking(stock_ascend_9_1, checkpoint, tmp_path)
 
 
 def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[list[Any], str]]:

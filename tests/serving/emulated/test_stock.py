@@ -1,26 +1,23 @@
-"""Stock vllm-ascend 0.11.0 without our plugin does to gpt-oss what users report, also on the emulated 910B.
+"""Stock vllm-ascend 0.11.0 fails with gpt-oss on the emulated 910B as users report it, and our plugin does not.
 
-So the emulator can see those defects: the BF16 checkpoint loads without a word and answers garbage (sinks, windows,
-biases and activation are each lost on the way), with graphs vLLM's check of buffers ends it, and the MXFP4 one dies
-while the model is built.
+With graphs vLLM's check of buffers ends it; the MXFP4 checkpoint ends it while the model is built. The BF16 checkpoint
+answers garbage: tests/patches shows that without two of its diffs.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ascend_emulator.launch import Machine
 
 from tests.checkpoints import write_random_checkpoint
 from tests.serving.emulated.conftest import asking, importing
-from tests.serving.emulated.rounds import EAGER, VOCABULARY, errors, turn
+from tests.serving.emulated.rounds import EAGER, VOCABULARY, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -40,17 +37,6 @@ def stock() -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def serve_stock(stock: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> Serve:
     return asking(stock, checkpoint, tmp_path)
-
-
-@pytest.mark.long
-def test_stock_loads_the_bf16_checkpoint_without_a_word_and_answers_garbage(serve_stock: Serve, expected: Any) -> None:
-    """The control with our plugin: test_modes.py in bfloat16."""
-    rounds = [turn((5, 40, 200))]
-    results, printed = serve_stock(rounds, options=BF16 | EAGER, variables={"VLLM_LOGGING_LEVEL": "INFO"})
-    assert float(torch.cat(errors(rounds, results, expected)[0]).median()) > 1
-    assert "Loading model weights took" in printed, "its warnings would be seen"
-    complaints = r"(?i)(warning|error).*(sink|bias|swiglu|activation|sliding|mxfp4|missing|unexpected)"
-    assert [line for line in printed.splitlines() if re.search(complaints, line)] == []
 
 
 def masks_of_a_long_prompt(checkpoint: Path, folder: Path, **variables: str) -> tuple[int, str]:
