@@ -1,4 +1,4 @@
-"""A server of each release for all clients, and the environments that they come in: `make test-clients` sets those up.
+"""A server of each release for all clients, in the environments that `make test-clients` sets up.
 
 The tiny trained model answers: on the CPU with vLLM 0.11, on the emulated 910B with 0.23, and with 0.33, which computes
 on no CPU, through the offline engine behind vLLM's own server (tests/serving/computed.py).

@@ -44,7 +44,7 @@ Results = Mapping[tuple[str, str], list[bool]]  # client of the results, release
 
 
 def read(junit: Path) -> Results:
-    """The results of pytest's junit file. Skipped tests, and those that are expected to fail, are left out."""
+    """The results of pytest's junit file. Skipped tests and expected failures are left out."""
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for test in ElementTree.parse(junit).iter("testcase"):
         said = {item.get("name"): item.get("value") for item in test.iter("property")}

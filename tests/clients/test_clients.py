@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, in versions of two years, against each release of vLLM: `make test-clients`.
+"""Foreign clients, in versions of two years, against each release of vLLM: `make test-clients`.
 
 The programs of `programs/` and `js/` run in the clients' environments and say which of their cases failed; each case is
 a test here. A program is run once.

@@ -1,7 +1,7 @@
-"""schemathesis over every operation of the server's own /openapi.json, with an honest request beside it throughout.
+"""schemathesis over every operation of the server's own /openapi.json, while an honest request repeats.
 
-Bounded in count and time, on 127.0.0.1. A server of its own with a short context: what the fuzz makes is mostly
-refused, but what is valid by chance would be generated to the end of the context.
+Bounded in count and time, on 127.0.0.1. The server has a short context: most requests of the fuzz are refused, but a
+valid one would be generated to the end of the context.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Beside:
-    """An honest request, again and again, until `close`; `wrong` has what was not its answer."""
+    """An honest request, again and again, until `close`; `wrong` has the other answers."""
 
     def __init__(self, server: Server) -> None:
         body = {"model": server.name, "temperature": 0, "messages": [{"role": "user", "content": "What is 3 + 4?"}]}

@@ -1,4 +1,4 @@
-"""Tables that a script writes are what it writes now; tables of memory are the doctor's arithmetic."""
+"""Generated tables are up to date, and tables of memory follow the doctor's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page names what there is: environment variables, repairs, files, tests, links, and texts of our programs."""
+"""Names in pages exist: environment variables, repairs, files, tests, links, and texts of our programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_variable_and_repair_that_a_page_names_exists() -> None:
 
 
 def is_missing(span: str, home: Path = ROOT) -> bool:
-    """Finds a file, of the repository or beside the page in `home`, or a test that does not exist."""
+    """Finds a file, relative to the repository or to `home`, or a test that does not exist."""
     if found := re.fullmatch(rf"((?:{FOLDERS})/[\w./-]+)(?:::(\w+)(?:\[\w+\])?)?", span):
         file, test = found.groups()
         there = [folder / file for folder in (home, ROOT) if (folder / file).exists()]

@@ -1,4 +1,4 @@
-"""Work directories like those that evalscope 1.14 writes, with outcomes that a test chooses."""
+"""Work directories as evalscope 1.14 writes them, with outcomes that a test chooses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_run(
     effort: str = "medium",
     max_tokens: int | None = None,
 ) -> Path:
-    """A finished run: subject -> for each question, whether it was answered rightly."""
+    """A finished run: subject -> True for each question with a right answer."""
     for subject, rights in outcomes.items():
         reviews = [review(subject, index, right, "A" if right else "B") for index, right in enumerate(rights)]
         write_lines(folder / "reviews" / model / f"{benchmark}_{subject}.jsonl", reviews)

@@ -1,4 +1,4 @@
-"""A server that tells what it serves and answers chats as a test wants, or sends something else than its models."""
+"""A server that lists its models and answers chats as a test wants, or sends something else than its models."""
 
 from __future__ import annotations
 

@@ -15,20 +15,20 @@ from tests.serving.server import START_LIMIT, free_port
 
 
 def recipe(target: str) -> str:
-    """What `make TARGET` runs after its set-up, for a shell; what the user names, it takes from the environment."""
+    """The commands of `make TARGET` after its set-up, for a shell; the environment has the user's options."""
     dry = make("-n", target)
     assert dry.returncode == 0, dry.stderr
     return next(line for line in dry.stdout.replace("\\\n", " ").splitlines() if "exec " in line)
 
 
 def _hears_ctrl_c() -> None:
-    """What a script starts in the background (`make test &`), and all below it, would ignore Ctrl-C otherwise."""
+    """A background job of a script (`make test &`), and all its children, would ignore Ctrl-C otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def made(target: str, out: Path, limit: float = START_LIMIT, **variables: str) -> Iterator[int]:
-    """The port of a server that is ready; what it prints goes to `out`. Ctrl-C has to end it without an error."""
+    """The port of a server that is ready; its output goes to `out`. Ctrl-C has to end it without an error."""
     port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "TIKTOKEN_ENCODINGS_BASE"}
     with out.open("w") as file:

@@ -30,7 +30,7 @@ def make(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Complete
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of a user who has the environment of the tests activated and nothing set."""
+    """The variables of a user with the tests' environment activated and nothing set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", **variables}
 
@@ -61,7 +61,7 @@ def write_program(path: Path, text: str) -> Path:
 
 
 def beside_a_fake_evalscope(folder: Path, status: int) -> Path:
-    """A copy of the scripts with an evalscope beside it that does nothing and ends with `status`."""
+    """A copy of the scripts, and an evalscope that does nothing and ends with `status`."""
     scripts, programs = folder / "scripts", folder / ".venv-evalscope" / "bin"
     shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
     write_program(programs / "evalscope", f"exit {status}")
@@ -71,7 +71,7 @@ def beside_a_fake_evalscope(folder: Path, status: int) -> Path:
 
 
 def report(*options: str | Path) -> str:
-    """What eval_report.py prints, with the Python of evalscope's environment."""
+    """The output of eval_report.py under the Python of evalscope's environment."""
     command = [str(EVALSCOPE), str(SCRIPTS / "eval_report.py"), *map(str, options)]
     return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout
 

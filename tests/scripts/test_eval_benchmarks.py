@@ -1,4 +1,4 @@
-"""The real evalscope asks GSM8K and AIME 2025 of a server whose thoughts have a known length; eval.sh's report counts.
+"""The real evalscope asks GSM8K and AIME 2025 of a server with thoughts of a known length; eval.sh's report counts.
 
 The sets are as small as docs/accuracy.md shows them, in the layout of the hub.
 """
@@ -66,9 +66,7 @@ def evaluate(url: str, folder: Path, benchmark: str, out: str, *options: str) ->
     return done.stdout
 
 
-def test_a_limit_of_512_tokens_costs_gsm8k_points_and_the_report_says_how_many(
-    url: str, folder: Path, asked: list[dict[str, Any]]
-) -> None:
+def test_a_limit_of_512_tokens_costs_gsm8k_points(url: str, folder: Path, asked: list[dict[str, Any]]) -> None:
     """The same server twice: all is right without a limit, and a quarter with one."""
     whole = evaluate(url, folder, "gsm8k", "whole")
     assert "mean over questions: 100.00 ± 0.00 %** (12 right)" in whole
@@ -87,7 +85,7 @@ def test_a_limit_of_512_tokens_costs_gsm8k_points_and_the_report_says_how_many(
 
 
 def test_aime_is_asked_and_a_number_one_off_is_wrong(url: str, folder: Path, asked: list[dict[str, Any]]) -> None:
-    """What the set says of its eleventh problem is one too much."""
+    """The set's answer to its eleventh problem is one too high."""
     before = len(asked)
     printed = evaluate(url, folder, "aime25", "aime", "--effort", "high")
     assert "# AIME 2025 of gpt-oss-20b" in printed

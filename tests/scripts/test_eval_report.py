@@ -1,4 +1,4 @@
-"""The report of eval.sh reads what evalscope wrote, counts it rightly, and refuses what would mislead."""
+"""The report of eval.sh reads evalscope's files, counts rightly, and refuses files that would mislead."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_line_cut_off_by_an_interruption_is_no_answer(cut: bytes, tmp_path: Pa
 
 
 def test_what_only_unicode_calls_the_end_of_a_line_is_text(tmp_path: Path) -> None:
-    """evalscope writes it as it is, and MMLU and models use it: an answer would be lost, and no run ever whole."""
+    """evalscope writes it unescaped, and MMLU and models use it: an answer would be lost, and no run ever whole."""
     run = write_run(tmp_path / "run", {"law": [True, False]})
     rows = [review("law", 0, True, prompt="One\u2028two\x85three\u2029four?"), review("law", 1, False)]
     write_lines(run / f"reviews/{MODEL}/mmlu_law.jsonl", rows)
@@ -138,7 +138,7 @@ def test_replies_without_an_answer_and_cut_replies_are_told(tmp_path: Path, repo
 
 
 def test_the_bounds_of_a_cut_run_count_no_reply_twice(tmp_path: Path, report: Report) -> None:
-    """A reply may have told its answer before it was cut: that one is right already."""
+    """A reply may give its answer before it is cut, and then counts as right already."""
     run = write_run(tmp_path / "run", {"main": [True, False, False]}, benchmark="gsm8k", max_tokens=512)
     write_lines(run / f"predictions/{MODEL}/gsm8k_main.jsonl", ends("max_tokens", "max_tokens"))
     printed = report(run)
@@ -155,10 +155,8 @@ def test_a_benchmark_of_one_part_has_one_mean_and_its_own_size(tmp_path: Path, r
     assert "subject" not in printed
 
 
-def test_a_reply_that_evalscope_could_not_compare_is_wrong_and_no_reason_to_refuse(
-    tmp_path: Path, report: Report
-) -> None:
-    """It leaves such a question out of its own mean; AIME's comparison has no name of its score."""
+def test_a_reply_that_evalscope_could_not_compare_is_wrong(tmp_path: Path, report: Report) -> None:
+    """evalscope leaves such a question out of its mean; AIME's comparison has no name of its score."""
     run = write_run(tmp_path / "run", {"default": [True, False, True]}, benchmark="aime25")
     rows = [review("default", index, right) for index, right in enumerate((True, False, True))]
     for row, value in zip(rows, ({"acc": 1.0}, {"acc": 0.0}, {}), strict=True):

@@ -1,4 +1,4 @@
-"""eval.sh asks what is published, MMLU as the Ascend article, resumes where it stopped, and refuses in words."""
+"""eval.sh asks the published benchmarks, MMLU as the Ascend article, resumes where it stopped, and refuses in words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dry(scripts: Path, benchmark: str, *options: str | Path) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("benchmark", ALL)
-def test_the_defaults_are_the_articles_without_a_token_limit_or_free_decoding(benchmark: str, scripts: Path) -> None:
+def test_the_defaults_are_the_articles_without_a_token_limit(benchmark: str, scripts: Path) -> None:
     """A limit of 512 tokens cuts thoughts off: GSM8K then loses points that the model has."""
     variables, words = dry(scripts, benchmark)
     dataset, shots = ALL[benchmark]

@@ -45,7 +45,7 @@ def test_mcnemar_gives_the_p_worked_out_by_hand(only_first: int, only_second: in
     assert mcnemar(only_first, only_second) == pytest.approx(p, rel=1e-12)
 
 
-def test_mcnemar_agrees_with_the_binomial_test_of_scipy_and_does_not_overflow() -> None:
+def test_mcnemar_agrees_with_scipy_and_does_not_overflow() -> None:
     assert 0 < mcnemar(4000, 5000) < 1e-20
     with pytest.raises(ValueError, match="-1"):
         mcnemar(-1, 4)
@@ -90,7 +90,7 @@ def test_runs_without_a_common_prompt_are_not_compared() -> None:
         pair(answers(("law", "with examples: q", True)), answers((*LAW, True)))
 
 
-def test_the_paired_difference_and_its_error_are_those_of_plus_one_zero_minus_one() -> None:
+def test_the_paired_difference_and_its_error_are_of_one_zero_minus_one() -> None:
     paired = Paired(both_right=70, only_first=12, only_second=4, both_wrong=14, unpaired=0)
     values = [1] * 12 + [-1] * 4 + [0] * 84
     mean = sum(values) / 100

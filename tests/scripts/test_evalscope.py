@@ -1,6 +1,6 @@
 """The real evalscope against a real server: serve.sh, perf.sh and eval.sh as users run them, on the trained tiny model.
 
-The score is that of a model that computes right, and falls to nothing when the sinks are lost: what MMLU is for here.
+The score is a right model's, and falls to chance when the sinks are lost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def mmlu(server: Server, folder: Path, out: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """mmlu.sh on the tiny set. What evalscope caches stays in the test's folder."""
+    """mmlu.sh on the tiny set. evalscope's cache stays in the test's folder."""
     where = ("--url", server.url, "--data", folder / "mmlu", "--out", folder / out)
     how = ("--few-shot", "0", "--max-tokens", "80")
     return run("mmlu.sh", *where, *how, *options, timeout=LIMIT, HF_HOME=str(folder / "cache"))
@@ -72,7 +72,7 @@ def score(printed: str) -> tuple[float, int]:
 
 
 def test_gpqa_is_asked_with_shuffled_choices_and_answered(server: Server, folder: Path) -> None:
-    """The tiny model's own questions in the layout of GPQA's file, where the right answer has a column of its own."""
+    """The tiny model's own questions in the layout of GPQA's file, where the right answer has a separate column."""
     names = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     (folder / "gpqa").mkdir()
     with (folder / "gpqa/gpqa_diamond.csv").open("w", newline="") as file:

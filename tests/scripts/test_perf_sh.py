@@ -1,4 +1,4 @@
-"""perf.sh runs what the Ascend article ran, asks the server what it serves, and says when times mean something else."""
+"""perf.sh runs the Ascend article's loads, asks the server for its model, and says when times mean something else."""
 
 from __future__ import annotations
 

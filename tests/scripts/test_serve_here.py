@@ -1,4 +1,4 @@
-"""What `make serve` says when it cannot serve, and that nothing survives it. The real server is in tests/serving."""
+"""`make serve` says why it cannot serve, and leaves no process behind. The real server is in tests/serving."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_vllm_starts(
 def test_two_servers_started_together_write_the_tiny_checkpoint_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one would remove what the first one's server is loading."""
+    """The second writer would remove the files that the first server loads."""
     written: list[str] = []
 
     def slowly(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -121,8 +121,8 @@ def test_what_the_user_sets_wins(tmp_path: Path) -> None:
     assert command[-2:] == ["--max-model-len", "99"], "argparse takes the last one"
 
 
-def test_a_vllm_without_a_script_beside_its_python_is_started_by_its_module(tmp_path: Path) -> None:
-    """As with `pip install --user`, `--target`, or an image whose vLLM lies on PYTHONPATH."""
+def test_a_vllm_without_a_script_is_started_by_its_module(tmp_path: Path) -> None:
+    """As with `pip install --user`, `--target`, or an image with vLLM on PYTHONPATH."""
     python = tmp_path / "python"
 
     def begin() -> list[str]:

@@ -1,4 +1,4 @@
-"""serve.sh gives stock vLLM the Ascend article's flags, fits cards to the model, and refuses what cannot be served."""
+"""serve.sh gives stock vLLM the Ascend article's flags, fits cards to the model, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_machine_that_cannot_tell_the_cores_is_served_without_binding(tmp_path
         ("--cards 2 -- --config a.yaml", "AIV", None, False),
     ],
 )
-def test_collectives_run_on_vector_cores_for_several_cards_and_never_beside_data_parallelism(
+def test_collectives_run_on_vector_cores_without_data_parallelism(
     options: str, set_by_user: str | None, expected: str | None, told: bool
 ) -> None:
     variables = {} if set_by_user is None else {AIV: set_by_user}

@@ -1,4 +1,4 @@
-"""Before a long run the server is asked what it serves; every way that fails is a sentence."""
+"""Before a long run the scripts ask the server for its model; each failure is a sentence."""
 
 from __future__ import annotations
 

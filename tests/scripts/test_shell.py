@@ -1,4 +1,4 @@
-"""The shell scripts are POSIX sh, and what they quote a shell reads back."""
+"""The shell scripts are POSIX sh, and a shell reads back the words that they quote."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def table(positions: list[dict[int, Any]]) -> torch.Tensor:
 
 
 def prompt_logprobs(engine: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """For each prompt [length - 1, vocabulary]: what each of its positions but the last says of the next token."""
+    """For each prompt [length - 1, vocabulary]: log-probabilities of the next token at all positions but the last."""
     answers = ask(engine, prompts, max_tokens=1, prompt_logprobs=-1)
     return [table(answer.prompt_logprobs[1:]) for answer in answers]
 

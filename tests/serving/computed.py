@@ -76,7 +76,7 @@ class _Engine(Engine):
 
 
 class Core(Scripted):
-    """What AsyncLLM asks of its engine core; a thread computes."""
+    """The interface that AsyncLLM expects of its engine core; a thread computes."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager

@@ -30,7 +30,7 @@ class Answer:
     text: str = ""
 
     def error(self) -> dict[str, Any]:
-        """What the body tells, or for a stream its last event that is an error; {} without one."""
+        """The error of the body, or for a stream its last event that is an error; {} without any."""
         if not self.streamed or self.status != 200:
             return json.loads(self.text).get("error") or {}
         events = [json.loads(line[6:]) for line in self.text.splitlines() if line.startswith("data: {")]
@@ -38,7 +38,7 @@ class Answer:
 
 
 class InFlight:
-    """Long requests of each kind, streamed and whole, sent at once; `wait` gives what became of them."""
+    """Long requests of each kind, streamed and whole, sent at once; `wait` gives their answers."""
 
     def __init__(self, url: str, model: str, kinds: tuple[str, ...] = ("chat", "completion")) -> None:
         self.answers = [Answer(kind, streamed) for kind in kinds for streamed in (False, True)]

@@ -1,12 +1,12 @@
 """vLLM's whole server over a script in the place of its engine core: `python -m tests.serving.scripted MODEL --port N`.
 
-Everything but the engine core is vLLM's own, with the plugin in it: routes, handlers, AsyncLLM, metrics. So
-each release can be asked over HTTP on a machine that its engine does not run on. The model writes what a rule says for
-the prompt; without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a
-prompt that is no conversation as it is. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first
-that is found in the prompt applies. In what the model writes, `SAMPLING` stands for what the engine was told, as JSON,
-and at `ERROR` the engine ends the request with an error. `--engine`: instead of a script the offline
-engine computes what the model writes (computed.py).
+Everything but the engine core is vLLM's own, with the plugin: routes, handlers, AsyncLLM, metrics. So each release
+can be asked over HTTP on a machine that its engine does not run on. The model writes the text of a rule for the prompt.
+Without a rule that fits, it writes the last message of the prompt as harmony, control tokens included, or a prompt that
+is no conversation unchanged. `--rules FILE` is JSON: a list of [regular expression, harmony text]; the first that is
+found in the prompt applies. In the model's text, `SAMPLING` stands for the request that the engine got, as JSON, and at
+`ERROR` the engine ends the request with an error. `--engine`: instead of a script the offline engine computes the
+model's text (computed.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _last_of_user(prompt: list[int], role: list[int]) -> list[int]:
 
 
 class Core:
-    """What AsyncLLM asks of its engine core. `bite`: tokens in one output."""
+    """The interface that AsyncLLM expects of its engine core. `bite`: tokens in one output."""
 
     engine_ranks_managed = (0,)
 
@@ -120,7 +120,7 @@ class Core:
             raise AttributeError(name)
 
         async def nothing(*_: Any, **__: Any) -> None:
-            """Answers what a server asks at its start and its end."""
+            """Answers the calls of a server's start and end."""
 
         return nothing
 
@@ -133,7 +133,7 @@ class Core:
 
 
 def told(request: Any, library: Any) -> dict[str, Any]:
-    """What an EngineCoreRequest says about its prompt, sampling and scheduling."""
+    """The prompt, sampling and scheduling of an EngineCoreRequest."""
     params = request.sampling_params
     names = [name for name in params.__struct_fields__ if not name.startswith("_") and name != "structured_outputs"]
     found = {name: getattr(params, name) for name in names}

@@ -43,7 +43,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Nobody's until it is bound, which may be seconds later."""
+    """A port that no process uses, also some seconds later."""
     port = quiet_port()
     if port is not None:
         return port

@@ -1,4 +1,4 @@
-"""What can be told about the vllm-ascend side without vllm-ascend; the rest is in `emulated/`."""
+"""The vllm-ascend side, as far as it runs without vllm-ascend; the rest is in `emulated/`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_float32_is_for_diagnosis_only(monkeypatch):
     assert limits.dtypes() == ("bfloat16", "float32")
 
 
-def test_one_request_has_graphs_of_two_sizes_or_vllm_takes_the_one_for_a_maximum():
+def test_one_request_has_graphs_of_two_sizes():
     assert sizes.capture_sizes(1) == [1, 2]
     assert sizes.capture_sizes(17) == buckets.capture_sizes(17)
 
@@ -237,7 +237,7 @@ def no_workspaces(monkeypatch):
 
 @pytest.mark.usefixtures("no_workspaces")
 def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeypatch):
-    """Graphs hold its address, so what they were captured with is never let go."""
+    """Graphs hold its address, so an earlier workspace is never freed."""
     asked = []
 
     def most(**arguments: Any) -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_one_workspace_of_the_largest_size_serves_all_graphs_of_a_window(monkeyp
 
 @pytest.mark.usefixtures("no_workspaces")
 def test_where_cann_8_3_does_not_tell_the_workspace_it_is_brought(monkeypatch):
-    """Of 8.5's kernel the need is another, so what it refuses stays refused."""
+    """8.5's kernel needs another size, so its refusal stays."""
 
     def refused(**arguments: Any) -> torch.Tensor:
         raise RuntimeError("PFA TND ... acl graph not supported at present")
@@ -287,7 +287,7 @@ def decoding(model_type: str = "gpt_oss", mode: CUDAGraphMode = CUDAGraphMode.FU
     )
 
 
-def test_full_graphs_that_do_not_work_become_piecewise_as_vllm_ascend_prepares_them(monkeypatch):
+def test_full_graphs_that_do_not_work_become_piecewise(monkeypatch):
     counted = []
     monkeypatch.setitem(sys.modules, "vllm_ascend.utils", SimpleNamespace(update_aclgraph_sizes=counted.append))
     monkeypatch.setattr(full_graph, "_objection", lambda config, device: "no reason")
@@ -302,7 +302,7 @@ def test_full_graphs_that_do_not_work_become_piecewise_as_vllm_ascend_prepares_t
 
 @pytest.mark.parametrize("odd", [None, True, False])
 def test_a_full_graph_is_compared_with_the_kernels_of_both_kinds_of_layers(monkeypatch, odd):
-    """A kernel of somebody else's may take layers with a window only."""
+    """A kernel of another package may take layers with a window only."""
 
     def select(operation: Any, call: Any, traits: dict[str, Any]) -> SimpleNamespace:
         theirs = traits["sliding_window"] is odd

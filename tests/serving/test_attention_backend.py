@@ -29,7 +29,7 @@ TOKENS, PADDED = sum(QUERY_LENS), 48
 
 
 def common_metadata(padding: int = 0) -> CommonAttentionMetadata:
-    """What vLLM's runner hands over; `padding` appends requests and tokens as runners that replay graphs do."""
+    """The metadata of vLLM's runner; `padding` appends requests and tokens as runners that replay graphs do."""
     starts = torch.tensor([0, *QUERY_LENS, *[1] * padding]).cumsum(0).to(torch.int32)
     lengths = torch.tensor([*SEQ_LENS, *[1] * padding], dtype=torch.int32)
     blocks = torch.arange(1, 3 * 13 + 1, dtype=torch.int32).reshape(3, 13)
@@ -162,7 +162,7 @@ def run(
     count: int,
     fill: float,
 ) -> torch.Tensor:
-    """One step with `count` rows; those past the real tokens hold `fill`, and the caller's buffer holds garbage."""
+    """One step with `count` rows; rows past the real tokens hold `fill`, and the caller's buffer holds garbage."""
     query, key, value = rows(count, HEADS, 0), rows(count, KV_HEADS, 1), rows(count, KV_HEADS, 2)
     for tensor in (query, key, value):
         tensor[TOKENS:] = fill

@@ -1,4 +1,4 @@
-"""What a server on Ascend decides about its experts before it loads; the card and the other ranks are only told."""
+"""A server on Ascend decides about its experts before it loads; the card and the other ranks are made up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Decide:
     return run
 
 
-def test_experts_are_packed_where_bf16_does_not_fit_and_what_cannot_fit_ends_before_the_load(decide: Decide) -> None:
+def test_experts_are_packed_where_bf16_does_not_fit(decide: Decide) -> None:
     card = MEMORY["910B3"]
     assert [decide(LARGE, ranks=ranks, total=card) for ranks in (2, 4, 8)] == [True, True, False]
     assert not decide(SMALL, total=card)
@@ -96,8 +96,8 @@ def test_a_stage_is_reckoned_with_the_layers_that_it_gets(decide: Decide, monkey
     assert [decide(LARGE, **each) for each in stages] == [True, False]
 
 
-def test_what_vllm_would_serve_otherwise_is_not_ended_before_the_load(decide: Decide) -> None:
-    """From 0.23 on `--max-model-len auto` takes what fits; `--kv-cache-memory-bytes` goes before the utilisation."""
+def test_a_load_that_vllm_would_serve_otherwise_is_not_ended(decide: Decide) -> None:
+    """From 0.23 on `--max-model-len auto` takes a length that fits; `--kv-cache-memory-bytes` beats utilisation."""
     card, long = 17 * GIB, {"max_model_len": 131072}
     with pytest.raises(InputError, match="one request of 131072 tokens"):
         decide(SMALL, total=card, **long)
@@ -115,7 +115,7 @@ def test_a_checkpoint_in_bf16_that_does_not_fit_is_not_told_to_be_packed(decide:
     assert "or packed" not in str(told.value)
 
 
-def test_a_format_that_packed_experts_do_not_have_is_not_dropped_without_a_word(
+def test_a_format_that_packed_experts_do_not_have_is_warned_of(
     decide: Decide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("NPU_GPTOSS_EXPERT_FORMAT", "nz")
@@ -142,9 +142,7 @@ def test_sizes_that_the_expansion_does_not_take_are_told_and_kept_in_bf16(
         decide(wide, ranks=8, total=card)
 
 
-def test_a_cpu_which_would_expand_them_does_not_take_the_wish_for_packed_experts(
-    decide: Decide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_refuses_the_wish_for_packed_experts(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were kept until the load had ended, and lay there in four times the memory without a word."""
     assert not decide(SMALL, total=0, device="cpu")
     monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", "packed")

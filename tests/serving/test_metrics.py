@@ -1,6 +1,6 @@
 """Our metrics on /metrics: counted where the model runs, and carried through vLLM's own processes unharmed.
 
-What a live server shows is compared with vLLM's own counters in test_openai_api.py; graphs are replayed by the server
+test_openai_api.py compares a live server's with vLLM's own counters; graphs are replayed by the server
 of tests/scripts/test_serve_emulated.py.
 """
 
@@ -169,7 +169,7 @@ def test_each_engine_counts_for_itself():
 
 
 def test_the_calls_of_later_releases_are_understood():
-    """vLLM ≥ 0.11.1 loads the class by itself and passes the engine and further statistics by name."""
+    """vLLM ≥ 0.11.1 loads the class and passes the engine and further statistics by name."""
     (entry,) = importlib.metadata.entry_points(group="vllm.stat_logger_plugins", name="npu_gptoss") or [
         pytest.skip("npu-gptoss was installed before it had this entry point: make setup")
     ]
@@ -181,7 +181,7 @@ def test_the_calls_of_later_releases_are_understood():
 
 
 @pytest.mark.parametrize(("model_type", "release"), [("llama", "0.11.0"), ("gpt_oss", "0.25.1")])
-def test_nothing_is_shown_for_another_model_or_where_the_package_steps_aside(model_type, release, monkeypatch):
+def test_nothing_is_shown_for_another_model_or_release(model_type, release, monkeypatch):
     monkeypatch.setattr(metrics, "installed_vllm", lambda: release)
     logger = metrics.StatLogger(config(model_type, "other"), 0)
     logger.record(SchedulerStats(), None, 0)
@@ -197,7 +197,7 @@ class Nothing:
 
 
 def test_our_logger_comes_before_vllms_which_cannot_read_a_step(patched, monkeypatch, caplog):  # noqa: F811
-    """vLLM's own logger takes whatever lies in kv_connector_stats for a connector's."""
+    """vLLM's own logger takes all of kv_connector_stats for a connector's."""
     with patched("stat-logger"), monkeypatch.context() as context:
         context.setattr("vllm.v1.metrics.loggers.PrometheusStatLogger", Nothing)
         ours, others = (StatLoggerManager(config(kind, "order"), [0]) for kind in ("gpt_oss", "llama"))

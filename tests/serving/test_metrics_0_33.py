@@ -1,4 +1,4 @@
-"""Our metrics on vLLM 0.33, whose own statistics tell the steps; see test_metrics.py for 0.11."""
+"""Our metrics on vLLM 0.33, from its own statistics of steps; see test_metrics.py for 0.11."""
 
 from __future__ import annotations
 

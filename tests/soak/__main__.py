@@ -7,8 +7,8 @@
     python -m tests.soak --table outputs/soak
 
 Writes a record of each run and exits with 1 when a promise is broken. Runs of several seeds are added up by --table,
-so a long soak can be cut into slices, and on a GPU several run beside each other. There an answer may be another than
-alone where fp32 on the CPU shows a near-tie (tests/near_ties.py); --table judges what a killed run had left to judge.
+so a long soak can be cut into slices, and on a GPU several run at once. There an answer may be another than
+alone where fp32 on the CPU shows a near-tie (tests/near_ties.py); --table judges the rest of a killed run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Honest requests of the soak: each has one right answer, taken when nobody else asked anything.
+"""Honest requests of the soak: each has one right answer, taken without other load.
 
-A request is a route, a body, and a reader that makes of the reply what has to be the same each time. Streamed ones are
+A request is a route, a body, and a reader that extracts the part that is the same each time. Streamed ones are
 compared with the answer of their unstreamed twin: nothing may be lost on the way.
 """
 
@@ -43,12 +43,12 @@ VARIANTS = 12  # of each kind: so many answers are taken before the soak
 
 
 class Wrong(Exception):
-    """A reply that is not what it has to be, in words."""
+    """Raised for a wrong reply, in words."""
 
 
 @dataclass(frozen=True)
 class Honest:
-    """`key`: what has the same answer. `read`: the pieces of the reply (one, or a stream's) -> what is compared."""
+    """`key`: equal for requests with one answer. `read`: the pieces of the reply (one, or a stream's) -> Answer."""
 
     kind: str
     key: str
@@ -114,7 +114,7 @@ def _of_message(message: dict[str, Any], finish: str) -> Answer:
 
 
 def _arguments(written: str) -> str:
-    """As their meaning: vLLM 0.33 writes those of a whole answer anew, and streams them as the model wrote them."""
+    """Normalises them: vLLM 0.33 rewrites the arguments of a whole answer, and streams the model's text."""
     try:
         return json.dumps(json.loads(written), sort_keys=True)
     except ValueError:  # cut off
@@ -165,7 +165,7 @@ def read_logprobs(pieces: list[Any]) -> Answer:
 
 
 def read_samples(pieces: list[Any]) -> Answer:
-    """n sampled choices: each is there, ended, and says something. What they say is chance."""
+    """n sampled choices: each is there, ended, and not empty. Their texts are chance."""
     choices = pieces[0]["choices"]
     for choice in choices:
         message = choice["message"]
@@ -177,7 +177,7 @@ def read_samples(pieces: list[Any]) -> Answer:
 
 
 def read_structured(pieces: list[Any]) -> Answer:
-    """As a chat, whose content fits the schema."""
+    """As a chat; its content fits the schema."""
     answer = read_chat(pieces)
     found = json.loads(answer["content"])
     if SCHEMA is not OBJECT:
@@ -291,7 +291,7 @@ _TABLE: tuple[tuple[int, int, str, str, Callable[[int], str], Callable[[int], Bo
 
 
 def _kinds() -> Iterator[tuple[int, Callable[[int], Honest]]]:
-    """(weight, seed -> request); a streamed kind follows the one whose answer it has to have."""
+    """(weight, seed -> request); a streamed kind follows its whole twin."""
 
     def maker(name: str, route: str, key: Any, body: Any, read: Reader, more: Body) -> Callable[[int], Honest]:
         return lambda seed: Honest(name, key(seed), route, {**body(seed), **more}, read)

@@ -1,6 +1,6 @@
-"""What a soak has shown: a record of each run (JSON), its verdicts, and the table of the page.
+"""The results of a soak: a record of each run (JSON), its verdicts, and the table of the page.
 
-A verdict is a bound that one run keeps or breaks. "Flat" compares the last third of the run, by requests, with the
+A verdict is a limit that one run keeps or breaks. "Flat" compares the last third of the run, by requests, with the
 second: the first third is warm-up.
 """
 
@@ -67,7 +67,7 @@ def unjudged(findings: Findings) -> list[dict[str, Any]]:
 
 
 def judged(record: Record, exact: Engine) -> Record:
-    """The record with its near-ties told from its different answers."""
+    """The record with its near-ties separated from its different answers."""
 
     def of(one: dict[str, Any]) -> Said:
         return Said(tuple(one["prompt"]), tuple(one["tokens"]))
@@ -108,7 +108,7 @@ def thirds(samples: Sequence[Sample]) -> dict[str, dict[str, list[float]]]:
 
 
 def grown(record: Record) -> list[str]:
-    """What is not flat, in words."""
+    """The series that grow, in words."""
     found = []
     for what, roles in record.thirds.items():
         share, some = GROWTH[what]
@@ -119,7 +119,7 @@ def grown(record: Record) -> list[str]:
 
 
 def verdicts(record: Record, health_limit: float = HEALTH_LIMIT) -> list[tuple[str, bool, str]]:
-    """(what is promised, kept, what was seen)."""
+    """(promise, kept, evidence) of each promise."""
     wrong = record.not_of("honest", "equal", NEAR_TIE) + record.number("alone")
     near = record.number("honest", NEAR_TIE)
     turned = f", {near} near-ties (fp32 prefers one by {max(record.regrets):.3f} at most)" if near else ""
@@ -151,7 +151,7 @@ def said_of_memory(record: Record) -> str:
 
 
 def printed(record: Record, health_limit: float = HEALTH_LIMIT) -> str:
-    """The run on a terminal: verdicts, then what was found."""
+    """The run on a terminal: verdicts, then findings."""
     lines = [f"soak {record.stack}, seed {record.seed}: {record.requests} requests in {record.seconds:.0f} s"]
     lines += [
         f"  {'kept  ' if kept else 'BROKEN'} {what}: {seen}" for what, kept, seen in verdicts(record, health_limit)

@@ -1,4 +1,4 @@
-"""Clients without manners: they leave, dawdle, or send half of what they promised. None is owed an answer."""
+"""Clients without manners: they leave, dawdle, or send half of a body. Most get no answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}  # it would go on for long if nob
 
 
 class Stuck(Exception):
-    """A server that did not answer whom it owed an answer."""
+    """Raised when the server owed an answer and gave none."""
 
 
 @contextlib.asynccontextmanager
@@ -110,7 +110,7 @@ async def sends_slowly(url: str, rng: random.Random) -> None:
 
 
 async def talks_nonsense(url: str, rng: random.Random) -> None:
-    """No HTTP at all, headers without an end, wrong lengths, methods and routes that nobody has."""
+    """No HTTP at all, headers without an end, wrong lengths, methods and unknown routes."""
     said = rng.choice(
         [
             rng.randbytes(200),

@@ -1,6 +1,6 @@
-"""The soak itself: the mixture, its workers, and what they find.
+"""The soak itself: the mixture, its workers, and their findings.
 
-Every honest request's answer is taken first, when nobody else asks. Then `requests` of them, hostile ones
+Every honest request's answer is taken first, without other load. Then `requests` of them, hostile ones
 (tests/serving/hostile.py, each at least once where there is room) and rude clients come at once, `at_a_time` of them.
 """
 
@@ -38,7 +38,7 @@ KEPT = 40  # findings with their words; the rest is counted
 
 @dataclass
 class Findings:
-    """What was seen: counts by (group, kind, outcome), the words of the first findings, the slowest of each group."""
+    """Counts by (group, kind, outcome), the words of the first findings, the slowest of each group."""
 
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     words: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Findings:
 
 
 def refuse_other_machines(url: str) -> None:
-    """Raises InputError unless `url` is on this machine: a soak is no thing to send to anybody's server."""
+    """Raises InputError unless `url` is on this machine: a soak must not hit foreign servers."""
     host = urlsplit(url).hostname or ""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
@@ -120,7 +120,7 @@ async def pieces_of(session: aiohttp.ClientSession, url: str, request: Honest, e
 async def ask(
     session: aiohttp.ClientSession, url: str, request: Honest, extra: dict[str, Any]
 ) -> tuple[Answer, Said | None]:
-    """What the reply says, and its tokens where they were asked for. Raises Wrong."""
+    """The answer, and its tokens where they were asked for. Raises Wrong."""
     try:
         pieces = await asyncio.wait_for(pieces_of(session, url, request, extra), PATIENCE)
         return request.read(pieces), said(pieces)
@@ -138,7 +138,7 @@ async def reply_to(session: aiohttp.ClientSession, url: str, item: Hostile) -> t
 
 
 def due(item: Hostile, status: int) -> bool:
-    """A refusal is any 4xx. What only looks hostile is served; a structure also refused, where xgrammar is alone."""
+    """A refusal is any 4xx. Some only look hostile and are served; xgrammar alone may refuse a structure."""
     refused = 400 <= status < 500
     if item.status >= 400:
         return refused
@@ -146,10 +146,10 @@ def due(item: Hostile, status: int) -> bool:
 
 
 class Soak:
-    """Everything that one run knows.
+    """The state of one run.
 
     priorities: honest ones name a priority, as a server with that policy allows. rounds: the server's arithmetic may
-    turn a near-tie, so tokens are asked for, by which `Findings.judge` tells one from a wrong answer.
+    turn a near-tie, so tokens are asked for, by which `Findings.judge` separates it from a wrong answer.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Soak:
     async def take_answers(self, variants: int = VARIANTS) -> None:
         """The answer of every honest request, one after the other. An unstreamed twin comes first in KINDS.
 
-        A request that fails when it is alone is a finding, too: its answer is then nothing that anybody could have.
+        A request that fails alone is a finding, too: no later answer can equal it.
         """
         async with self.session() as session:
             for _, make in KINDS:

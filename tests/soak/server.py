@@ -1,4 +1,4 @@
-"""The server under the soak: `vllm serve` on the tiny trained checkpoint, on one of the stacks, and what it costs."""
+"""The server under the soak: `vllm serve` on the tiny trained checkpoint, on one of the stacks, and its costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stack:
 
     @property
     def rounds(self) -> bool:
-        """Whether a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
+        """True where a batch may turn a near-tie: the arithmetic of a row depends on the others there."""
         return self.stack == "cuda"
 
     def flags(self) -> list[str]:
@@ -135,7 +135,7 @@ def _gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """MiB in use there, by all processes: within a container the driver does not tell whose they are."""
+    """MiB in use there, by all processes: within a container the driver does not name them."""
     library, handle = _gpu()
     memory = _Memory()
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
@@ -143,7 +143,7 @@ def gpu_memory() -> dict[str, float]:
 
 
 def look(root: int, seconds: float, done: int, on_gpu: bool = False) -> Sample:
-    """The processes of the server by role. Those that end meanwhile are left out."""
+    """The processes of the server by role, without processes that end meanwhile."""
     rss, descriptors, threads = (dict.fromkeys(ROLES, 0) for _ in range(3))
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(root)
@@ -158,7 +158,7 @@ def look(root: int, seconds: float, done: int, on_gpu: bool = False) -> Sample:
 
 @dataclass
 class Watch:
-    """Looks at the processes and asks /health from threads of its own, until `close`."""
+    """Looks at the processes and asks /health from threads, until `close`."""
 
     url: str
     root: int
@@ -197,7 +197,7 @@ class Watch:
 
 
 def key_value_use(server: Server) -> dict[str, float]:
-    """What a server at rest has at zero."""
+    """The metrics that are zero on a server at rest."""
     with urllib.request.urlopen(f"{server.url}/health", timeout=30):
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         return {name: server.metric(f"vllm:{name}") for name in names}

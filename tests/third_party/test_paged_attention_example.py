@@ -1,7 +1,7 @@
-"""A kernel of another package, from its entry point to its switch: docs/add-a-kernel.md, done as it stands there.
+"""A kernel of another package, from its entry point to its switch: the steps of docs/add-a-kernel.md.
 
 The package is not installed: a folder with its module and the metadata that pip would write is put on PYTHONPATH, so
-that it is found as any installed one, by processes of their own.
+that new processes find it as an installed one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ print(json.dumps({"early": early, "chosen": chosen, "error": (got - want).abs().
 
 
 def install(folder: Path, module: str) -> Path:
-    """What `pip install` leaves of the package: its module, and the metadata that its pyproject.toml asks for."""
+    """Writes the files of `pip install`: the module, and the metadata that its pyproject.toml asks for."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir(parents=True)
@@ -98,7 +98,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(site: Path) -> Callable[[str], str]:
-    """What a command of the page printed, or the only one that contains a text; each is run once, and succeeds."""
+    """The output of a command of the page, named by a part of it; each runs once, and succeeds."""
     done: dict[str, str] = {}
 
     def of(part: str) -> str:

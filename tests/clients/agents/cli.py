@@ -1,6 +1,6 @@
 """Codex, Claude Code and OpenCode without a terminal: programs, arguments, environments and configuration files.
 
-Each function writes one agent's configuration into a HOME of its own and returns the commands. The prompt comes on
+Each function writes one agent's configuration into a new HOME and returns the commands. The prompt comes on
 standard input; standard output has the answer only. Updates, telemetry and plugins are off, and every address but
 loopback goes to a proxy, which a test can watch.
 """
@@ -123,7 +123,7 @@ def codex_model(served: Served) -> dict[str, object]:
 def claude_code(served: Served, home: Path, modules: Path, *, betas: bool = True, only: str = "") -> Agent:
     """Set Claude Code's variables. It reads no file.
 
-    Without `betas` it sends no field of Anthropic's experiments; only: the tools that it has, instead of its own.
+    Without `betas` it sends no field of Anthropic's experiments; only: the tools that it has, instead of all.
     """
     slots = ("", "_SMALL_FAST", "_DEFAULT_HAIKU", "_DEFAULT_SONNET", "_DEFAULT_OPUS")
     variables = {

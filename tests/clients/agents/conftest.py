@@ -1,4 +1,4 @@
-"""The server of each release of vLLM over the agents' script, and what it was asked."""
+"""The server of each release of vLLM over the agents' script, and the requests that it answered."""
 
 from __future__ import annotations
 

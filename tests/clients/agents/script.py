@@ -1,4 +1,4 @@
-"""What the model writes to the three agents: tests/serving/scripted.py reads RULES.
+"""The script of the model for the three agents: tests/serving/scripted.py reads RULES.
 
 A rule applies when its pattern is found in the prompt, so that an answer with a number proves that the number came
 back from the agent. The first rule that fits is taken; the last turn of a conversation stands first. Without one the

@@ -19,7 +19,7 @@ MODEL, CONTEXT = "gpt-oss", 131072
 
 
 def serve(model: Path, port: int) -> None:
-    """vLLM's server of this environment; the model writes what script.py says."""
+    """vLLM's server of this environment; script.py is the model."""
     from tests.serving import scripted
 
     with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +30,7 @@ def serve(model: Path, port: int) -> None:
 
 
 def ask(agent: str, port: int) -> None:
-    """Print what the agent shows in two turns, and the file that it made."""
+    """Print the output of the agent in two turns, and the file that it made."""
     from scripts.setup.environments import AGENTS as INSTALLED
     from tests.clients.places import TODAY, venv
 

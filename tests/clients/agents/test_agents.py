@@ -55,7 +55,7 @@ def outside() -> Iterator[Outside]:
 def ask(
     server: Server, tmp_path: Path, modules: Path, outside: Outside, record_property: Callable[[str, object], None]
 ) -> Callable[..., str]:
-    """Run a turn of an agent, made by one of cli's functions, in its folder; returns what it shows."""
+    """Run a turn of an agent, made by one of cli's functions, in its folder; returns its output."""
     (folder := tmp_path / "work").mkdir()
     agents: dict[object, cli.Agent] = {}
 

@@ -1,7 +1,7 @@
 """Requests that Codex 0.171, Claude Code 2.1.332 and OpenCode 1.18.33 have sent, against each release of vLLM.
 
-They were recorded from the agents and shortened; `requests/` has one of each kind, those too that test_agents.py does
-not come to. A message of the user is added to each, which the model writes as its turn (tests/serving/scripted.py).
+They were recorded from the agents and shortened; `requests/` has one of each kind, also of kinds that test_agents.py
+does not send. A message of the user is added to each, which the model writes as its turn (tests/serving/scripted.py).
 """
 
 from __future__ import annotations

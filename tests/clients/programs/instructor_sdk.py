@@ -14,14 +14,14 @@ DRAWS = 10
 
 
 class Found(BaseModel):
-    """What was found."""
+    """A season and a parity."""
 
     season: Literal["spring", "autumn"]
     even: bool
 
 
 class Partly(Found, PartialLiteralMixin):
-    """What was found."""  # instructor of 2025 needs this to read half a Literal, as a streamed call begins
+    """A season and a parity."""  # instructor of 2025 needs this to read half a Literal, as a streamed call begins
 
 
 def client(url, mode):
@@ -43,8 +43,8 @@ def case_tools(url, model):
 
 
 def case_a_schema(url, model):
-    """Of the instructions that instructor of 2025 writes the tiny model makes nothing: on some days, and greedily, its
-    turn ends before its first message. What it has written counts; where that is nothing, another seed is asked.
+    """The tiny model cannot follow the instructions of instructor of 2025: on some days, greedily, its turn ends
+    before its first message. An empty answer is asked for again with another seed.
     """
     for seed in range(DRAWS):
         try:

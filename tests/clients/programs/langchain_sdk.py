@@ -14,7 +14,7 @@ APIS = (False, True)  # use_responses_api
 
 
 class Found(BaseModel):
-    """What was found."""
+    """A season and a parity."""
 
     season: Literal["spring", "autumn"]
     even: bool

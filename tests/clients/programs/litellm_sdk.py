@@ -82,7 +82,7 @@ def case_responses_stream_a_call(url, model):
 
 
 def case_an_overlong_prompt_is_recognised(url, model):
-    """litellm has an error of its own for it, with which a router falls back to a model with more context."""
+    """litellm raises an own error, on which a router falls back to a model with more context."""
     try:
         ask(url, model, "word " * 9000)
     except litellm.ContextWindowExceededError:

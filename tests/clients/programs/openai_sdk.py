@@ -114,7 +114,7 @@ def case_responses_answer(url, model):
 
 
 def case_responses_stream_a_call(url, model):
-    """What an agent that acts on `output_item.done` needs."""
+    """An agent that acts on `output_item.done` gets the whole call."""
     whole = next(i for i in respond(url, model, WEATHER, tools=FLAT).output if i.type == "function_call")
     events = list(respond(url, model, WEATHER, tools=FLAT, stream=True))
     kinds = [e.type for e in events]

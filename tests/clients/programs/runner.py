@@ -1,4 +1,4 @@
-"""Runs the functions `case_…` of a file, each alone, and prints a line of JSON for each: what failed, or null.
+"""Runs the functions `case_…` of a file, each alone, and prints a line of JSON for each: its failure, or null.
 
 Run by the Python of a clients' environment: `python runner.py FILE URL MODEL`. A case takes (url, model); an exception
 is its failure. Nothing of this repository is imported.

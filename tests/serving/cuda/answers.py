@@ -1,4 +1,4 @@
-"""Greedy tokens of a checkpoint through vLLM's engine on a GPU, in a process of its own, with what its graphs did.
+"""Greedy tokens of a checkpoint through vLLM's engine on a GPU, in a separate process, with counts of its graphs.
 
 `python -m tests.serving.cuda.answers` reads a `Question` as JSON and prints an `Answer` as the last line.
 """
@@ -26,10 +26,10 @@ SHIFT = {WRONG: 1, RIGHT: 0}  # of a recorded token's id, where a script propose
 
 @dataclass(frozen=True)
 class Question:
-    """options: of vLLM's LLM. spoil: what of a step each graph is to read from where it was at its capture.
-    padding: GARBAGE, or with it what the model must not do.
+    """options: of vLLM's LLM. spoil: the field of a step that each graph reads at its address of the capture.
+    padding: GARBAGE, or a mistake of the model with it.
 
-    drafters: all prompts are asked with each of them. Scripts follow what vLLM's OWN has brought, so it comes first.
+    drafters: all prompts are asked with each of them. Scripts follow the tokens of vLLM's OWN, which comes first.
     """
 
     model: str
@@ -169,7 +169,7 @@ def listen_to_triton() -> list[str]:
 
 
 def spoil(name: str) -> None:
-    """Hands each decode step a copy, as a builder with tensors of its own would: a graph keeps the first."""
+    """Hands each decode step a copy, as a builder with own tensors would: a graph keeps the first."""
     from npu_gptoss.attention import DecodeMetadata
     from npu_gptoss.serving.cuda.cache import StepBuilder
 
@@ -187,7 +187,7 @@ def spoil(name: str) -> None:
 
 
 def pad(how: str) -> torch.Tensor:
-    """Fills padding rows with NaN where they enter the model and where attention is to write. Returns what stands for
+    """Fills padding rows with NaN where they enter the model and where attention is to write. Returns the tensor behind
     `Answer.tail`, which graphs and pieces of graphs keep up to date."""
     import torch
 

@@ -1,4 +1,4 @@
-"""`vllm`, whose processes write what `answers.listen` tells of their graphs to the file of HEARD, a line each.
+"""Runs `vllm`; its processes write the events of `answers.listen` to the file of HEARD, a line each.
 
 `python -m tests.serving.cuda.heard serve …`. A process that vLLM spawns imports this module anew, a forked one has it.
 """

@@ -117,7 +117,7 @@ def head(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(request, directory: Path, head: Path, prompts: list[list[int]]) -> Iterator[Callable[[Any], Answer]]:
-    """Of what is in ASKED. All that the chosen tests ask starts at once, AT_ONCE engines at a time."""
+    """The answer to a question of ASKED. All questions of the chosen tests start at once, AT_ONCE engines at a time."""
 
     def ask(options: dict[str, Any], more: dict[str, Any]) -> Answer:
         question = json.dumps(asdict(Question(str(directory), prompts, TOKENS, options, **more)))
@@ -182,7 +182,7 @@ def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(asked, answer
 
 @pytest.mark.parametrize("asked", [COLD])
 def test_kernels_that_are_compiled_while_requests_wait_are_noticed(asked, answer) -> None:
-    """Which ones depends on what else is installed: FlashInfer's are tuned in a step that runs our model."""
+    """The kernels depend on other packages: FlashInfer's are tuned in a step that runs our model."""
     assert answer(asked).compiled
 
 
@@ -193,7 +193,7 @@ def test_what_a_graph_reads_from_another_place_is_noticed(asked, answer, eager) 
 
 @pytest.mark.parametrize("asked", [(FULL, GARBAGE), (PIECES, GARBAGE)], ids=" ".join)
 def test_nan_in_padding_rows_reaches_no_live_row(asked, answer, eager) -> None:
-    """And attention leaves zeros there, whatever was in its memory. Each step of decode has one padding row."""
+    """And attention writes zeros there. Each step of decode has one padding row."""
     found = answer(asked)
     largest, rows = found.tail
     assert rows >= (TOKENS - 1) * SHAPE["layers"], "no row was padding"
@@ -245,7 +245,7 @@ def test_the_check_of_drafts_notices_lengths_of_another_step(asked, prompts, ans
 
 @pytest.mark.parametrize("asked", [way for way in WAYS if way[0] == NGRAM], ids=lambda way: f"{way[1]} drafts")
 def test_wrong_drafts_are_all_refused_and_right_ones_all_taken(asked, prompts, answer) -> None:
-    """But in requests that parted from the record: what it says next is then neither wrong nor right."""
+    """Requests that parted from the record do not count: no script knows their tokens."""
     found = answer(asked).drafted
     for drafter in (WRONG, RIGHT):
         pairs = zip(found[drafter]["tokens"], found[OWN]["tokens"], strict=True)

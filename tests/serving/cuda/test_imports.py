@@ -1,6 +1,6 @@
 """`make serve` on a GPU leaves some of vLLM 0.33's packages out: none that a start imports. Needs no GPU.
 
-What vLLM does on a GPU cannot run here, so its sources are read: what each module imports as it is imported, on CUDA.
+vLLM's start on a GPU cannot run here, so the test reads its sources: the imports that each module runs on CUDA.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def source(module: str) -> Path | None:
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Those that run on CUDA as a module is imported; not what is tried, or asked for otherwise."""
+    """The imports that a module runs on CUDA; not within `try`, functions, or other conditions."""
     for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield statement

@@ -1,6 +1,6 @@
-"""The model of the CUDA line in vLLM 0.33's own structures, against the offline model; no GPU is needed for it.
+"""The model of the CUDA release in vLLM 0.33's own structures, against the offline model; no GPU is needed for it.
 
-Steps are what vLLM's scheduler would hand over: prompts, chunks, decode, drafts to verify, in two groups of blocks.
+Steps are as vLLM's scheduler makes them: prompts, chunks, decode, drafts to verify, in two groups of blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config_of(folder: Path, drafts: int = 0) -> Having:
 
 @dataclass
 class Server:
-    """What vLLM's runner does around the model, for requests that always run together."""
+    """Stands for vLLM's runner, with requests that always run together."""
 
     config: GptOssConfig
     model: model.GptOssForCausalLM
@@ -92,10 +92,10 @@ class Server:
         unknown: int = 0,
         stray: Mapping[int, int] = MappingProxyType({}),
     ) -> Any:
-        """Checks one step. Returns as what it was built, or what the model returned where that is more than one tensor.
+        """Checks one step. Returns the class of its metadata, or the model's result where it has several tensors.
 
-        unknown: by how much the host's lengths of decoding requests are too long. stray: by row, what is
-        no token of the vocabulary; it is computed as the nearest one.
+        unknown: by how much the host's lengths of decoding requests are too long. stray: by row, an id
+        outside the vocabulary; it is computed as the nearest token.
         """
         positions = [torch.arange(had, had + new) for had, new in zip(self.lengths, rows, strict=True)]
         self.lengths = [had + new for had, new in zip(self.lengths, rows, strict=True)]
@@ -165,7 +165,7 @@ def test_prompts_chunks_and_decode_are_those_of_the_offline_model(checkpoint):
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_rows_that_verify_drafts_see_what_is_there_and_not_what_the_host_hopes_for(checkpoint, drafts):
+def test_rows_that_verify_drafts_see_the_devices_lengths(checkpoint, drafts):
     server = Server.of(*checkpoint, drafts=drafts)
     server.step([5, 70, 33], prefilling=[True] * 3)
     assert server.step([1 + drafts] * 3, prefilling=[False] * 3, unknown=drafts) is DecodeMetadata
@@ -175,7 +175,7 @@ def test_rows_that_verify_drafts_see_what_is_there_and_not_what_the_host_hopes_f
 
 @pytest.mark.parametrize("longest", [1024, 1000])
 def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longest):
-    """It makes them for a multiple of 128 tokens, whatever the longest request is. Ours were narrower, and an engine
+    """vLLM makes them for a multiple of 128 tokens. Ours were narrower, and an engine
     with drafts and another `--max-model-len` did not start."""
     config = config_of(checkpoint[0], drafts=1)
     config.model_config.max_model_len = longest
@@ -210,15 +210,15 @@ def test_a_row_whose_draft_nobody_proposed_ends_no_engine(checkpoint):
 
 
 def test_a_row_whose_logits_were_damaged_ends_no_engine(checkpoint):
-    """vLLM's kernel looks past the vocabulary's end there: the index of what it reads behind it wins over NaN."""
+    """vLLM's kernel looks past the vocabulary's end there: an index behind it wins over NaN."""
     server = Server.of(*checkpoint)
     server.step([5, 70, 33], prefilling=[True] * 3)
     server.step([1, 1, 1], prefilling=[False] * 3, stray={1: server.config.vocab_size + 3})
 
 
 def test_a_connector_is_told_of_each_layer_when_its_keys_are_there(checkpoint, tmp_path, monkeypatch):
-    """vLLM's own example, which keeps a prompt's keys in files. Nobody told it, so it kept none, and whoever got them
-    from elsewhere ended the engine."""
+    """vLLM's own example, which keeps a prompt's keys in files. Without the calls it kept none, and keys from
+    elsewhere ended the engine."""
 
     def connected(requests: int, stores: bool) -> tuple[Server, ExampleConnector]:
         server = Server.of(*checkpoint, requests=requests)
@@ -295,7 +295,7 @@ def test_vllms_run_without_keys_computes_and_writes_nothing(checkpoint):
 
 
 class Recorded(TorchDispatchMode):
-    """As a CUDA graph: `replay` does again what was done under it, from the same tensors into the same ones."""
+    """Acts as a CUDA graph: `replay` repeats the recorded operations, from the same tensors into the same ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,8 +347,8 @@ def test_layers_with_a_window_keep_no_more_than_that(checkpoint):
 
 @pytest.mark.parametrize(("sizes", "groups"), [(None, 3), ([16, 32, 64], 5)], ids=["as it is", "sizes in a list"])
 def test_the_layer_of_an_eagle_head_is_in_a_group_of_the_targets(checkpoint, monkeypatch, sizes, groups):
-    """Two layers with a window, two without, and the head's, in groups of two. Else vLLM gives each layer tables of
-    blocks, and metadata at every step, of its own (the control)."""
+    """Two layers with a window, two without, and the head's, in groups of two. Else vLLM gives each layer separate
+    tables of blocks and separate metadata at every step (the control)."""
     config = config_of(checkpoint[0])
     config.attention_config, config.scheduler_config.disable_hybrid_kv_cache_manager = (
         Having(hisparse_config=None),

@@ -1,4 +1,4 @@
-"""`vllm serve` on a GPU: the trained tiny checkpoint by HTTP, with graphs, on one GPU and two, and stock beside it.
+"""`vllm serve` on a GPU: the trained tiny checkpoint by HTTP, with graphs, on one GPU and two, and stock.
 
 All servers start together: a start is most of a minute of the host's time.
 """
@@ -69,7 +69,7 @@ class Served:
     heard: Path
 
     def told(self) -> Counter[tuple[Any, ...]]:
-        """What its graphs did so far, by (what, rows)."""
+        """Counts of the events of its graphs, by (event, rows)."""
         lines = self.heard.read_text().splitlines() if self.heard.exists() else []
         return Counter(ast.literal_eval(line) for line in lines)
 
@@ -165,7 +165,7 @@ def test_served_tokens_are_the_offline_engines_but_at_near_ties(checkpoint, prom
 
 @pytest.mark.parametrize("name", [GRAPHS_OF_OURS, *ON_TWO])
 def test_a_prompt_whose_last_rows_alone_are_new_is_answered_as_before(name, served, prompts, tokens, exact) -> None:
-    """Its begin is in the cache, so few rows are left, in a graph of pieces whose other rows are padding."""
+    """Its begin is in the cache, so few rows are left, in a graph of pieces, padded with other rows."""
     server = asked_for(name, served)
     completed(server.server, prompts)
     before = server.told()[(PIECEWISE,)]
@@ -230,7 +230,7 @@ def test_chats_streams_and_responses_are_whole_and_say_what_they_say_alone(serve
     assert {outcome for _, _, outcome in work.findings.counts} <= {"equal", NEAR_TIE}, work.findings.words
 
 
-def test_the_trained_checkpoint_scores_through_graphs_what_it_scores_elsewhere(served) -> None:
+def test_the_trained_checkpoint_scores_as_elsewhere_through_graphs(served) -> None:
     score = score_server(served(GRAPHS_OF_OURS).server.url, evaluation_set(0, 120))
     print(score)
     assert score.overall >= 0.93, str(score)  # 96 % in fp32, docs/tiny-checkpoint.md

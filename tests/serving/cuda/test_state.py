@@ -1,4 +1,4 @@
-"""The short ways through a step of decode give what the long ones give, and are taken only where they may."""
+"""The short ways through a step of decode give the results of the long ones, and are taken only where allowed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_short_way_draws_the_long_way_s_tokens(long_ways, wanted):
 @TRITON_HERE
 @pytest.mark.parametrize("wanted", [(GREEDY,), MANY, (DRAWN, GREEDY)])
 def test_a_grammar_s_tokens_are_drawn_by_the_short_way_too(long_ways, wanted):
-    """vLLM writes minus infinity over what a grammar forbids before it asks for tokens: no sign of damage."""
+    """vLLM writes minus infinity over forbidden tokens before it samples: no sign of damage."""
     step = Step(*wanted)
     allowed = [17, 4203, 900]
     masked = torch.full_like(step.logits[0], float("-inf"))
@@ -144,7 +144,7 @@ def test_only_steps_of_greedy_requests_alone_are_picked_by_our_kernels(monkeypat
     ],
     ids=lambda options: next(reversed(options)),
 )
-def test_a_request_that_wants_more_goes_the_long_way_and_so_do_its_neighbours(long_ways, options, monkeypatch):
+def test_a_request_that_wants_more_takes_its_batch_the_long_way(long_ways, options, monkeypatch):
     monkeypatch.setattr(Sampler, "sample", lambda *_, **__: (torch.tensor([11, 12]), None))
     monkeypatch.setattr("vllm.v1.worker.gpu.sample.sampler.compute_topk_scores", lambda *_, **__: None)
     step = Step(GREEDY, GREEDY)

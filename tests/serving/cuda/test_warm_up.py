@@ -1,4 +1,4 @@
-"""What of a server's settings the warm-up is told, and that vLLM runs it; no GPU is needed for it."""
+"""The warm-up gets the server's settings, and vLLM runs it; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Engines of stock vllm-ascend on the emulated 910B, in strict mode, asked from here: `serve` those of 0.11.0.
+"""Engines of stock vllm-ascend on the emulated 910B, in strict mode, asked from here: `serve` for 0.11.0.
 
-Each engine is a process of its own in the emulated environment (`on_ascend.py`), forked from one that has imported
-what all of them need.
+Each engine is a process in the emulated environment (`on_ascend.py`), forked from a process with all imports done.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def asking(ascend: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) -> C
         model: Path = checkpoint,
         spoil: str | None = None,
     ) -> tuple[list[Any], str]:
-        """What each round said, or the text of the error that ended it; and all that was printed."""
+        """The answers of each round, or the text of the error that ended it; and the output."""
         settings = {
             "dtype": "float32",
             "max_model_len": 2048,

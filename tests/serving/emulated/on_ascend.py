@@ -1,11 +1,11 @@
 """Serves checkpoints with vLLM's `LLM` on the emulated 910B, each in a process forked from this one.
 
 Runs in the emulated environment, started by `conftest.py`: reads the path of a job a line and answers DONE.
-What takes long, importing torch_npu and vLLM and finding out what vLLM wants to know of the model's class, is done
-once, before the first fork; no device is touched by then.
+The slow part, importing torch_npu and vLLM and inspecting the model's class for vLLM, is done once, before the first
+fork; no device is touched by then.
 
 A job holds `checkpoint`, `options` (of `LLM`), `rounds` (prompts of one call to `generate` each, how some of them are
-sampled, and what is spoilt meanwhile: `spoils.py`), `spoil` (from the start on), `machine` (what differs in the
+sampled, and a mistake of `spoils.py`), `spoil` (a mistake from the start on), `machine` (changes of the
 emulated machine), `variables` (of the environment), `log`, and `out`, where for each round goes a list of
 `{tokens, logprobs, ended}`, or an error's text.
 """
@@ -42,7 +42,7 @@ WORKERS = (
 def generate(
     engine: Any, prompts: list[list[int]], tokens: int, vocabulary: int, sampling: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """`sampling`: fields of `SamplingParams` of the prompts with these numbers, beside what all have."""
+    """`sampling`: fields of `SamplingParams` of the prompts with these numbers, in addition to the common ones."""
     from vllm import LLM, SamplingParams
 
     common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": -1}
@@ -88,7 +88,7 @@ def start(checkpoint: str, options: dict[str, Any]) -> Any:
 
 
 def count_replays() -> Callable[[], dict[str, int]]:
-    """What tells how many graphs vllm-ascend has captured so far, and how many this process has replayed."""
+    """A function that counts the graphs that vllm-ascend has captured and this process has replayed."""
     import torch
     from vllm.compilation.counter import compilation_counter
 
@@ -103,7 +103,7 @@ def count_replays() -> Callable[[], dict[str, int]]:
 
 
 def allocated() -> int:
-    """Bytes of the device that tensors of this process hold, without what the allocator rounds up to."""
+    """Bytes of the device that tensors of this process hold, without the allocator's rounding."""
     import torch
 
     return torch.npu.memory_stats()["requested_bytes.all.current"] if torch.npu.is_initialized() else 0
@@ -157,7 +157,7 @@ def child(job: dict[str, Any]) -> None:
 
 
 def import_and_compile() -> None:
-    """What each engine would import, in its order, and the tables of Dynamo: a third of the time of a start."""
+    """Imports the modules of an engine, in its order, and fills Dynamo's tables: a third of the time of a start."""
     import torch
     from vllm.platforms import current_platform
 

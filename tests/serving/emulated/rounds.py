@@ -1,6 +1,6 @@
-"""What the engines on the emulated 910B are asked, and how their answers are compared.
+"""Prompts for the engines on the emulated 910B, and the comparison of their answers.
 
-A *round* is one call of `generate`: prompts that run together, and what is spoilt meanwhile (`spoils.py`). In the
+A *round* is one call of `generate`: prompts that run together, perhaps with a mistake of `spoils.py`. In the
 diagnostic mode the emulated operators take float32, so that a mistake cannot hide in bfloat16's rounding: then the
 log-probabilities must be transformers' to 1e-4.
 """

@@ -1,4 +1,4 @@
-"""What can be spoilt in an engine on the emulated 910B, one mistake a function: for tests that must see each of them.
+"""Mistakes in an engine on the emulated 910B, a function each: the tests must see each of them.
 
 Loaded by `on_ascend.py` in the emulated environment. Each is a context manager, entered before the engine starts or
 around one call of `generate`.
@@ -70,7 +70,7 @@ def replay_dropped() -> Spoil:
 
 
 def block_table_rebound() -> Spoil:
-    """Graphs are captured with a copy of the block table, which nobody fills."""
+    """Graphs are captured with a copy of the block table, which is never filled."""
     from npu_gptoss.serving.ascend.attention import AscendSinkMetadataBuilder
 
     right = AscendSinkMetadataBuilder.build_for_graph_capture
@@ -213,7 +213,7 @@ def one_call_for_all() -> Iterator[None]:
 
 
 def tail_not_zeroed() -> Spoil:
-    """The rows that a graph is padded with keep what memory held."""
+    """The rows that a graph is padded with keep old memory."""
     from npu_gptoss import attention
 
     return mock.patch.object(attention, "zero_tail", lambda out, tokens: out)

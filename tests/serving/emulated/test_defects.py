@@ -59,7 +59,7 @@ def test_these_defects_give_wrong_text_where_nobody_looks(defect, lengths, serve
     assert right(rounds, results, expected) == [False]
 
 
-def test_a_driver_that_refuses_updates_is_served_piecewise_by_a_card_that_lives(serve, expected):
+def test_a_driver_that_refuses_updates_is_served_piecewise(serve, expected):
     """A probe that replays first leaves a graph that waits for ever, and PIECEWISE starts on a dead card."""
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
     results, printed = serve(rounds, options=FULL, spoil="updates_refused")
@@ -68,7 +68,7 @@ def test_a_driver_that_refuses_updates_is_served_piecewise_by_a_card_that_lives(
 
 
 @pytest.mark.parametrize("spoil", ["updates_refused", "update_of_the_second_layer_refused"])
-def test_an_update_that_fails_in_service_ends_the_engine_in_words_and_not_in_a_deadlock(spoil, serve, expected):
+def test_an_update_that_fails_in_service_is_no_deadlock(spoil, serve, expected):
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR), turn(THREE_IN_A_BUCKET_OF_FOUR, spoil=spoil)]
     results, printed = serve(rounds, options=FULL)
     assert right(rounds[:1], results[:1], expected) == [True]

@@ -1,6 +1,6 @@
-"""What vllm-ascend's worker reckons with on a card of a 910B3's size, by its own code, against the doctor's arithmetic.
+"""vllm-ascend's own count of memory on a card of a 910B3's size, against the doctor's arithmetic.
 
-The emulated card reports the size of the real one; the KV cache is bounded, so nothing of that size is allocated.
+The emulated card reports the size of the real one; the KV cache has a limit, so nothing of that size is allocated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def available(serve):
     return reckoned
 
 
-def test_the_doctor_promises_what_vllm_ascend_reckons_with_on_a_real_cards_size(available, checkpoint):
+def test_the_doctors_memory_is_vllm_ascends_on_a_real_cards_size(available, checkpoint):
     config = GptOssConfig.from_directory(checkpoint)
     one, two, halved = available(1), available(2), available(2, BUFFSIZE // 2)
     # HCCL's part, to the byte: the variable sizes one of two communicators

@@ -1,6 +1,6 @@
 """gpt-oss in every mode of stock vllm-ascend 0.11.0 against transformers: float32, and bfloat16 within its rounding.
 
-Each size is captured once, at the start, and what a served session does is replay.
+Each size is captured once, at the start; a served session replays.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_transformers_in_float32(mode, serve, expected):
-    """And replays what it captured at the start, in every decode step, and keeps a narrowed choice beside free ones."""
+    """Replays the graphs of the start in every decode step, and keeps a narrowed choice in a batch with free ones."""
     how, graphs_a_step = MODES[mode]
     rounds = ORDINARY + PURE + DRAWN
     results, printed = serve(rounds, **how)

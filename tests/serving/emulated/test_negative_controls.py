@@ -40,7 +40,7 @@ def test_a_block_table_that_was_rebound_is_seen(serve, expected):
 
 
 def test_a_tail_that_is_not_zeroed_is_refused_by_the_router(serve, expected):
-    """Three requests in a graph of four: what memory held in the fourth row reaches the router; NaN has no order."""
+    """Three requests in a graph of four: old memory in the fourth row reaches the router; NaN has no order."""
     rounds = [
         turn(THREE_IN_A_BUCKET_OF_FOUR),
         turn(THREE_IN_A_BUCKET_OF_FOUR, seed=2, spoil="tail_not_zeroed"),
@@ -89,7 +89,7 @@ def test_a_wrong_window_and_lost_sinks_are_seen_and_short_lists_refused(serve, e
     assert "[R15]" in results[3] or "[R13]" in results[3]
 
 
-def test_interleaved_weights_are_refused_at_the_start_and_else_give_wrong_text(serve, expected):
+def test_interleaved_weights_are_refused_at_the_start(serve, expected):
     rounds = [turn(SPOILT)]
     with pytest.raises(AssertionError, match="nothing was served") as ending:
         serve(rounds, options=EAGER, spoil="interleaved_weights")

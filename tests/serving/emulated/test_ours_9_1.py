@@ -39,7 +39,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", [*list(MODES)[:-1], pytest.param("full and piecewise", marks=pytest.mark.long)])
 def test_every_mode_equals_transformers_in_float32(mode, serve_9_1, expected):
-    """And replays what it captured at the start, in every decode step."""
+    """Replays the graphs of the start in every decode step."""
     options, graphs_a_size, graphs_a_step = MODES[mode]
     rounds = ORDINARY + PURE
     results, printed = serve_9_1(rounds, options=options)
@@ -68,7 +68,7 @@ def test_two_devices_equal_transformers_in_float32(mode, how, serve_9_1, expecte
     assert ("decode, FULL" in printed) == ("full" in mode)
 
 
-def test_full_graphs_follow_each_steps_lengths_and_what_fits_no_call_leaves_them(serve_9_1, expected):
+def test_full_graphs_follow_each_steps_lengths_or_are_left(serve_9_1, expected):
     """Dropped and late updates are seen, and a call with more blocks than the cache has."""
     rounds = [turn(SPOILT), turn(SPOILT, seed=3, spoil="updates_dropped"), turn(SPOILT, seed=4)]
     rounds += [turn(SPOILT, seed=5, spoil="updates_late"), turn(SPOILT, seed=6)]
@@ -80,8 +80,8 @@ def test_full_graphs_follow_each_steps_lengths_and_what_fits_no_call_leaves_them
 
 
 @pytest.mark.long
-def test_where_full_graphs_do_not_work_the_pieces_around_attention_are_captured(serve_9_1, expected):
-    """A full decode graph holds CANN's operator, whatever was chosen. vllm-ascend has prepared whole graphs by then."""
+def test_where_full_graphs_fail_the_pieces_are_captured(serve_9_1, expected):
+    """A full decode graph always holds CANN's operator. vllm-ascend has prepared whole graphs by then."""
     rounds = [turn(SPOILT)]
     results, printed = serve_9_1(rounds, options=FULL, variables={"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops"})
     assert right(rounds, results, expected) == [True]

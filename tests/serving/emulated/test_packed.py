@@ -1,6 +1,6 @@
 """Experts that stay in MXFP4 on an emulated card with Triton-Ascend: the bits of the expanded ones, in every mode.
 
-On the stack of CANN 9.1 vLLM and vllm-ascend then take Triton kernels of their own, as they do on a card.
+On the stack of CANN 9.1 vLLM and vllm-ascend then take their own Triton kernels, as they do on a card.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def allocated(printed: str) -> int:
 
 
 def launches(trace: Path, kernel: str = "expand_kernel") -> int:
-    """Of a Triton kernel so far, those of replays too."""
+    """Launches of a Triton kernel so far, replays included."""
     return trace.read_text().count(f'"triton::{kernel}"')
 
 
@@ -139,8 +139,8 @@ THREE_GROUPS = {"intermediate": 96, "kv_heads": 4}
 def test_four_devices_cut_packed_experts_within_a_group_of_32(
     serve: Serve, stack: str, tmp_path: Path, mode: str
 ) -> None:
-    """Each rank's own columns are those of the expanded way, and the others add exact zeros to its sums. So the bits
-    are the same unless a longer sum is added up in another order: not here, and on a card that is to be seen."""
+    """Each rank's own columns equal the expanded ones, and the others add exact zeros to its sums. So the bits are the
+    same unless a longer sum is added up in another order: not here, and a card has to show it."""
     model = tmp_path / "three-groups"
     write_random_checkpoint(model, vocab_size=VOCABULARY, layers=LAYERS, mxfp4=True, **THREE_GROUPS)
     # vLLM 0.11 sets 4 GiB of the host aside for each device
@@ -166,7 +166,7 @@ def test_a_scale_that_is_off_by_one_is_seen(serve: Serve) -> None:
 @pytest.mark.long
 @on_stacks(but=("8.3",))
 @pytest.mark.parametrize("mode", MODES)
-def test_with_stock_s_triton_kernels_every_mode_equals_transformers_in_float32(
+def test_stocks_triton_kernels_equal_transformers_in_float32(
     serve: Serve, checkpoint: Path, expected: Any, mode: str
 ) -> None:
     """Rotary embedding and the slots of a step, which have other ways where Triton is not installed."""
@@ -186,7 +186,7 @@ def mostly_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptO
 
 
 def is_a_quarter(config: GptOssConfig, packed: str, expanded: str) -> bool:
-    """Whether experts take 4.25 bits of 16 and one layer's room, by what two engines say that they allocated."""
+    """Compares two engines' allocations: experts take 4.25 bits of 16 and one layer's room."""
     part, saved = Part.of(config), allocated(expanded) - allocated(packed)
     room = room_bytes(config, part)
     foretold = weight_bytes(config, part) - weight_bytes(config, part, packed=True) - room
@@ -196,10 +196,10 @@ def is_a_quarter(config: GptOssConfig, packed: str, expanded: str) -> bool:
 
 @pytest.mark.long
 @on_stacks(but=("9.1",))
-def test_packed_experts_take_a_quarter_of_the_card_and_are_chosen_where_bf16_does_not_fit(
+def test_packed_experts_take_a_quarter_of_the_card(
     with_triton: subprocess.Popen[str], mostly_experts: tuple[Path, GptOssConfig], tmp_path: Path
 ) -> None:
-    """And a build that keeps the BF16 beside them is seen."""
+    """They are chosen where BF16 does not fit; a build that keeps the BF16, too, is seen."""
     model, config = mostly_experts
     serve = asking(with_triton, model, tmp_path)
     how = {"options": {**BF16, **EAGER}}

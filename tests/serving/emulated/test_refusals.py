@@ -1,4 +1,4 @@
-"""What this stack cannot do for gpt-oss is refused in words before anything is served."""
+"""Options that this stack cannot serve are refused in words at the start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_this_stack_cannot_do_is_refused_in_words(options, sentence, serve)
 
 
 def ending(serve, rounds=(), **how) -> str:
-    """What was printed by an engine that did not come to serve."""
+    """The output of an engine that did not come to serve."""
     with pytest.raises(AssertionError, match="nothing was served") as refusal:
         serve(list(rounds), **how)
     return str(refusal.value)
@@ -56,7 +56,7 @@ def test_too_little_memory_for_the_swap_space_is_said_by_vllm(serve):
 
 
 def test_blocks_that_attention_does_not_read_are_refused_in_words(serve):
-    """vllm-ascend sets 128 by itself, but not under a scheduler of its own; R29 would end the first request."""
+    """vllm-ascend sets 128, but not under its own scheduler; R29 would end the first request."""
     scheduler = {"ascend_scheduler_config": {"enabled": True}}
     how = {"block_size": 64, "enable_prefix_caching": False, "enable_chunked_prefill": False}
     said = ending(serve, options={**how, "max_num_batched_tokens": 2048, "additional_config": scheduler})
@@ -83,7 +83,7 @@ def test_asynchronous_scheduling_is_refused_with_graphs_and_serves_without(serve
 
 
 def test_the_slow_experts_are_refused_where_tokens_travel(serve):
-    """They would add up what this rank happens to hold."""
+    """They would add up this rank's tokens only."""
     variables = {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
     said = ending(serve, options=EAGER, spoil="by_all_to_all", variables=variables)
     assert "works where every rank sees all tokens, and this step goes by AlltoAllCommImpl; unset NPU_GPTOSS" in said
@@ -98,7 +98,7 @@ def test_the_slow_router_serves_with_graphs(serve, expected):
 
 
 def test_another_attention_is_not_passed_over_by_full_graphs(serve, expected):
-    """A full decode graph holds CANN's operator, whatever was chosen: so it is not captured."""
+    """A full decode graph always holds CANN's operator, so it is not captured."""
     rounds, how = [turn(SPOILT)], {"options": FULL, "machine": WORKSPACE}
     results, printed = serve(rounds, variables={"NPU_GPTOSS_KERNEL_ATTENTION_PAGED": "small_ops"}, **how)
     assert right(rounds, results, expected) == [True]

@@ -46,7 +46,7 @@ def outside(answers: list[dict[str, Any]]) -> set[str]:
 
 
 def test_a_choice_that_is_not_narrowed_is_seen(serve):
-    """Otherwise what test_modes.py asks of each mode shows nothing."""
+    """Otherwise the same check in test_modes.py shows nothing."""
     mixed = {"prompts": prompts((40,)) * 8, "tokens": 12, "sampling": NARROW | WIDE, "spoil": "choice_not_narrowed"}
     (together,), _ = serve([mixed], options=EAGER)
     greedy = together[0]["tokens"]

@@ -40,7 +40,7 @@ def serve_stock(stock: subprocess.Popen[str], checkpoint: Path, tmp_path: Path) 
 
 
 def masks_of_a_long_prompt(checkpoint: Path, folder: Path, **variables: str) -> tuple[int, str]:
-    """How often a mask of LONG squared in bfloat16 went to the device with our plugin and graphs; what was printed."""
+    """How often a mask of LONG squared in bfloat16 went to the device with our plugin and graphs; and the output."""
     trace = folder / "trace"
     with importing(Machine(trace=trace), **variables) as process:
         _, printed = asking(process, checkpoint, folder)([turn((LONG,), tokens=1)], options=PIECEWISE)

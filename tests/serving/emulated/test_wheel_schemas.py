@@ -50,7 +50,7 @@ def libraries(version: str) -> Iterator[tuple[str, bytes]]:
 
 @functools.cache
 def schemas(version: str) -> dict[str, str]:
-    """Operator with overload -> schema, as registered by the wheel, and under ATB what it has of that one's."""
+    """Operator with overload -> schema, as registered by the wheel; under ATB the part that the wheel has."""
     found = {}
     for name, contents in libraries(version):
         for text in SCHEMA.findall(contents):

@@ -66,7 +66,7 @@ def test_every_line_has_the_names_that_serving_uses_and_no_other(package):
         assert has <= used <= has | own
 
 
-def test_the_line_for_nvidia_has_the_names_that_its_model_uses_and_no_other():
+def test_the_release_for_nvidia_has_the_names_that_its_model_uses():
     shared = [SERVING / name for name in ("limits.py", "metrics.py", "registered.py")]
     shared += {Path(inspect.getfile(patch.install)) for patch in compat.patches() if "0.33" in patch.lines}
     used = {name for path in shared for module, name in imports(path) if module == f"{lines.__name__}.vllm"}
