@@ -75,28 +75,26 @@ VARIABLES: dict[str, Variable] = {
             "NPU_GPTOSS_DRAIN_SECONDS",
             _seconds,
             3.0,
-            "how long a server that is told to stop waits for the requests in flight, up to 3600",
+            "how long a stopping server waits for requests in flight, up to 3600",
         ),
         Variable("ASCEND_EMULATOR", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"),
         Variable(
             "ASCEND_EMULATOR_FP32",
             _switch,
             False,
-            "on the emulated 910B: operators take float32 in the place of bfloat16, to tell rounding from mistakes",
+            "on the emulated 910B: operators also take float32",
         ),
         Variable(
             "NPU_GPTOSS_EXPERT_FORMAT",
             _one_of("auto", "nd", "nz"),
             "auto",
-            "on Ascend: the experts' weights in ND (nd), in FRACTAL_NZ (nz), or what is faster when loaded (auto)",
+            "on Ascend: the experts' weights in ND, FRACTAL_NZ, or (auto) the faster",
         ),
         Variable(
             "NPU_GPTOSS_EXPERT_WEIGHTS",
             _one_of("auto", "expanded", "packed"),
             "auto",
-            "the experts of an MXFP4 checkpoint in `vllm serve`: expanded to the model's dtype when loaded; packed: a "
-            "quarter of the memory, for which Ascend needs Triton-Ascend; or (auto) packed on NVIDIA GPUs, which know "
-            "no other way, and on Ascend where expanded ones do not fit",
+            "served MXFP4 experts: expanded at load, packed (a quarter of the memory), or auto",
         ),
         Variable(
             "NPU_GPTOSS_GRAMMAR_MIB", _count, 2048, "memory for checking one schema, regular expression or grammar, MiB"
@@ -105,7 +103,7 @@ VARIABLES: dict[str, Variable] = {
             "NPU_GPTOSS_GRAMMAR_SECONDS",
             _count,
             5,
-            "time for checking one schema, regular expression or grammar of a request; what takes longer is refused",
+            "time for checking one schema, regular expression or grammar; then refused",
         ),
         Variable("NPU_GPTOSS_MAX_BODY_MIB", _count, 32, "largest body of a request, MiB; a larger one is answered 413"),
         Variable("NPU_GPTOSS_MAX_N", _count, 128, "most answers (`n`) that one request may ask for"),

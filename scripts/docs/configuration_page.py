@@ -36,13 +36,13 @@ def variables() -> str:
 
 
 def operations() -> str:
-    """Those of this package alone: what is installed beside it is nobody else's page."""
+    """The solutions of this package; those of other installed packages do not belong on its page."""
     load_kernels()
-    lines = ["| variable | operation | solutions |", "|---|---|---|"]
+    lines = ["| variable | solutions |", "|---|---|"]
     for operation in sorted(registry.operations.values(), key=lambda operation: operation.name):
         name = f"{envs.KERNEL_OVERRIDE_PREFIX}{operation.family}_{operation.mode}".upper()
         own = [kernel.solution for kernel in registry.kernels_of(operation) if kernel.origin == "npu_gptoss"]
-        lines.append(f"| `{name}` | {operation.summary} | {', '.join(f'`{each}`' for each in dict.fromkeys(own))} |")
+        lines.append(f"| `{name}` | {', '.join(f'`{each}`' for each in dict.fromkeys(own))} |")
     return "\n".join(lines)
 
 
