@@ -79,3 +79,10 @@ def test_the_table_of_vllms_options_has_what_the_scripts_pass() -> None:
                 assert option in named, f"the page lacks {option}"
                 if not value.startswith("--") and "{" not in value:
                     assert value in named[option][column], f"{option} {value}"
+
+
+def test_the_totals_of_features_count_its_rows() -> None:
+    text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]+\| (yes|emulated|partly|no) \|", text, re.M)
+    counts = ", ".join(f"{rows.count(word)} {word}" for word in ("yes", "emulated", "partly", "no"))
+    assert f"{len(rows)} rows: {counts}." in text
