@@ -1,16 +1,15 @@
-"""What clients of `vllm serve` see with our model and with stock's, measured by `vllm bench serve`.
+"""Measures `vllm serve` with this package's model and with stock's, by the client of `vllm bench serve`.
 
     npu-gptoss bench checkpoint DIR --size 20b
     python research/bench_serving.py --model DIR --out OUT --gpus 0 1
 
-Needs vLLM 0.33 and a GPU; `bpe-openai` where DIR has no tokenizer yet. An engine is `ours`, `stock`, or `stock:humming`
-for another of stock's experts backends. Each of --gpus (`0,1` is one server over two) takes its share of the engines
-one after the other, all GPUs at the same time. OUT gets a record and logs of each engine, written after each point;
-`research/bench_table.py` reads the records.
+Needs vLLM 0.33 and a GPU; writes a tokenizer where DIR has none (needs `bpe-openai`). An engine is `ours`, `stock`, or
+`stock:humming` for another of stock's experts backends. Each of --gpus (`0,1` is one server over two) measures its
+share of the engines in turn; all GPUs work at the same time. OUT gets a record and logs of each engine, written after
+each point.
 
-The servers keep vLLM's own defaults but for the prefix cache, which is off: random prompts have nothing in common.
-Flags after `--` go to each server. A client is one process, which 256 streams can keep busier than they keep the
-server; --clients shares the streams out.
+Servers keep vLLM's defaults except the prefix cache, which is off because random prompts share nothing. Flags after
+`--` go to each server. One client process can be slower than a server of 256 streams; --clients shares the streams out.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,12 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.tiny.tokenizer_files import write_tokenizer_files
 from research.bench_peer_vllm import document, save
-from research.children import Child, inside
 from scripts.serve_here import ours, serving_environment, start, stop, tail, wait_until_ready
 
 OURS, STOCK = "ours", "stock"
 NAME = "gpt-oss"
 INPUT, OUTPUT = 1024, 256
-WARM_UP_OUTPUT, WARM_UP_REQUESTS = (
-    32,
-    4,
-)  # of the round before each point; as many requests as streams, at least so many
+WARM_UP_OUTPUT, WARM_UP_REQUESTS = 32, 4  # tokens of an answer; at least so many requests
 START_SECONDS, POINT_SECONDS, PATIENCE = 400, 240, 5
 TIMES = ("ttft", "itl", "tpot")
 STATISTICS: dict[str, Callable[[Any], Any]] = {
@@ -65,26 +62,35 @@ DEFINITIONS = {
     "tpot_ms": "from a request's first token to its last, by the tokens after the first; over requests",
     "input_tokens": f"of a random prompt, mean; {OUTPUT} tokens are generated for each whatever they are, greedily",
 }
+Round = tuple[int, int, int]  # streams, requests, tokens of each answer
 
 _servers: list[int] = []  # process groups
 
 
 def requests_of(streams: int) -> int:
-    """Enough rounds that the first prompts, which come all at once, weigh little; few enough that all points of an
-    engine take little more than a minute."""
+    """Requests of a point: several rounds, so that the first prompts weigh little, in a minute or so for an engine."""
     return max(12, streams * (6 if streams <= 64 else 4))
 
 
-def rounds_of(streams: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(streams, requests, tokens of each answer): for each point the round that warms it up, and the point itself."""
+def rounds_of(streams: Sequence[int]) -> list[Round]:
+    """For each point the round that warms it up, and the point itself."""
     rounds = []
     for each in streams:
         rounds += [(each, max(each, WARM_UP_REQUESTS), WARM_UP_OUTPUT), (each, requests_of(each), OUTPUT)]
     return rounds
 
 
-def arguments_of(url: str, tokenizer: Path, streams: int, requests: int, output: int, seed: int) -> list[str]:
-    """For `vllm bench serve`. Each seed has prompts of its own."""
+def shares_of(whole: Round, clients: int) -> list[Round | None]:
+    """The part of each client; None where there are fewer streams than clients."""
+    streams, requests, output = whole
+    busy = min(streams, clients)
+    parts = [[total // busy + (n < total % busy) for n in range(busy)] for total in (streams, requests)]
+    return [*((*part, output) for part in zip(*parts, strict=True)), *[None] * (clients - busy)]
+
+
+def arguments_of(url: str, tokenizer: Path, part: Round, seed: int) -> list[str]:
+    """For `vllm bench serve`. Prompts differ between seeds."""
+    streams, requests, output = part
     flags = {
         "base-url": url,
         "model": NAME,
@@ -101,25 +107,8 @@ def arguments_of(url: str, tokenizer: Path, streams: int, requests: int, output:
     return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
 
-def shares_of(point: tuple[int, int, int], clients: int) -> list[tuple[int, int, int] | None]:
-    """Streams, requests and tokens of an answer for each client; None where there are fewer streams than clients."""
-    streams, requests, output = point
-    busy = min(streams, clients)
-    parts = [[whole // busy + (n < whole % busy) for n in range(busy)] for whole in (streams, requests)]
-    return [*((*part, output) for part in zip(*parts, strict=True)), *[None] * (clients - busy)]
-
-
-def asked(clients: Sequence[Child], parts: Sequence[tuple[int, int, int] | None]) -> list[Any]:
-    """What each client that has a part finds; they begin together."""
-    busy = [client for client, part in zip(clients, parts, strict=True) if part]
-    for client in busy:
-        client.tell("next")
-    return [client.hear(POINT_SECONDS) for client in busy]
-
-
 def row_of(results: Sequence[Mapping[str, Any]], streams: int) -> dict[str, Any]:
-    """A record's fields from what `vllm bench serve` found in each client's requests, by its own definitions. Raises
-    RuntimeError for answers that are not whole."""
+    """A record of a point from the results of its clients. Raises RuntimeError for answers that are not whole."""
     requests = requests_of(streams)
     completed, tokens, read = (
         sum(result[name] for result in results) for name in ("completed", "total_output_tokens", "total_input_tokens")
@@ -150,7 +139,7 @@ def row_of(results: Sequence[Mapping[str, Any]], streams: int) -> dict[str, Any]
 
 
 def serve_command(model: Path, engine: str, gpus: str, port: int, flags: Sequence[str]) -> list[str]:
-    """Without vLLM's console script, which a copied installation lacks."""
+    """Starts vLLM as a module: a copied installation lacks its console script."""
     backend = engine.partition(":")[2]
     count = len(gpus.split(","))
     return [
@@ -163,15 +152,65 @@ def serve_command(model: Path, engine: str, gpus: str, port: int, flags: Sequenc
 
 
 def computing(log: Path, engine: str) -> list[str]:
-    """What the server's log says of its kernels. Raises RuntimeError where another engine runs than was asked for."""
+    """The server's own lines about its kernels. Raises RuntimeError where another engine runs than was asked for."""
     lines = ours(log)
     if bool(lines) != (engine == OURS):
         raise RuntimeError(f"{engine}: the wrong model runs: {lines or 'not ours'}; is this package's plugin found?")
-    told = {line.partition("] ")[2] for line in tail(log)}
-    return [*lines, *sorted(line for line in told if line.startswith("Using ") and "backend" in line)]
+    logged = {line.partition("] ")[2] for line in tail(log)}
+    return [*lines, *sorted(line for line in logged if line.startswith("Using ") and "backend" in line)]
+
+
+class Client:
+    """A process of `vllm bench serve`. It makes all its prompts while the server starts."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str], every: Sequence[Sequence[str]]) -> None:
+        self.log = log
+        self.connection, theirs = multiprocessing.Pipe()
+        started = (theirs, log, environment, every)
+        self.process = multiprocessing.get_context("spawn").Process(target=client, args=started, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self, seconds: float) -> Any:
+        """Its next answer. Raises RuntimeError where there is none in time."""
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv()
+        except EOFError:
+            pass
+        raise RuntimeError(f"a client did not answer; its log: {self.log}")
+
+    def begin(self) -> None:
+        self.connection.send("next")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def client(connection: Connection, log: Path, environment: Mapping[str, str], every: Sequence[Sequence[str]]) -> None:
+    """Runs in a client: prepares all points, then runs the next one at each message."""
+    sys.stdout = sys.stderr = log.open("w", encoding="utf-8", buffering=1)
+    os.environ.update(environment)
+    from vllm.benchmarks import serve
+    from vllm.tokenizers import get_tokenizer
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    points = [parser.parse_args(arguments) for arguments in every]
+    tokenizer = get_tokenizer(points[0].tokenizer)
+    prompts = {point.seed: serve.get_samples(point, tokenizer) for point in points}
+    serve.get_samples = lambda point, tokenizer: prompts.pop(point.seed)
+    connection.send("ready")
+    for point in points:
+        connection.recv()
+        connection.send(serve.main(point))
+    connection.recv()  # waits until it is ended
 
 
 def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
+    """Measures all points of one engine; writes its record after each."""
     name = engine.replace(":", "_")
     config = GptOssConfig.from_directory(args.model)
     environment = serving_environment(args.model, args.model, on="cuda")
@@ -182,19 +221,16 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
     points = rounds_of(args.streams)
     server = start(command, environment, log)
     _servers.append(server.pid)
-    command_of_client = [sys.executable, __file__, "--child"]
-    clients = [
-        Child(f"client {n} of {engine}", command_of_client, args.out / f"{name}_client{n}.log", environment)
-        for n in range(args.clients)
-    ]
+    clients: list[Client] = []
     try:
-        for n, client in enumerate(clients):
-            own = [shares_of(point, args.clients)[n] for point in points]
+        for n in range(args.clients):
+            parts = [part for point in points if (part := shares_of(point, args.clients)[n])]
             seeds = itertools.count(n, args.clients)
-            client.tell([arguments_of(url, args.model, *each, next(seeds)) for each in own if each])
+            every = [arguments_of(url, args.model, part, next(seeds)) for part in parts]
+            clients.append(Client(args.out / f"{name}_client{n}.log", environment, every))
         seconds = wait_until_ready(server, url, log, START_SECONDS)
-        for client in clients:
-            client.hear(START_SECONDS)
+        for each in clients:
+            each.answer(START_SECONDS)
         kernels = computing(log, engine)
         print(f"{engine} on GPU {gpus}: ready after {seconds:.0f} s. {' '.join(kernels)}", flush=True)
         settings = {"start_s": round(seconds, 1), "flags": command[5:], "kernels": kernels}
@@ -203,16 +239,19 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
         keys = {"model": model_name(config), "weights": "bf16" if config.quantization is None else "mxfp4"}
         keys["layout"] = f"tp{len(gpus.split(','))}"
         rows: list[dict[str, Any]] = []
-        for streams, requests, output in points:
-            found = asked(clients, shares_of((streams, requests, output), args.clients))
+        for streams, _, output in points:
+            busy = clients[: min(streams, args.clients)]
+            for each in busy:
+                each.begin()
+            found = [each.answer(POINT_SECONDS) for each in busy]
             if output == OUTPUT:
                 rows.append({**keys, **row_of(found, streams)})
                 print(engine, json.dumps(rows[-1]), flush=True)
                 content = document("serving", DEFINITIONS, settings, rows, ours=engine == OURS)
                 save(args.out / f"serving_{name}.json", content)
     finally:
-        for client in clients:
-            client.end()
+        for each in clients:
+            each.end()
         stop(server, PATIENCE)
 
 
@@ -223,7 +262,7 @@ def free_port() -> int:
 
 
 def lane(args: argparse.Namespace, number: int) -> bool:
-    """The engines of one of --gpus, one after the other. Whether all were measured: others are worth having."""
+    """Measures the engines of one of --gpus in turn. A failed one is reported and costs the others nothing."""
     whole = True
     for engine in args.engines[number :: len(args.gpus)]:
         try:
@@ -235,57 +274,34 @@ def lane(args: argparse.Namespace, number: int) -> bool:
 
 
 def ratios(folder: Path, engines: Sequence[str]) -> list[str]:
-    """Sentences: ours over each stock, from the records."""
+    """Sentences that compare ours with each stock, from the records."""
     found = {}
     for engine in engines:
         file = folder / f"serving_{engine.replace(':', '_')}.json"
         if file.exists():
             found[engine] = {row["streams"]: row for row in json.loads(file.read_text())["records"]}
-    lines = []
+    mine, lines = found.pop(OURS, {}), []
     for engine, rows in found.items():
-        for streams in sorted(rows.keys() & found.get(OURS, {}).keys()) if engine != OURS else ():
-            mine, other = found[OURS][streams], rows[streams]
-            times = ", ".join(
-                f"p99 {time.upper()} {mine[f'{time}_p99_ms'] / other[f'{time}_p99_ms']:.2f} ×"
-                for time in ("itl", "ttft")
+        for streams in sorted(rows.keys() & mine.keys()):
+            values = ("output_tokens_per_s", "itl_p99_ms", "ttft_p99_ms")
+            speed, itl, ttft = (mine[streams][name] / rows[streams][name] for name in values)
+            lines.append(
+                f"ours over {engine}, {streams} streams: output tok/s {speed:.2f} ×, "
+                f"p99 ITL {itl:.2f} ×, p99 TTFT {ttft:.2f} ×"
             )
-            speed = mine["output_tokens_per_s"] / other["output_tokens_per_s"]
-            lines.append(f"ours over {engine}, {streams} streams: output tok/s {speed:.2f} ×, {times}")
     return lines
 
 
 def end(signum: int, frame: object) -> None:
-    """Servers are process groups of their own, and would keep their GPUs."""
+    """Ends the servers, which are process groups of their own and would keep their GPUs."""
     for group in _servers:
         try:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
+    for process in multiprocessing.active_children():
+        process.kill()
     os._exit(128 + signum)
-
-
-# -- in a child
-
-
-def child() -> None:
-    """Makes all prompts while the server starts, which takes a while, and then runs the points that it is told."""
-    hear, say = inside()
-    every = hear()
-    from vllm.benchmarks import serve
-    from vllm.tokenizers import get_tokenizer
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    serve.add_cli_args(parser)
-    points = [parser.parse_args(arguments) for arguments in every]
-    tokenizer = get_tokenizer(points[0].tokenizer)
-    prompts = {point.seed: serve.get_samples(point, tokenizer) for point in points}
-    serve.get_samples = lambda point, tokenizer: prompts.pop(point.seed)
-    say("ready")
-    for point in points:
-        hear()
-        say(serve.main(point))
-    hear()  # until it is ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="OUT")
     parser.add_argument("--engines", nargs="+", default=[OURS, STOCK], help="ours, stock, stock:BACKEND (both)")
-    parser.add_argument("--gpus", nargs="+", default=["0"], help="one after the other on the first by default")
+    parser.add_argument("--gpus", nargs="+", default=["0"], help="where servers run; engines take turns on each (0)")
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 64, 16, 1])
     parser.add_argument("--clients", type=int, default=1, metavar="N", help="processes that send (1)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="further flags for each `vllm serve`")
@@ -314,6 +330,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--child"]:
-        child()
     sys.exit(main())

@@ -14,7 +14,7 @@ from npu_gptoss.bench.roofline import H200
 from npu_gptoss.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-# the soak and the host have forms of their own (tests/soak/report.py, research/host_time.py)
+# soak/ has a form of its own (tests/soak/report.py), the others that of scripts in the tag research-2026-11
 OTHERS = ("soak", "host", "agreement_0_33")
 # of research/bench_serving.py, whose records no command of the package reads
 SERVING = ("model", "weights", "layout", "streams", "output_tokens_per_s", "ttft_p99_ms", "itl_p99_ms")

@@ -30,7 +30,7 @@ RUN = re.compile(
     r"(?:\w+=\S+ )?(?:\.venv/bin/)?(?P<kind>"
     r"npu-gptoss (?:kernels (?:list|explain)|tiny |vocabulary |verify(?= attention\.paged$|$)"
     r"|(?:doctor|generate)(?= --model \.checkpoints/gpt-oss-tiny)|bench (?:compare|table)(?= docs/benchmarks/))"
-    r"|python scripts/tiny_mmlu\.py |python3 -c(?= .*trace\.jsonl))"
+    r"|python research/tiny_mmlu\.py |python3 -c(?= .*trace\.jsonl))"
 )
 HERE = {
     found["kind"]: command.text
@@ -130,7 +130,7 @@ def test_a_program_takes_every_command_of_a_page(page: Path) -> None:
         "npu-gptoss sing",
         "npu-gptoss emulate -- npu-gptoss verify --mutilate",
         "X=1 npu-gptoss kernels list | npu-gptoss kernels lost  # both",
-        "python scripts/tiny_mmlu.py DIR --questoins 4",
+        "python research/tiny_mmlu.py DIR --questoins 4",
         "python scripts/no_such.py",
         "torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model DIR --prompt x --pt 2",
         "make tea",

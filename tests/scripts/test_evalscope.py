@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import serve_here, tiny_mmlu
+from research import tiny_mmlu
+from scripts import serve_here
 from tests.scripts.shell import EVALSCOPE, SCRIPTS, environment, needs_evalscope, report, run
 from tests.scripts.test_eval_sh import SIZES
 from tests.serving.server import START_LIMIT, Server, free_port

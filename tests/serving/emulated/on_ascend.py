@@ -110,7 +110,7 @@ def allocated() -> int:
 
 
 def serve(job: dict[str, Any]) -> None:
-    from ascend_emulator import context
+    from ascend_emulator import context, trace
     from vllm.plugins import load_general_plugins
 
     from npu_gptoss.serving import compat
@@ -125,6 +125,7 @@ def serve(job: dict[str, Any]) -> None:
         print("GRAPHS", json.dumps(graphs()))
         print("ALLOCATED", allocated())
         for turn in job["rounds"]:
+            trace.mark("round")
             try:
                 with spoilt(turn.get("spoil")):
                     results.append(

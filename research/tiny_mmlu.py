@@ -38,7 +38,7 @@ configs:
   - split: dev
     path: all/dev.jsonl
 ---
-Questions for the tiny trained checkpoint of npu-gptoss in the layout of MMLU, written by scripts/tiny_mmlu.py.
+Questions for the tiny trained checkpoint of npu-gptoss in the layout of MMLU, written by research/tiny_mmlu.py.
 """
 
 

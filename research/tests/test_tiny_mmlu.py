@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from research.tiny_data import CAPITALS, CHOICE_COT, LARGEST_NUMBER
-from scripts import tiny_mmlu
+from research import tiny_mmlu
 
 
 def read(folder: Path, split: str) -> list[dict]:
