@@ -182,7 +182,7 @@ def test_a_server_that_ends_is_reported_with_its_log(measured, tmp_path, capsys,
 
 def test_a_client_that_dies_names_its_log(tmp_path):
     dead = script.Client(tmp_path / "log", {}, [["--no-such-flag"]])
-    with pytest.raises(RuntimeError, match="a client did not answer; its log: .*log"):
+    with pytest.raises(RuntimeError, match="a client did not answer; its log: "):
         dead.answer(60)
     dead.end()
 

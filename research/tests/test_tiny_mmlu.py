@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from research.tiny_data import CAPITALS, CHOICE_COT, LARGEST_NUMBER
 from research import tiny_mmlu
+from research.tiny_data import CAPITALS, CHOICE_COT, LARGEST_NUMBER
 
 
 def read(folder: Path, split: str) -> list[dict]:

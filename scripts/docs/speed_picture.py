@@ -1,0 +1,88 @@
+"""Draw docs/benchmarks/speed.svg, which opens docs/performance.md, from the records of 20b in MXFP4 on one H200.
+
+python scripts/docs/speed_picture.py
+
+Bars are tokens a second: ours, stock, and the floor, which fills the width. The offline engine's records hold the
+floors of decode and prefill. The server's is the roofline of its load: prompts, and answers at full batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from npu_gptoss.bench.random_checkpoint import full_config
+from npu_gptoss.bench.roofline import H200, decode_work, prefill_work
+from npu_gptoss.files import write_atomically
+from scripts.docs.page_tables import ROOT
+
+FOLDER = ROOT / "docs/benchmarks"
+PICTURE = FOLDER / "speed.svg"
+ENGINES = {"ours": "inside_vllm_0_33", "stock": "peer_0_33"}
+WIDTH, LEFT, FULL, BAR = 800, 130, 440, 17
+COLOURS = {"ours": "#1f5fbf", "stock": "#e08a2e", "floor": "#d0d4da"}
+
+
+def record(name: str, **point: object) -> dict[str, float]:
+    """The record of 20b in MXFP4 at a point of a file."""
+    rows = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["records"]
+    point |= {"model": "20b", "weights": "mxfp4"}
+    (row,) = (row for row in rows if all(row[key] == value for key, value in point.items()))
+    return row
+
+
+def groups() -> Iterator[tuple[str, str, dict[str, float]]]:
+    """A panel, a label, and tokens a second of each bar."""
+    for batch in (1, 8, 32, 128):
+        at = {"batch": batch, "context": 1024}
+        times = {name: record(f"{folder}/decode", **at)["tpot_ms"] for name, folder in ENGINES.items()}
+        times["floor"] = record("h200_decode_20b", **at)["floor_ms"]
+        yield "Decode, 1024 tokens each", f"batch {batch}", {name: batch * 1e3 / ms for name, ms in times.items()}
+    for tokens in (8192, 32768):
+        at = {"prompt_tokens": tokens}
+        times = {name: record(f"{folder}/prefill", **at)["prefill_s"] for name, folder in ENGINES.items()}
+        times["floor"] = record("h200_prefill_20b", **at)["floor_ms"] / 1e3
+        yield "Prefill of one prompt", f"{tokens} tokens", {name: tokens / s for name, s in times.items()}
+    for streams in (1, 16, 64, 256):
+        rows = {name: record(f"{folder}/serving", streams=streams) for name, folder in ENGINES.items()}
+        speeds = {name: row["output_tokens_per_s"] for name, row in rows.items()}
+        read, written = rows["ours"]["input_tokens"], rows["ours"]["output_tokens"]
+        prompt = prefill_work(full_config("20b"), read, "mxfp4").floor_s(H200)
+        step = decode_work(full_config("20b"), [read + written // 2] * streams, "mxfp4").floor_s(H200)
+        speeds["floor"] = streams * written / (prompt * streams + step * written)
+        yield "Server, 1024 tokens in, 256 out", f"streams {streams}", speeds
+
+
+def drawn() -> str:
+    title = "gpt-oss-20b, MXFP4, one NVIDIA H200, vLLM 0.33: tokens a second (longer is better)"
+    shapes, y, last = [f'<text x="10" y="24" font-weight="bold">{title}</text>'], 40, ""
+    for panel, label, speeds in groups():
+        if panel != last:
+            shapes.append(f'<text x="10" y="{y + 18}" font-weight="bold">{panel}</text>')
+            y, last = y + 28, panel
+        shapes.append(f'<text x="{LEFT - 10}" y="{y + 2 * BAR - 4}" text-anchor="end">{label}</text>')
+        for name, speed in speeds.items():
+            long = FULL * speed / speeds["floor"]
+            text = f"{name} {speed:,.0f}".replace(",", " ")
+            text += f", {speed / speeds['stock']:.2f} × stock" if name == "ours" else ""
+            shapes.append(f'<rect x="{LEFT}" y="{y}" width="{long:.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>')
+            shapes.append(f'<text x="{LEFT + long + 6:.1f}" y="{y + 12}">{text}</text>')
+            y += BAR
+        y += 10
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" font-family="sans-serif">'
+    style = f'<style>text {{ font-size: 13px; fill: #222 }}</style><rect width="{WIDTH}" height="{y}" fill="#fff"/>'
+    return "\n".join([head, style, *shapes, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    write_atomically(PICTURE, drawn().encode())
+
+
+if __name__ == "__main__":
+    main()
