@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md from the code; without --write, say whether they are up to date.
+"""Write the tables of docs/configuration.md from the code; without --write, compare the two.
 
 python scripts/docs/configuration_page.py --write
 """
@@ -36,7 +36,7 @@ def variables() -> str:
 
 
 def operations() -> str:
-    """The solutions of this package; those of other installed packages do not belong on its page."""
+    """Lists each operation's variable and the solutions of this package, not of other installed packages."""
     load_kernels()
     lines = ["| variable | solutions |", "|---|---|"]
     for operation in sorted(registry.operations.values(), key=lambda operation: operation.name):

@@ -1,11 +1,10 @@
-"""MkDocs' hook (mkdocs.yml): pages that stand outside of docs/, and links that leave the site.
+"""MkDocs' hook (mkdocs.yml): adds pages outside of docs/ to the site, and rewrites links that leave it.
 
-The pages of this repository are read in the repository too, so each stands where it belongs there, and its links are
-relative to that place. In the site a link to another page becomes a link to that page, wherever it stands; a link to
-any other file of the repository becomes its path, as code, because a site has no repository beside it. A link to what
-is not there is left as it is, and MkDocs fails on it.
+Readers also read these pages in the repository, so their links are relative to the file. In the site a link to another
+page becomes a link to that page; a link to another file of the repository becomes the file's path, as code. A link to
+a missing file stays, and MkDocs fails on it.
 
-Standard library only, MkDocs aside: the tests use it where MkDocs is not.
+Imports the standard library only, because tests use it without MkDocs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the tables of docs/doctor.md from the code; without --write, say whether they are up to date.
+"""Write the tables of docs/doctor.md from the code; without --write, compare the two.
 
 python scripts/docs/doctor_page.py --write
 """

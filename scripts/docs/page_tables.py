@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Tables:
-    """`script` and `page`: paths in the repository. `tables`: name of a place in the page -> what stands there."""
+    """The generated tables of one page. `script`, `page`: paths. `tables`: name of a place in the page -> its writer."""
 
     script: str
     page: str

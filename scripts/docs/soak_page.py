@@ -1,8 +1,8 @@
-"""Write the soak's table of docs/reliability.md from its records; without --write, say whether it fits.
+"""Write the soak's table of docs/reliability.md from its records; without --write, compare the two.
 
 python scripts/docs/soak_page.py --write
 
-`make soak` leaves a record of each run in outputs/soak; those that the page tells of are in docs/benchmarks/soak.
+`make soak` leaves a record of each run in outputs/soak; the page's records are in docs/benchmarks/soak.
 """
 
 from __future__ import annotations

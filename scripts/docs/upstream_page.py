@@ -1,4 +1,4 @@
-"""Write the list of docs/upstream.md from the repairs; without --write, say whether it is up to date.
+"""Write the list of docs/upstream.md from the repairs; without --write, compare the two.
 
 python scripts/docs/upstream_page.py --write
 """
@@ -34,7 +34,7 @@ def test_of(patch: Patch) -> str:
 
 
 def repairs() -> str:
-    """A list of files; below each its repairs, those of one name for several releases in one entry."""
+    """Lists the files, and below each its repairs; a repair of several releases is one entry."""
     lines: list[str] = []
     for file, group in itertools.groupby(patches(), key=lambda patch: patch.file):
         found = list(group)
