@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Tables:
-    """The generated tables of one page. `script`, `page`: paths. `tables`: name of a place in the page -> its writer."""
+    """The generated tables of one page. `script`, `page`: paths. `tables`: name of a place -> its writer."""
 
     script: str
     page: str
