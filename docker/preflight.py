@@ -31,7 +31,7 @@ def main(here: Machine | None = None) -> int:
     findings = [finding for check, function in CHEAP.items() for finding in guarded(check, function, here)]
     wrong = [finding for finding in findings if finding.state in (WARNING, FAILED)]
     if wrong:
-        print(in_words(wrong, checks.GROUPS), file=sys.stderr)
+        print(in_words(findings, checks.GROUPS, brief=True), file=sys.stderr)
     if exit_code(findings):
         print("\nThe server is not started. More: run the image with `doctor`.", file=sys.stderr)
     return exit_code(findings)

@@ -23,7 +23,7 @@ AT_THE_START = dict(os.environ)
 # what the line of NVIDIA's GPUs has not got: vLLM 0.33 lacks what these files import
 if here().name == "0.33":
     names = "ascend", "attention_backend", "expert_weights", "model", "parity", "plugin"
-    collect_ignore = ["selftest", *(f"serving/test_{name}.py" for name in names)]
+    collect_ignore = ["verify/self_test", *(f"serving/test_{name}.py" for name in names)]
 OF_OTHER_ENVIRONMENTS = {"emulated", "evalscope", "vllm033", "ascend_compiler"}
 
 

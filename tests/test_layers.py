@@ -26,9 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "model": BASE | {"kernels", "attention", "moe", "dense"},
     "tiny": BASE | {"moe", "model", "harmony"},
     "engine": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend"},
-    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "selftest"},
+    "serving": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "harmony", "frontend", "verify"},
     "verify": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
-    "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny"},
+    "bench": BASE | {"kernels", "attention", "moe", "dense", "graphs", "model", "engine", "tiny", "verify"},
     "emulate": BASE,  # and ascend_emulator, a distribution of its own
     "cann": set(),
     "errors": set(),
@@ -38,9 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": BASE,
     "plugin": BASE | {"serving"},
     # of serving only what imports no vLLM: limits, sizes, the entry points
-    "selftest": BASE | {"kernels", "attention", "moe", "dense", "graphs", "verify"},  # of verify only its cases
-    "doctor": BASE
-    | {"kernels", "attention", "moe", "model", "harmony", "engine", "plugin", "serving", "selftest", "verify"},
+    "doctor": BASE | {"kernels", "attention", "moe", "model", "harmony", "engine", "plugin", "serving", "verify"},
     "nominal": set(),
     "progress": set(),
     "tables": set(),
@@ -76,12 +74,17 @@ def test_no_module_imports_what_stands_above_it(path):
     assert not forbidden, f"{path.relative_to(PACKAGE)} imports {sorted(forbidden)}"
 
 
-def test_self_tests_at_a_start_take_no_more_of_verify_than_makers_of_inputs():
-    light = {"verify", "verify.cases"}
-    for path in [*(PACKAGE / "selftest").glob("*.py"), PACKAGE / "verify" / "cases.py"]:
-        names = {name.removeprefix("npu_gptoss.") for name in imported_names(path)}
-        assert {".".join(name.split(".")[:2]) for name in names if name.startswith("verify")} <= light, path
-        assert not imported_parts(path) & {"model", "engine", "serving"}, path
+def test_start_check_loads_no_model_and_no_engine_of_verify():
+    """A server's start takes the short self-tests; the checks of `npu-gptoss verify` would bring the engine along."""
+    heavy = {"model", "engine", "serving", "tiny"}
+    light = ["cases", "compare", "depth", "tolerances"]
+    light += [f"self_test/{name}" for name in ("attention", "dense", "experts", "record")]
+    names = {f"verify.{name.replace('/', '.')}" for name in light} | {"verify", "verify.self_test"}
+    for path in [PACKAGE / "verify" / f"{name}.py" for name in light]:
+        imported = {name.removeprefix("npu_gptoss.") for name in imported_names(path)}
+        modules = {n for n in imported if (PACKAGE / f"{n.replace('.', '/')}.py").is_file() and n.startswith("verify")}
+        assert modules <= names, path
+        assert not imported_parts(path) & heavy, path
 
 
 def test_foreign_serving_code_is_imported_by_serving_only():

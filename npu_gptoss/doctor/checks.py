@@ -1,13 +1,13 @@
-"""Every check of the doctor, in the order of the report. docs/doctor.md says what each looks at."""
+"""All checks of the doctor, in the order of the report. docs/doctor.md describes each."""
 
 from __future__ import annotations
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Versions": ("machine", "python", "torch", "torch-works", "torch-npu", "vllm", "vllm-ascend"),
+    "Versions": ("machine", "python", "torch", "torch-npu", "vllm", "vllm-ascend"),
     "CANN and driver": ("cann", "nnal", "driver", "device-files"),
     "Plugin": ("plugin", "plugin-order", "platform-plugin", "registration"),
     "Servers": ("variables", "exposure"),
-    "Device and kernels": ("device", "attention-operator", "graph-updates", "kernels"),
+    "Device and kernels": ("torch-works", "device", "attention-operator", "graph-updates", "kernels"),
     "Model": ("vocabulary", "checkpoint", "memory", "graphs"),
     "Self-test": (
         "self-test-sink",
@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "self-test-dense",
         "self-test-nz",
         "self-test-graph",
-        "self-test-record",
         "bandwidth",
+        "self-test-record",
     ),
 }
 CHECKS = tuple(check for checks in GROUPS.values() for check in checks)

@@ -1,10 +1,10 @@
-"""A finding, the guard around every check, and the report in words and as JSON."""
+"""Findings, the guard around each check, and the report in words and as JSON."""
 
 from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,12 +20,11 @@ _INDENT = 18
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """One result of a check.
 
-    sentence: what is the case. remedy: what to do; every warning and failure has one.
-    details: further lines, for the reader who wants to know why.
-    subject: which of several things, such as an operation; mostly empty.
-    check: its name in `checks.GROUPS`, put in by `guarded`.
+    sentence: the fact. remedy: the next action; every warning and failure has one. details: further lines with reasons.
+    subject: one of several things, such as an operation; mostly empty. check: its name in `checks.GROUPS`, set by
+    `guarded`.
     """
 
     state: str
@@ -61,21 +60,20 @@ def not_applicable(sentence: str, **more: Any) -> Finding:
     return Finding(NOT_APPLICABLE, sentence, **more)
 
 
-def guarded(check: str, function: Callable[..., Found], *arguments: Any) -> list[Finding]:
-    """The function's findings, under the name of the check; what it raises becomes one more."""
-    found: list[Finding] = []
+def guarded(check: str, function: Callable[..., Found], *arguments: Any) -> Iterator[Finding]:
+    """The function's findings as they come, under the name of the check. An exception becomes one more finding."""
     try:
         result = function(*arguments)
-        found.extend([result] if isinstance(result, Finding) else result)
+        for finding in [result] if isinstance(result, Finding) else result:
+            yield replace(finding, check=finding.check or check)
     except Exception as error:
-        what = f"This check itself broke, so nothing is known here: {type(error).__name__}: {one_line(error)}"
+        sentence = f"This check itself broke, so its result is unknown: {type(error).__name__}: {one_line(error)}"
         report = "please report it with the output of `npu-gptoss doctor --json`."
-        found.append(failed(what, f"That is a defect of npu-gptoss, not of your machine: {report}"))
-    return [replace(finding, check=finding.check or check) for finding in found]
+        yield failed(sentence, f"This is a defect of npu-gptoss, not of your machine: {report}", check=check)
 
 
 def on_ascend(what: str, emulated: bool = True) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """For a check of what only Ascend machines have. emulated: whether the emulated 910B has it too."""
+    """Decorates a check of something that only Ascend machines have. emulated: the emulated 910B has it too."""
 
     def decorated(function: Callable[..., Found]) -> Callable[..., Found]:
         @functools.wraps(function)
@@ -118,27 +116,60 @@ def from_json(values: dict[str, Any]) -> Finding:
     return Finding(**{**values, "details": tuple(values["details"])})
 
 
-def in_words(findings: Sequence[Finding], groups: Mapping[str, Sequence[str]]) -> str:
-    """The report for people: groups of checks, one line each, remedies behind an arrow."""
+class Words:
+    """Prints findings for people as they are made: groups of checks, remedies behind an arrow, the verdict at the end.
+
+    brief: only warnings, failures and the verdict.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[str]], brief: bool, write: Callable[[str], object]) -> None:
+        self._groups, self._brief, self._write = groups, brief, write
+        self._title = ""
+        self._seen: list[Finding] = []
+
+    def add(self, finding: Finding) -> None:
+        self._seen.append(finding)
+        if self._brief and finding.state not in (WARNING, FAILED):
+            return
+        title = next((title for title, checks in self._groups.items() if finding.check in checks), "")
+        lines = ["", title] if title != self._title else []
+        self._title = title
+        lines += _wrapped(f"  {finding.state:<14}  ", f"{_name(finding)}: {finding.sentence}")
+        lines += [line for text in finding.details for line in _wrapped(" " * _INDENT + "  ", text)]
+        if finding.remedy:
+            lines += _wrapped(" " * _INDENT + "→ ", finding.remedy)
+        self._write("\n".join(lines))
+
+    def end(self) -> None:
+        """The counts, and the verdict with the names of what is not well."""
+        counts = as_json(self._seen, "", "")["counts"]
+        several = {WARNING: "s" * (counts[WARNING] != 1), FAILED: "s" * (counts[FAILED] != 1)}
+        bad = {state: ", ".join(dict.fromkeys(_name(f) for f in self._seen if f.state == state)) for state in several}
+        verdict = "All is well."
+        if counts[FAILED]:
+            verdict = f"Not ready. Repair first: {bad[FAILED]}."
+        elif counts[WARNING]:
+            verdict = f"Ready, with warnings: {bad[WARNING]}."
+        warnings, failures = (
+            f"{counts[s]} {word}{several[s]}" for s, word in ((WARNING, "warning"), (FAILED, "failure"))
+        )
+        rest = f"{counts[NOT_APPLICABLE]} not applicable"
+        self._write(f"\n{counts[OK]} ok, {warnings}, {failures}, {rest}\n{verdict}")
+
+
+def _name(finding: Finding) -> str:
+    return f"{finding.check} {finding.subject}".rstrip()
+
+
+def in_words(findings: Sequence[Finding], groups: Mapping[str, Sequence[str]], brief: bool = False) -> str:
+    """The whole report for people, of findings in the order of the groups."""
     lines: list[str] = []
-    for title, checks in groups.items():
-        members = [finding for finding in findings if finding.check in checks]
-        if members:
-            lines += ["", title]
-        for finding in members:
-            name = f"{finding.check} {finding.subject}".rstrip()
-            lines += _wrapped(f"  {finding.state:<14}  ", f"{name}: {finding.sentence}")
-            lines += [line for text in finding.details for line in _wrapped(" " * _INDENT + "  ", text)]
-            if finding.remedy:
-                lines += _wrapped(" " * _INDENT + "→ ", finding.remedy)
-    counts = as_json(findings, "", "")["counts"]
-    failures = "failure" if counts[FAILED] == 1 else "failures"
-    warnings = "warning" if counts[WARNING] == 1 else "warnings"
-    lines += [
-        "",
-        f"{counts[OK]} ok, {counts[WARNING]} {warnings}, {counts[FAILED]} {failures}, "
-        f"{counts[NOT_APPLICABLE]} not applicable",
-    ]
+    words = Words(groups, brief, lines.append)
+    for title in groups.values():
+        for finding in findings:
+            if finding.check in title:
+                words.add(finding)
+    words.end()
     return "\n".join(lines)
 
 

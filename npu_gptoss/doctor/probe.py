@@ -1,7 +1,8 @@
-"""The checks that need torch, in a process of their own: an import that fails, a crash and a hang are findings too.
+"""The checks that need torch, in a process of their own: a failed import, a crash and a hang become findings.
 
-The child (`python -m npu_gptoss.doctor.probe`) writes a line of JSON to a file before and after each check, so that the
-parent knows what it had found and what it was at when it died. The device is opened in the child only.
+The child (`python -m npu_gptoss.doctor.probe`) writes a line of JSON to a pipe before and after each check. So the
+parent reports findings as they are made, and knows which check ran when the child died. Only the child opens the
+device.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,51 +29,66 @@ from npu_gptoss.doctor.kernels import kernels
 from npu_gptoss.doctor.machine import ASCEND, CPU, CUDA, Device, Machine
 
 LIMIT = 600  # seconds for everything; it takes a minute
-ALONE_LIMIT = 120  # seconds for a self-test in a process of its own, most of them for imports; it takes twenty
+ALONE_LIMIT = 120  # seconds for a self-test in a process of its own; it takes twenty, mostly for imports
 ON_NPU = ("attention-operator", "graph-updates")
-ON_DEVICE = (*ON_NPU, *SELF_TESTS, "bandwidth")
-ALL = ("torch-works", "device", "kernels", "checkpoint", *ON_DEVICE)
+ALL = ("torch-works", "device", *ON_NPU, "kernels", "checkpoint", *SELF_TESTS, "bandwidth")
 CARDS = ("Ascend910B",)
 
 
 @dataclass(frozen=True)
-class Probed:
-    findings: list[Finding]
-    device: Device | None
+class End:
+    """The end of the child. how: in words, empty when it ended well. errors: its standard error."""
+
+    how: str
+    errors: str = ""
 
 
 # The parent
 
 
-def probe(here: Machine, model: Path | None) -> Probed:
-    """Runs the child and reads its report."""
+def probe(here: Machine, model: Path | None, devices: list[Device]) -> Iterator[Finding]:
+    """Runs the child and yields its findings as they are made, in the order of ALL; its device goes into `devices`."""
     if here.version("torch") is None:
-        reason = "torch is not installed."
-        return Probed([not_applicable(reason, check=check) for check in ALL], None)
+        yield from (not_applicable("torch is not installed.", check=check) for check in ALL)
+        return
     order = {"model": str(model) if model else None, "platform": here.platform()[0], "emulated": here.emulated}
-    return read(*_child(order, LIMIT, here.environ))
+    yield from findings_of(_child(order, LIMIT, here.environ), devices)
 
 
 def alone(name: str, seen: Device) -> list[Finding]:
-    """A self-test in a process of its own; one that hangs or crashes takes nothing else along."""
+    """A self-test in a process of its own. A hang or a crash there ends no other check."""
     order = {"only": name, "device": asdict(seen)}
-    return [finding for finding in read(*_child(order, ALONE_LIMIT, os.environ)).findings if finding.check == name]
+    found = findings_of(_child(order, ALONE_LIMIT, os.environ), [])
+    return [finding for finding in found if finding.check == name]
 
 
-def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Its report, how it ended (empty when well) and what it said."""
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report"
-        report.touch()
-        command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": str(report)})]
+def _child(order: dict[str, Any], limit: int, environ: Mapping[str, str]) -> Iterator[dict[str, Any] | End]:
+    """The entries of its report as it writes them, then its End."""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", __spec__.name, json.dumps({**order, "report": writer})]
+    deadline, rest, how = time.monotonic() + limit, b"", f"did not end within {limit} s"
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(writer,), env=dict(environ)
+        )
+        os.close(writer)
         try:
-            run = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(environ)
-            )
-            how, errors = _ending(run.returncode), run.stderr
-        except subprocess.TimeoutExpired:
-            how, errors = f"did not end within {limit} s", ""
-        return report.read_text(), how, errors
+            while select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                chunk = os.read(reader, 1 << 16)
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    with suppress(ValueError):
+                        yield json.loads(line)
+                if not chunk:
+                    with suppress(subprocess.TimeoutExpired):
+                        how = _ending(process.wait(max(0.0, deadline - time.monotonic())))
+                    break
+        finally:
+            os.close(reader)
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        yield End(how, errors.read().decode(errors="replace"))
 
 
 def _ending(code: int) -> str:
@@ -82,84 +100,88 @@ def _ending(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def read(text: str, how: str, errors: str = "") -> Probed:
-    """The child's report. how: how it ended, empty when well; what it was at then becomes a failure."""
-    findings, device, at = [], None, "torch-works"
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # the line in which it died
-            continue
-        if "finding" in entry:
-            findings.append(from_json(entry["finding"]))
+def findings_of(entries: Iterable[dict[str, Any] | End], devices: list[Device]) -> Iterator[Finding]:
+    """The child's report as findings. If the child died, the check that ran has failed, and the rest did not run."""
+    seen, at = set(), ALL[0]
+    for entry in entries:
+        if isinstance(entry, End):
+            if entry.how:
+                yield _died(entry, at)
+                missing = (check for check in ALL if check not in seen | {at})
+                yield from (not_applicable("The process ended before.", check=check) for check in missing)
+        elif "finding" in entry:
+            finding = from_json(entry["finding"])
+            seen.add(finding.check)
+            yield finding
         elif "device" in entry:
-            device = Device(**entry["device"])
+            devices.append(Device(**entry["device"]))
         else:
             at = entry["begin"]
-    if how:
-        last = [line for line in errors.strip().splitlines() if line.strip()]
-        findings.append(
-            failed(
-                f"The process that checks this {how}{': ' + one_line(last[-1]) if last else '.'}",
-                "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: mend "
-                "what the checks of versions say; `npu-smi info` or `nvidia-smi` tells the device's state.",
-                check=at,
-            )
-        )
-        seen = {finding.check for finding in findings}
-        findings += [not_applicable("The process ended before.", check=check) for check in ALL if check not in seen]
-    return Probed(findings, device)
+
+
+def _died(end: End, at: str) -> Finding:
+    last = [line for line in end.errors.strip().splitlines() if line.strip()]
+    return failed(
+        f"The process of this check {end.how}{': ' + one_line(last[-1]) if last else '.'}",
+        "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: do what "
+        "the checks of versions say; `npu-smi info` or `nvidia-smi` shows the device's state.",
+        check=at,
+    )
 
 
 # The child
 
 
 def main(order: dict[str, Any]) -> None:
-    with Path(order["report"]).open("a") as report:
+    """Runs the checks in the order of ALL."""
+    os.set_inheritable(order["report"], False)  # a process that outlives this one must not hold the pipe open
+    with os.fdopen(order["report"], "w") as report:
 
         def write(entry: dict[str, Any]) -> None:
             report.write(json.dumps(entry) + "\n")
             report.flush()
 
-        def check(name: str, function: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
+        def check(name: str, function: Callable[..., Finding | Iterable[Finding]], *arguments: Any) -> list[Finding]:
             write({"begin": name})
-            found = guarded(name, function, *arguments)
-            for finding in found:
+            found = []
+            for finding in guarded(name, function, *arguments):
                 write({"finding": asdict(finding)})
+                found.append(finding)
             return found
 
+        def skip(reason: str, *names: str) -> None:
+            for name in names:
+                write({"finding": asdict(not_applicable(reason, check=name))})
+
         if "only" in order:
-            seen = Device(**order["device"])
-            check(order["only"], _self_test, order["only"], seen)
+            check(order["only"], _self_test, order["only"], Device(**order["device"]))
             return
-        model = Path(order["model"]) if order["model"] else None
-        works = check("torch-works", torch_works)
-        if works[0].state != "ok":
-            for name in ("device", "kernels", "checkpoint", *ON_DEVICE):
-                write({"finding": asdict(not_applicable("torch does not work.", check=name))})
+        if check("torch-works", torch_works)[0].state != "ok":
+            skip("torch does not work.", *ALL[1:])
             return
-        check("checkpoint", checkpoint, model)
-        check("kernels", kernels, order["platform"])
         seen: list[Device] = []
         check("device", device, order["platform"], order["emulated"], seen)
-        if order["platform"] != ASCEND:
-            for name in ON_NPU:
-                write({"finding": asdict(not_applicable("torch-npu is for Ascend machines.", check=name))})
-        else:
+        if seen:
+            write({"device": asdict(seen[0])})
+        if order["platform"] == ASCEND:
             check("attention-operator", attention_operator)
             check("graph-updates", graph_updates)
+        else:
+            skip("torch-npu is for Ascend machines.", *ON_NPU)
+        check("kernels", kernels, order["platform"])
+        check("checkpoint", checkpoint, Path(order["model"]) if order["model"] else None)
         if not seen:
-            for name in (*SELF_TESTS, "bandwidth"):
-                write({"finding": asdict(not_applicable("There is no usable device.", check=name))})
+            skip("There is no usable device.", *SELF_TESTS, "bandwidth")
             return
-        write({"device": asdict(seen[0])})
         import torch
 
         from npu_gptoss.doctor.bandwidth import bandwidth
-        from npu_gptoss.doctor.selftest import ALONE
+        from npu_gptoss.doctor.selftest import PREFIX
+        from npu_gptoss.verify.self_test.all import ALONE
 
         for name in SELF_TESTS:
-            check(name, alone if name in ALONE and seen[0].kind != CPU else _self_test, name, seen[0])
+            apart = name.removeprefix(PREFIX) in ALONE and seen[0].kind != CPU
+            check(name, alone if apart else _self_test, name, seen[0])
         check("bandwidth", bandwidth, torch.device(seen[0].kind), seen[0])
 
 
@@ -177,7 +199,7 @@ def torch_works() -> Finding:
 
 
 def device(platform: str, emulated: bool, seen: list[Device]) -> Finding:
-    """Opens the device of this platform; what it is goes into `seen`."""
+    """Opens the device of this platform and puts it into `seen`."""
     import torch
 
     from npu_gptoss.engine.device import resolve_device

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import NOT_APPLICABLE, OK, STATES, Finding, ok, on_ascend, warning
 from npu_gptoss.doctor.machine import Machine
-from npu_gptoss.selftest.record import Record, Seen, stack, today
+from npu_gptoss.verify.self_test.record import Record, Seen, stack, today
 
 
 @on_ascend("releases of CANN to remember")

@@ -1,4 +1,4 @@
-"""What a check consists of, and how the registry's metadata choose the calls that a kernel gets."""
+"""The parts of a check, and the calls that a kernel gets: its registered signatures and traits choose them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from npu_gptoss.kernels import ANY, KernelSpec, Operation
 from npu_gptoss.verify.cases import Inputs, widened
-from npu_gptoss.verify.compare import Verdict, compare
-from npu_gptoss.verify.mutations import Definition, Mutation, Outputs, mutations_of
+from npu_gptoss.verify.compare import Outputs, Verdict, compare
+from npu_gptoss.verify.mutations import Definition, Mutation, mutations_of
 from npu_gptoss.verify.tolerances import tolerance
 
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What one kernel is called with: a dtype for each role, and the trait values that it states.
+    """A dtype for each role, and the trait values that the kernel states.
 
-    thorough: all edge shapes; else only the fuzz, for mixtures of dtypes whose uniform ones get the edges.
+    thorough: all edge shapes. Mixtures of dtypes get random calls only, because uniform dtypes get the edges.
     """
 
     roles: Mapping[str, str]
@@ -32,18 +32,18 @@ class CallSpec:
         return ", ".join(f"{role} {dtype}" for role, dtype in self.roles.items())
 
     def values(self, trait: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of those that the kernel takes the usual ones, in their order; where it takes none of them, all its own."""
+        """The usual values that the kernel takes, in their order; all its own where it takes none of them."""
         allowed = self.traits.get(trait, ANY)
         return tuple(v for v in usual if v in allowed) or tuple(sorted(allowed, key=str))
 
     def fuzz(self, tag: str) -> Iterator[tuple[str, random.Random]]:
-        """The name of each random call, and what decides it."""
+        """The name of each random call, and its generator."""
         for number in range(self.cases):
             yield f"fuzz {number} of seed {self.seed}", random.Random(f"{self.seed} {number} {tag}")
 
     @property
     def precision(self) -> str:
-        """Of the coarsest role: bfloat16 as soon as one tensor of the activations is."""
+        """bfloat16 if any role is, else float32."""
         return "bfloat16" if "bfloat16" in self.roles.values() else "float32"
 
 
@@ -58,10 +58,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Check:
-    """One operation of the registry, or one function of ours that is none (`operation` None).
+    """The check of one operation, or of one function that is no operation (`operation` None).
 
-    calls: for a kernel. run: on the device, by the kernel of that name, through the public op. definition: on the CPU.
-    precisions: of each output; that of the call where it is missing. sizes: what `Tolerance.of_size` is a share of.
+    calls: makes the calls of a kernel. run: calls the kernel of that name through the public op, on the device.
+    definition: on the CPU. precisions: of each output, by default the call's. sizes: the base of `Tolerance.of_size`.
     """
 
     name: str
@@ -94,6 +94,10 @@ class Check:
     def mutations(self) -> tuple[Mutation, ...]:
         return mutations_of(self.name)
 
+    def wanted(self, inputs: Inputs, precision: str) -> tuple[Outputs, Outputs | None]:
+        """The definition's outputs, and their sizes where the tolerance of this precision needs them."""
+        return self.definition(inputs), self.sizes(inputs) if self.sizes and precision == "bfloat16" else None
+
     def judge(self, got: Outputs, want: Outputs, precision: str, sizes: Outputs | None) -> Verdict:
         limits = {name: tolerance(self.name, name, self.precisions.get(name) or precision) for name in want}
         return compare(got, want, limits, sizes)
@@ -115,7 +119,7 @@ def specs_of(kernel: KernelSpec, check: Check, seed: int, cases: int) -> Iterato
 
 
 def not_made(kernel: KernelSpec, check: Check) -> Iterable[str]:
-    """The dtypes that the kernel takes and no call can be made in, as "role dtype"."""
+    """The dtypes that the kernel takes and for which no call is made, as "role dtype"."""
     made = {(role, dtype) for role, dtypes in check.dtypes.items() for dtype in dtypes}
     stated = {(role, dtype) for accepted in kernel.signatures for role, allowed in accepted.roles for dtype in allowed}
     return sorted(f"{role} {dtype}" for role, dtype in stated - made)

@@ -1,7 +1,7 @@
-"""The makers of test inputs: random attention steps, experts and a layer's small tensors, each made here only.
+"""Makes test inputs: random attention steps, experts and a layer's small tensors.
 
-`verify`, the self-tests, the benchmarks and the tests draw from here. Nothing here runs a kernel to compare it: this
-module is light enough for a server's start (`npu_gptoss.selftest`).
+All depths of `verify`, the benchmarks and the tests draw from here. Tensors are made on the device of the generator.
+The module imports neither the model nor the engine, because a server's start draws from it too.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ def widened(inputs: Any) -> Any:
 def on(inputs: Any, device: torch.device) -> Any:
     """A copy on the device; what a kernel writes in place does not reach the original."""
     return mapped(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
+
+
+def poison(device: torch.device) -> None:
+    """Leaves NaN in the memory that the next results will lie in, in blocks of both sizes that the allocator keeps."""
+    for count, size in ((1, 64 << 20), (32, 512 << 10)):
+        blocks = [torch.full((size // 4,), float("nan"), device=device) for _ in range(count)]
+        del blocks
 
 
 # --- attention

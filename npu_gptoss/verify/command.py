@@ -23,7 +23,8 @@ from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
 from npu_gptoss.verify import compiled, side_by_side
-from npu_gptoss.verify.runner import FAILED, KNOWN, PASSED, UNEXPECTED, Report, targets
+from npu_gptoss.verify.compare import KNOWN, PASSED
+from npu_gptoss.verify.runner import Report, targets
 from npu_gptoss.verify.side_by_side import one_thread
 
 SHOWN = 3  # failing calls of a kernel that are printed in full; --json has all
@@ -102,7 +103,7 @@ def lines(report: Report, args: argparse.Namespace) -> list[str]:
     known = sum(call.state == KNOWN for call in calls)
     text = [head + (f", {known} known failures" if known else "")]
     text += [f"       {reason}" for reason in (*report.reasons, *report.notes)]
-    bad = [call for call in calls if call.state in (FAILED, UNEXPECTED)]
+    bad = [call for call in calls if call.wrong]
     for call in bad[:SHOWN]:
         text.append(f"     {call.state}: {call.call} ({call.dtypes})")
         text += [f"       {line}" for line in call.lines]

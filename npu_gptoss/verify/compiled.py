@@ -27,7 +27,8 @@ from npu_gptoss.kernels.registry import registry
 from npu_gptoss.verify.calls import Call, CallSpec, specs_of
 from npu_gptoss.verify.cases import on
 from npu_gptoss.verify.checks import CHECKS
-from npu_gptoss.verify.runner import PASSED, Report, Target, fitting, matches, verify
+from npu_gptoss.verify.compare import PASSED
+from npu_gptoss.verify.runner import Report, Target, fitting, matches, verify
 from npu_gptoss.verify.source_mutations import EQUIVALENT, source_mutations
 
 CPU = torch.device("cpu")

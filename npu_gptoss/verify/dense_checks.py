@@ -14,7 +14,7 @@ from npu_gptoss.kernels import Operation
 from npu_gptoss.moe.operations import FEW_ROWS
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import DENSE_INPUTS, UNTOUCHED, InputFactory, Inputs, Sizes
-from npu_gptoss.verify.mutations import Outputs
+from npu_gptoss.verify.compare import Outputs
 
 HEAD_DIMS = (64, 16, 128, 32)
 BOTH = (True, False)

@@ -17,7 +17,7 @@ from npu_gptoss.model.rope import apply_rotary, cos_sin_cache, yarn_inv_freq
 from npu_gptoss.moe import mxfp4
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs
-from npu_gptoss.verify.mutations import Outputs
+from npu_gptoss.verify.compare import Outputs
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PUBLISHED = published_config()

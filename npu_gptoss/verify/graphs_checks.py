@@ -10,7 +10,7 @@ from npu_gptoss.graphs.advance import ADVANCE, advance
 from npu_gptoss.graphs.state import DecodeState
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs
-from npu_gptoss.verify.mutations import Outputs
+from npu_gptoss.verify.compare import Outputs
 
 FIELDS = ("input_ids", "positions", "slots", "seq_lens", "next_positions")
 

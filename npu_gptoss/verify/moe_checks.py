@@ -12,7 +12,7 @@ from npu_gptoss.moe import route as public_route
 from npu_gptoss.moe.operations import EXPERTS, FEW_ROWS, PACKED_FORMATS, ROUTE, WEIGHT_DTYPES
 from npu_gptoss.verify.calls import Call, CallSpec, Check
 from npu_gptoss.verify.cases import Inputs, expert_inputs
-from npu_gptoss.verify.mutations import Outputs
+from npu_gptoss.verify.compare import Outputs
 
 GPT_OSS = 2880  # its hidden and its intermediate size: as many steps in a kernel's loop as in a server
 

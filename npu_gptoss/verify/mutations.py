@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,9 +20,9 @@ import torch
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.graphs.state import NOBODY, DecodeState
 from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts
-from npu_gptoss.verify.cases import BLOCK_SIZE, BLOCKS, WINDOW, Inputs
+from npu_gptoss.verify.cases import WINDOW, Inputs
+from npu_gptoss.verify.compare import Outputs
 
-Outputs = Mapping[str, torch.Tensor]
 Definition = Callable[[Inputs], Outputs]
 Tensor = torch.Tensor
 
@@ -308,6 +308,11 @@ def _turned(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[
     return lambda cos_sin: torch.cat(change(*cos_sin.chunk(2, -1)), -1)
 
 
+def _next_slot(inputs: Inputs) -> AttentionMetadata:
+    slots = inputs["key_cache"].shape[0] * inputs["key_cache"].shape[1]
+    return _slots(lambda slot: (slot + 1) % slots)(inputs["metadata"])
+
+
 def _last_of_equals(inputs: Inputs, right: Outputs) -> Outputs:
     logits = inputs["logits"]
     last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
@@ -331,7 +336,7 @@ DENSE = (
     of_each("angles in reverse order", QKV, cos_sin=_turned(lambda cos, sin: (cos.flip(-1), sin.flip(-1)))),
     of_each("RoPE left out", QKV, cos_sin=_turned(lambda c, s: (torch.ones_like(c), torch.zeros_like(s)))),
     of_each("position one too far", QKV, positions=lambda t: t - 1),
-    of_each("slot off by one", QKV, metadata=_slots(lambda slots: (slots + 1) % (BLOCKS * BLOCK_SIZE))),
+    of_inputs("slot off by one", QKV, metadata=_next_slot),
     of_each("smallest logits chosen", ROUTER, weight=lambda t: -t, bias=lambda t: -t),
     of_each("padding rows routed", ROUTER, live=lambda t: torch.ones_like(t) if bool((t == 0).any()) else None),
     of_result(

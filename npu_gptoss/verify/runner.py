@@ -1,12 +1,14 @@
-"""Which kernels there are to verify here, and what came of each: calls that failed, mistakes that were not caught."""
+"""Runs the checks: kernels and functions against the definition, and the self-tests of a card.
+
+A server's start and the doctor call self-tests directly (`self_test`), at the depths START and SECONDS. `npu-gptoss
+verify` calls everything: all edge shapes and random calls of each kernel, and the self-tests at the depth ALL.
+"""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import inf
 
 import torch
 
@@ -14,40 +16,36 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import ANY, KernelSpec, Priority, current_platform, signature
 from npu_gptoss.kernels.registry import BUILT_IN, registry
 from npu_gptoss.kernels.selection import reasons_against
+from npu_gptoss.verify import depth
 from npu_gptoss.verify.calls import Call, CallSpec, Check, not_made, specs_of
 from npu_gptoss.verify.cases import mapped, on
 from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.compare import FAILED, KNOWN, PASSED, UNEXPECTED, Outputs, Result, checked
 from npu_gptoss.verify.known_failures import KNOWN_FAILURES, KnownFailure
-from npu_gptoss.verify.mutations import Outputs
+from npu_gptoss.verify.self_test.all import HARMLESS, SELF_TESTS, not_here
 
-ERROR_LINES = 6  # of a kernel's own error, behind its first
-PASSED, FAILED, KNOWN, UNEXPECTED = "passed", "failed", "known failure", "unexpected pass"
+SELF_TEST = "self-test."  # before the names of self-tests
+REPEATS = 5  # of a right call of a self-test
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel, or a function of ours, with its check; without one nothing can be said of it."""
+    """A kernel, a function or a self-test, with its check. A kernel without a check cannot be verified."""
 
     name: str
     check: Check | None
     kernel: KernelSpec | None
-    origin: str
+    origin: str = BUILT_IN
 
-
-@dataclass(frozen=True)
-class CallResult:
-    """error: of the worst element in units of the tolerance. lines: what was wrong, or why the failure is known."""
-
-    call: str
-    dtypes: str
-    state: str
-    error: float
-    lines: tuple[str, ...] = ()
+    @property
+    def self_test(self) -> str:
+        """Its name in SELF_TESTS; empty for a kernel or a function."""
+        return self.name.removeprefix(SELF_TEST) if self.name.startswith(SELF_TEST) else ""
 
 
 @dataclass(frozen=True)
 class MutationResult:
-    """caught_by: the call that shows it, "" for none; shown: whether any call could; error: of the worst element."""
+    """caught_by: the call that shows it, "" for none; shown: any call could; error: of the worst element."""
 
     name: str
     dtypes: str
@@ -62,17 +60,17 @@ class MutationResult:
 
 @dataclass
 class Report:
-    """Of one target. reasons: reasons why nothing or not everything could be verified, which fail it."""
+    """All results of one target. reasons: why it could not be verified, which fails it."""
 
     target: Target
-    calls: list[CallResult] = field(default_factory=list)
+    calls: list[Result] = field(default_factory=list)
     mutations: list[MutationResult] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        bad = any(call.state in (FAILED, UNEXPECTED) for call in self.calls)
+        bad = any(call.wrong for call in self.calls)
         return not bad and not self.reasons and all(mutation.ok for mutation in self.mutations)
 
 
@@ -96,15 +94,21 @@ def targets(device: torch.device, wanted: str | None = None) -> tuple[list[Targe
             elsewhere[kernel.name] = "is the definition itself"
         else:
             found.append(target)
-    functions = [Target(check.name, check, None, BUILT_IN) for check in CHECKS.values() if check.operation is None]
-    found += [target for target in functions if wanted is None or matches(wanted, target)]
+    others = [Target(check.name, check, None) for check in CHECKS.values() if check.operation is None]
+    others += [Target(SELF_TEST + name, None, None) for name in SELF_TESTS]
+    for target in others:
+        if wanted is None or matches(wanted, target):
+            if reason := not_here(target.self_test, device):
+                elsewhere[target.name] = reason
+            else:
+                found.append(target)
     if not found:
-        names = ", ".join(sorted([*registry.kernels, *(s.name for s in functions)]))
+        names = ", ".join(sorted([*registry.kernels, *(target.name for target in others)]))
         if elsewhere:
             why = "; ".join(f"{name} {reason}" for name, reason in sorted(elsewhere.items()))
             raise InputError(f"nothing that {wanted!r} names can be verified here: {why}")
         raise InputError(f"{wanted!r} names no kernel: expected a part of one of these names, or a pattern: {names}")
-    return sorted(found, key=lambda s: s.name), elsewhere
+    return sorted(found, key=lambda target: target.name), elsewhere
 
 
 def verify(
@@ -116,8 +120,15 @@ def verify(
     mutate: bool = False,
     ledger: Sequence[KnownFailure] = KNOWN_FAILURES,
 ) -> Report:
-    """All calls of one target; with `mutate` also whether each known mistake would have been found by them."""
+    """All calls of one target. mutate: also checks that each known mistake would have been found by them."""
     report, check = Report(target), target.check
+    if target.self_test:
+        found = SELF_TESTS[target.self_test](depth.whole(device, REPEATS), depth.Depth.ALL)
+        report.calls += [_named(result) for result in found]
+        if target.self_test in HARMLESS:
+            report.notes += [line for result in report.calls for line in result.lines]
+            report.calls = [result for result in report.calls if not result.wrong]
+        return report
     if check is None:
         kernel = target.kernel
         report.reasons.append(f"there is no check of the operation {kernel.family}.{kernel.mode}")
@@ -125,11 +136,15 @@ def verify(
     for spec in _specs(target, seed, cases):
         kept: list[tuple[Call, Outputs, Outputs | None, Outputs]] = []
         for call in fitting(target, check.calls(spec), spec):
-            want = check.definition(call.inputs)
-            sizes = check.sizes(call.inputs) if check.sizes and spec.precision == "bfloat16" else None
-            result, got = _judged(target, check, call, spec, want, sizes, device, ledger)
-            report.calls.append(result)
-            if mutate and result.state == PASSED:
+            want, sizes = check.wanted(call.inputs, spec.precision)
+            result, got = checked(
+                call.name,
+                lambda call=call: mapped(check.run(on(call.inputs, device), target.name), lambda t: t.cpu()),
+                lambda got, want=want, sizes=sizes, spec=spec: check.judge(got, want, spec.precision, sizes),
+                dtypes=str(spec),
+            )
+            report.calls.append(_by_ledger(result, target, ledger))
+            if mutate and report.calls[-1].state == PASSED:
                 kept.append((call, want, sizes, got))
         if mutate and kept:
             report.mutations += _mutations(check, kept, spec)
@@ -138,6 +153,13 @@ def verify(
     elif target.kernel is not None and (left := list(not_made(target.kernel, check))):
         report.notes.append(f"not verified in {', '.join(left)}: no such calls are made here")
     return report
+
+
+def _named(result: Result) -> Result:
+    """With its suspect among the lines."""
+    if result.wrong and result.suspect:
+        return replace(result, lines=(*result.lines, f"suspect: {result.suspect}"))
+    return result
 
 
 def _specs(target: Target, seed: int, cases: int) -> Iterator[CallSpec]:
@@ -150,7 +172,7 @@ def _specs(target: Target, seed: int, cases: int) -> Iterator[CallSpec]:
 
 
 def fitting(target: Target, calls: Iterator[Call], spec: CallSpec) -> Iterator[Call]:
-    """Those that the kernel says it takes: selection would give it no others."""
+    """The calls that the kernel says it takes: selection would give it no others."""
     for call in calls:
         if target.kernel is None or not reasons_against(
             target.kernel, signature(**spec.roles), call.traits, current_platform()
@@ -167,40 +189,21 @@ def _nothing_fits(target: Target) -> str:
     return f"no call fits what it takes: {stated or 'no traits'}" + (f"; not made here: {missing}" if missing else "")
 
 
-def _judged(
-    target: Target,
-    check: Check,
-    call: Call,
-    spec: CallSpec,
-    want: Outputs,
-    sizes: Outputs | None,
-    device: torch.device,
-    ledger: Sequence[KnownFailure],
-) -> tuple[CallResult, Outputs]:
-    try:
-        got = mapped(check.run(on(call.inputs, device), target.name), lambda t: t.cpu())
-        verdict = check.judge(got, want, spec.precision, sizes)
-        ok, error, lines = verdict.ok, verdict.error, verdict.lines()
-    except Exception as failure:  # a kernel's own error is what is reported here
-        where = traceback.extract_tb(failure.__traceback__)[-1]
-        first, *more = str(failure).splitlines() or [""]
-        place = f"{where.name}, line {where.lineno} of {where.filename}"
-        lines = [f"{type(failure).__name__}: {first} ({place})", *more[:ERROR_LINES]]
-        got, ok, error = {}, False, inf
+def _by_ledger(result: Result, target: Target, ledger: Sequence[KnownFailure]) -> Result:
+    """The result of a call that the ledger names: a known failure, or a pass that it did not expect."""
     platform = current_platform().kind
-    known = next((entry for entry in ledger if entry.covers(target.name, call.name, platform)), None)
-    if known is not None:
-        state = UNEXPECTED if ok else KNOWN
-        lines = [f"{'it passes now; take it out of the ledger' if ok else 'known'}: {known.reason}"]
-    else:
-        state = PASSED if ok else FAILED
-    return CallResult(call.name, str(spec), state, error, () if state == PASSED else tuple(lines)), got
+    known = next((entry for entry in ledger if entry.covers(target.name, result.call, platform)), None)
+    if known is None:
+        return result
+    if result.state == FAILED:
+        return replace(result, state=KNOWN, lines=(f"known: {known.reason}",))
+    return replace(result, state=UNEXPECTED, lines=(f"it passes now; take it out of the ledger: {known.reason}",))
 
 
 def _mutations(
     check: Check, kept: list[tuple[Call, Outputs, Outputs | None, Outputs]], spec: CallSpec
 ) -> Iterator[MutationResult]:
-    """Each in the calls that the kernel passed, until one shows it: what it would answer, rounded as the kernel's."""
+    """Each mutation in the calls that the kernel passed, until one shows it; its answer is rounded as the kernel's."""
     for mutation in check.mutations:
         shown, largest, caught = False, 0.0, ""
         for call, want, sizes, got in kept:

@@ -88,17 +88,17 @@ def test_all_is_well_beside_vllm_with_a_whole_checkpoint(tiny):
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the processes that load vLLM and torch."""
     monkeypatch.setattr(plugins, "registration", lambda here: [ok("skipped")])
-    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed([ok("skipped", check="device")], None))
+    monkeypatch.setattr(probe, "probe", lambda *_: [ok("skipped", check="device")])
 
 
 def diagnose(here, model=None):
-    return command.diagnose(here, model, max_model_len=4096, tensor_parallel_size=1, max_num_seqs=16)
+    return list(command.diagnose(here, model, max_model_len=4096, tensor_parallel_size=1, max_num_seqs=16))
 
 
 def test_a_damaged_checkpoint_ends_with_one_and_says_what_to_do(tiny, tmp_path, capsys, monkeypatch):
     quick(monkeypatch)
     looked = functools.partial(guarded, "checkpoint", checkpoint)
-    monkeypatch.setattr(probe, "probe", lambda here, model: probe.Probed(looked(model), None))
+    monkeypatch.setattr(probe, "probe", lambda here, model, devices: looked(model))
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for file in tiny.iterdir():
@@ -132,6 +132,26 @@ def test_a_check_that_breaks_does_not_end_the_report(module, name, check, tmp_pa
     assert {"python", "torch", "vllm", "memory", "graphs"} <= set(found)
 
 
+def test_findings_are_printed_as_they_are_made(monkeypatch, capsys):
+    """A card that hangs would otherwise show nothing for a minute."""
+    quick(monkeypatch)
+    printed = []
+
+    def slow(*arguments):
+        printed.append(capsys.readouterr().out)
+        yield ok("skipped", check="device")
+        printed.append(capsys.readouterr().out)
+        yield ok("skipped", check="bandwidth")
+
+    monkeypatch.setattr(probe, "probe", slow)
+    command.run(options())
+    before, device = printed
+    assert "ok              machine: " in before
+    assert "device: skipped" in device
+    assert "vocabulary" not in device
+    assert "memory: " in capsys.readouterr().out
+
+
 def test_a_bare_ascend_machine_is_told_everything_that_is_missing(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/davinci0").touch()
@@ -152,8 +172,12 @@ def test_a_well_set_up_910b_gets_no_complaint(tiny, tmp_path, monkeypatch):
     for name in ("davinci0", *COMMON_DEVICE_FILES):
         write(tmp_path / "dev" / name)
     card = Device("npu", "Ascend910B3", 1, 64 * GIB, 63 * GIB)
-    passed = probe.Probed([ok("skipped", check=name) for name in probe.ALL], card)
-    monkeypatch.setattr(probe, "probe", lambda here, model: passed)
+
+    def passed(here, model, devices):
+        devices.append(card)
+        yield from (ok("skipped", check=name) for name in probe.ALL)
+
+    monkeypatch.setattr(probe, "probe", passed)
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(home), ATB_HOME_PATH=str(atb))
     found = diagnose(here, tiny)
     assert [finding for finding in found if finding.state != "ok"] == []

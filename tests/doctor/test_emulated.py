@@ -10,8 +10,8 @@ from ascend_emulator.launch import Machine
 
 from emulator.tests.machine import emulate
 from npu_gptoss.doctor.checks import SELF_TESTS
-from npu_gptoss.selftest.record import FILE
 from npu_gptoss.tiny.checkpoint import tiny_config, write_tiny
+from npu_gptoss.verify.self_test.record import FILE
 from tests.markdown import ROOT
 
 pytestmark = pytest.mark.emulated

@@ -58,8 +58,19 @@ def test_the_report_in_words_has_every_sentence_remedy_and_reason():
         assert finding.remedy in flat
     assert "why" in flat
     assert "kernels moe.route: small_ops" in flat
-    assert flat.endswith("2 ok, 1 warning, 1 failure, 1 not applicable")
+    assert flat.endswith("2 ok, 1 warning, 1 failure, 1 not applicable Not ready. Repair first: cann.")
     assert max(map(len, text.splitlines())) <= 112
+
+
+def test_brief_report_has_warnings_failures_and_the_verdict_only():
+    text = in_words(FINDINGS, GROUPS, brief=True)
+    assert "ok  " not in text
+    assert "not applicable  " not in text
+    assert ("vLLM is odd." in text, "→ Install a newer one." in text) == (True, True)
+    assert text.splitlines()[-2:] == ["2 ok, 1 warning, 1 failure, 1 not applicable", "Not ready. Repair first: cann."]
+    well = in_words([FINDINGS[0]], GROUPS, brief=True)
+    assert well.splitlines() == ["", "1 ok, 0 warnings, 0 failures, 0 not applicable", "All is well."]
+    assert in_words(FINDINGS[:2], GROUPS).endswith("Ready, with warnings: vllm.")
 
 
 def test_a_trouble_without_a_remedy_cannot_be_reported():

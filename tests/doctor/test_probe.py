@@ -1,8 +1,7 @@
-"""What needs torch runs in a process of its own: that it fails, crashes or hangs is told, with what it was at."""
+"""A failed import, a crash and a hang of the child become findings that name the check that ran."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from npu_gptoss.doctor import probe
-from npu_gptoss.doctor.findings import ok
+from npu_gptoss.doctor.findings import Finding, ok
 from npu_gptoss.doctor.machine import GIB, Device
 from npu_gptoss.serving.ascend import limits
 from tests.doctor.machines import machine, only, write
@@ -25,49 +24,48 @@ from tests.markdown import ROOT
 def with_torch(tmp_path: Path):
     """Runs the real child beside a torch that is made of the given code."""
 
-    def run(code: str) -> probe.Probed:
+    def run(code: str) -> list[Finding]:
         write(tmp_path / "modules/torch.py", code)
         paths = os.pathsep.join((str(tmp_path / "modules"), str(ROOT)))
-        return probe.probe(machine(tmp_path, PYTHONPATH=paths, PATH=os.environ["PATH"]), None)
+        return list(probe.probe(machine(tmp_path, PYTHONPATH=paths, PATH=os.environ["PATH"]), None, []))
 
     return run
 
 
-def states(probed: probe.Probed) -> dict[str, str]:
-    return {finding.check: finding.state for finding in probed.findings}
+def states(found: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.state for finding in found}
 
 
-def test_a_torch_that_does_not_import_is_told_with_its_words(with_torch):
+def test_torch_that_does_not_import_is_reported_with_its_error(with_torch):
     probed = with_torch('raise ImportError("libhccl.so: cannot open shared object file")')
-    only(probed.findings[:1], "failed", "torch cannot be imported: libhccl.so", "set_env.sh")
+    only(probed[:1], "failed", "torch cannot be imported: libhccl.so", "set_env.sh")
     assert states(probed) == {**dict.fromkeys(probe.ALL, "not applicable"), "torch-works": "failed"}
-    assert probed.device is None
 
 
-def test_a_crash_and_a_hang_are_told(with_torch, monkeypatch):
+def test_crash_and_hang_are_reported(with_torch, monkeypatch):
     probed = with_torch('import os, sys; print("double free", file=sys.stderr, flush=True); os.abort()')
-    only(probed.findings[:1], "failed", "was ended by SIGABRT: double free", "do not fit together")
+    only(probed[:1], "failed", "was ended by SIGABRT: double free", "do not fit together")
     assert states(probed)["device"] == "not applicable"
     monkeypatch.setattr(probe, "LIMIT", 1)
-    only(with_torch("import time; time.sleep(60)").findings[:1], "failed", "did not end within 1 s")
+    only(with_torch("import time; time.sleep(60)")[:1], "failed", "did not end within 1 s")
 
 
 def test_without_torch_nothing_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe.subprocess, "run", None)
-    probed = probe.probe(machine(tmp_path, {}), None)
+    monkeypatch.setattr(probe.subprocess, "Popen", None)
+    probed = list(probe.probe(machine(tmp_path, {}), None, []))
     assert states(probed) == dict.fromkeys(probe.ALL, "not applicable")
 
 
-def test_what_was_found_before_a_crash_is_kept_and_the_check_that_crashed_is_named():
+def test_findings_before_a_crash_are_kept_and_the_crashed_check_is_named():
     device = {"kind": "npu", "name": "Ascend910B3", "count": 1, "total": 64, "free": 60, "emulated": False}
     finding = asdict(ok("x", check="torch-works"))
     lines = [{"begin": "torch-works"}, {"finding": finding}, {"device": device}, {"begin": "self-test-sink"}]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"findi'
-    probed = probe.read(text, probe._ending(-11), "")
-    assert probed.findings[0] == ok("x", check="torch-works")
-    only(probed.findings[1:2], "failed", "The process that checks this was ended by SIGSEGV.")
-    assert probed.findings[1].check == "self-test-sink"
-    assert probed.device == Device(**device)
+    devices: list[Device] = []
+    probed = list(probe.findings_of([*lines, probe.End(probe._ending(-11))], devices))
+    assert probed[0] == ok("x", check="torch-works")
+    only(probed[1:2], "failed", "The process of this check was ended by SIGSEGV.")
+    assert probed[1].check == "self-test-sink"
+    assert devices == [Device(**device)]
     assert set(states(probed)) == set(probe.ALL)
 
 
@@ -78,7 +76,7 @@ def test_a_device_that_is_not_there_is_a_failure(monkeypatch):
     assert seen == []
 
 
-def test_the_cpu_is_told_with_its_memory():
+def test_cpu_is_reported_with_its_memory():
     seen: list[Device] = []
     only(probe.device("cpu", False, seen), "ok", "core(s)", "RAM available")
     assert 0 < seen[0].free <= seen[0].total
@@ -118,7 +116,7 @@ def test_an_operator_without_sinks_is_a_failure(monkeypatch, objection, state, p
         (0, (), "ok", "can wait"),  # torch-npu 2.7.1 has events of another kind
     ],
 )
-def test_graphs_whose_calls_would_not_wait_for_their_lengths_are_told(monkeypatch, line, names, state, phrase):
+def test_graphs_whose_calls_would_not_wait_for_lengths_are_a_warning(monkeypatch, line, names, state, phrase):
     monkeypatch.setattr(limits.lines, "ascend_line", lambda: limits.lines.ASCEND_LINES[line])
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.10.0.post4"))
     monkeypatch.setattr(limits.ctypes, "CDLL", lambda name: SimpleNamespace(**dict.fromkeys(names)))
@@ -133,7 +131,7 @@ def test_graphs_whose_calls_would_not_wait_for_their_lengths_are_told(monkeypatc
         ("raise ValueError('x')", "This check itself broke"),
     ],
 )
-def test_a_self_test_of_its_own_process_takes_nothing_else_along(body, phrase, tmp_path, monkeypatch):
+def test_self_test_in_its_own_process_ends_no_other_check(body, phrase, tmp_path, monkeypatch):
     """A replay that waits for ever must not end the tests after it."""
     write(tmp_path / "torch.py", f"import os\n{body}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))

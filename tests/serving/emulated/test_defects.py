@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gptoss.selftest.record import FILE
+from npu_gptoss.verify.self_test.record import FILE
 from tests.serving.emulated.rounds import FULL, THREE_IN_A_BUCKET_OF_FOUR, right, turn
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.emulated
 PACKAGE = Path(__file__).resolve().parents[3] / "npu_gptoss"
 SOURCES = [
     *(PACKAGE / name for name in ("attention/ascend.py", "moe/ascend.py", "moe/expert_format.py")),
-    *sorted([*PACKAGE.glob("selftest/*.py"), *PACKAGE.glob("serving/ascend/*.py")]),
+    *sorted([*PACKAGE.glob("verify/self_test/*.py"), *PACKAGE.glob("serving/ascend/*.py")]),
 ]
 FIRST, SECOND = "2.7.1", "2.7.1.post2"
 ATB = "_npu_reshape_and_cache"

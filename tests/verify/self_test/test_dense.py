@@ -1,6 +1,8 @@
-"""Right projections and norms pass; few rows, an Inf that spreads and rows that are written too early are seen."""
+"""Right projections and norms pass; lost columns, an Inf that spreads and rows written too early fail."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,26 +10,26 @@ from ascend_emulator.ops import OPS
 
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
-from npu_gptoss.selftest import dense
-from npu_gptoss.selftest.experts import Sizes
-from npu_gptoss.selftest.outcome import LIMIT
 from npu_gptoss.serving.ascend import start_check
+from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.self_test import dense
 from tests import ascend_ops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-SHAPES = dense.shapes(hidden=96, heads=8, kv_heads=2, head_dim=64, experts=8)
+RANK = Rank(CPU, BF16, 2, hidden=96, inner=64, experts=8, held=(0, 8), heads=8, kv_heads=2)
+SHAPES = dense.shapes(RANK)
 
 
 def products(repeats=2):
-    return [*dense.projections(dense.CASES, SHAPES, CPU, BF16, repeats)]
+    return [*dense.projections(dense.CASES, replace(RANK, repeats=repeats))]
 
 
 def normed(width=96, repeats=2):
-    return [*dense.norms(dense.NORM_ROWS[False], width, CPU, BF16, repeats)]
+    return [*dense.norms(dense.NORM_ROWS[Depth.SECONDS], width, replace(RANK, repeats=repeats))]
 
 
 def wrong(found):
-    return [outcome.what for outcome in found if outcome.problem]
+    return [result.call for result in found if result.wrong]
 
 
 @pytest.fixture
@@ -51,14 +53,18 @@ def test_right_kernels_pass_with_room_to_spare(platform):
     with platform():
         found = [*products(), *normed(), *normed(2880)]
     assert wrong(found) == []
-    assert max(outcome.deviation for outcome in found) < LIMIT / 2
+    assert max(result.error for result in found) < 0.5
 
 
-def test_the_shapes_are_those_of_the_rank():
-    assert dense.shapes(2880, 16, 2, 64, 32) == {"qkv_proj": (2880, 1280), "o_proj": (1024, 2880), "router": (2880, 32)}
+def test_shapes_are_those_of_the_rank():
+    assert dense.shapes(Rank(CPU, heads=16, kv_heads=2)) == {
+        "qkv_proj": (2880, 1280),
+        "o_proj": (1024, 2880),
+        "router": (2880, 32),
+    }
 
 
-def test_few_rows_that_lose_columns_are_seen(spoil):
+def test_few_rows_that_lose_columns_fail(spoil):
     def loses_columns(out, x):
         if len(x) < 64:
             out[:, -1:] = 0
@@ -69,7 +75,7 @@ def test_few_rows_that_lose_columns_are_seen(spoil):
         assert {what.partition(",")[0].rpartition("[")[2] for what in wrong(products())} == {"1", "16", "63"}
 
 
-def test_an_inf_that_reaches_another_row_is_seen_and_its_own_row_is_not_judged(spoil):
+def test_inf_that_reaches_another_row_fails_and_its_own_row_does_not(spoil):
     def spreads(out, x):
         infinite = x.isinf().any(1)
         out[infinite] = float("nan")
@@ -93,7 +99,7 @@ def test_an_inf_that_reaches_another_row_is_seen_and_its_own_row_is_not_judged(s
         ]
 
 
-def test_products_that_change_from_call_to_call_are_seen(spoil):
+def test_products_that_change_between_calls_fail(spoil):
     calls = [0]
 
     def other_bits(out, x):
@@ -106,25 +112,24 @@ def test_products_that_change_from_call_to_call_are_seen(spoil):
         assert len(wrong(products(repeats=2))) == len(SHAPES) * len(dense.CASES)
 
 
-def test_a_norm_that_is_written_too_early_is_seen_where_rows_are_merged():
+def test_norm_written_too_early_fails_where_rows_are_merged():
     with ascend_ops.ascend(defects=frozenset({"narrow-norm"})):
         assert wrong(normed()) == [f"add_rms_norm [{rows}, 96]" for rows in (40, 41, 257)]
         assert wrong(normed(2880)) == []
         assert "cf84e2226" in normed()[2].suspect
 
 
-def test_a_sum_that_is_lost_is_seen(monkeypatch):
+def test_lost_sum_of_the_residual_fails(monkeypatch):
     right = OPS["npu::npu_add_rms_norm"]
     monkeypatch.setitem(OPS, "npu::npu_add_rms_norm", lambda x, residual, *rest: (*right(x, residual, *rest)[:2], x))
     with ascend_ops.ascend():
         assert {what.partition(" ")[0] for what in wrong(normed())} == {"add_rms_norm"}
 
 
-def test_a_wrong_product_ends_the_start_without_a_way_out_that_does_not_exist(spoil):
-    sizes = Sizes(96, 64, 8, (0, 8))
+def test_wrong_product_ends_the_start_and_names_no_other_kernel(spoil):
     spoil(lambda out, x: out * (1.1 if len(x) == 16 else 1))
     start_check.around.cache_clear()
     with ascend_ops.ascend(), pytest.raises(InputError, match="projections or norms compute wrong") as caught:
-        start_check.around(sizes, 8, 2, BF16, CPU)
+        start_check.around(RANK)
     assert "NPU_GPTOSS_KERNEL" not in str(caught.value)
     assert "[16, 96]" in str(caught.value)

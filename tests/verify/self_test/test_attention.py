@@ -1,4 +1,4 @@
-"""Each known defect of CANN's attention is seen by the call that is there for it, and right kernels pass them all."""
+"""Each known defect of CANN's attention fails its own call, and right kernels pass all calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from npu_gptoss.attention import ascend
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
-from npu_gptoss.selftest.attention import CASES, LIMIT, outcomes
 from npu_gptoss.serving.ascend import start_check
+from npu_gptoss.verify.depth import Rank
+from npu_gptoss.verify.self_test.attention import CASES, results_of
 from tests import ascend_ops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -17,13 +18,16 @@ QUICK = [case for case in CASES if sum(case.rows) < 700]
 
 
 def wrong(case, heads=8, kv_heads=1):
-    found = outcomes(case, CPU, heads=heads, kv_heads=kv_heads, dtype=BF16, repeats=2)
-    return [outcome for outcome in found if outcome.problem]
+    return [result for result in found(case, heads, kv_heads) if result.wrong]
+
+
+def found(case, heads=8, kv_heads=1):
+    return list(results_of(case, Rank(CPU, BF16, 2, heads=heads, kv_heads=kv_heads)))
 
 
 @pytest.fixture
 def start():
-    """The start check on fresh ground; the way round is taken back afterwards."""
+    """The start check without its cache; its workaround is undone afterwards."""
     start_check.attention.cache_clear()
     yield lambda: start_check.attention(16, 2, BF16, CPU)
     start_check.attention.cache_clear()
@@ -33,7 +37,7 @@ def start():
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_right_kernels_pass_with_room_to_spare(case):
     with platform_override("cpu"):
-        assert max(o.deviation for o in outcomes(case, CPU, heads=8, kv_heads=1, dtype=BF16, repeats=2)) < LIMIT / 2
+        assert max(result.error for result in found(case)) < 0.5
         assert wrong(case) == []
 
 
@@ -53,18 +57,18 @@ def test_right_kernels_pass_the_long_calls(case):
         ("window-race", "8.5", {"windows at tile borders", "a chunk beside decodes", "rows behind the last request"}),
     ],
 )
-def test_each_defect_is_seen_by_its_call_and_by_no_other(defect, cann, seen_by):
-    """Merged heads have a pattern, or the log would name them as the defect where another is, and go round it."""
+def test_each_defect_fails_its_own_calls_only(defect, cann, seen_by):
+    """Only merged heads have their pattern, or a server would work around another defect as if it were this one."""
     with ascend_ops.ascend(cann, defects=frozenset({defect})):
-        found = {
-            (case.name, outcome.merged_heads)
+        failed = {
+            (case.name, result.merged_heads)
             for groups in (1, 2)
             for case in QUICK
-            for outcome in wrong(case, heads=8 * groups, kv_heads=groups)
+            for result in wrong(case, heads=8 * groups, kv_heads=groups)
         }
-    assert {name for name, _ in found} == seen_by
+    assert {name for name, _ in failed} == seen_by
     if defect != "window-race":
-        assert {merged_heads for _, merged_heads in found} == {defect == "merged-heads"}
+        assert {merged_heads for _, merged_heads in failed} == {defect == "merged-heads"}
 
 
 @pytest.mark.parametrize("cann", ["8.3.rc1", "8.5", "9.0", "9.1"])
@@ -73,25 +77,25 @@ def test_right_operators_pass(cann):
         assert [case.name for case in QUICK if wrong(case)] == []
 
 
-def test_rows_behind_the_last_request_that_are_written_are_seen(monkeypatch):
+def test_written_rows_after_the_last_request_fail(monkeypatch):
     from npu_gptoss import attention
 
     monkeypatch.setattr(attention, "zero_tail", lambda out, tokens: out)
     (case,) = [case for case in CASES if case.padding]
     with ascend_ops.ascend():
-        assert [outcome.problem for outcome in wrong(case)] == [
-            "rows behind the last request came out other than zero"
-        ] * 2
+        words = [result.lines for result in wrong(case)]
+    assert len(words) == 2
+    assert all("padding[" in str(lines) for lines in words), words
 
 
-def test_a_right_card_starts_without_a_word(start, caplog):
+def test_right_card_starts_without_a_log_line(start, caplog):
     with ascend_ops.ascend():
         start()
     assert not ascend.heads_kept_apart()
     assert caplog.records == []
 
 
-def test_merged_heads_are_gone_round_and_named_once(start, caplog):
+def test_merged_heads_are_worked_around_and_named_once(start, caplog):
     with ascend_ops.ascend(defects=frozenset({"merged-heads"})):
         start()
         start()
@@ -101,7 +105,7 @@ def test_merged_heads_are_gone_round_and_named_once(start, caplog):
 
 
 @pytest.mark.parametrize(("defect", "cann"), [("sink-per-part", "8.5"), ("window-race", "8.3.rc1")])
-def test_what_has_no_way_round_is_refused_and_the_way_out_is_named(start, defect, cann):
+def test_defect_without_a_workaround_ends_the_start_and_names_small_ops(start, defect, cann):
     with (
         ascend_ops.ascend(cann, defects=frozenset({defect})),
         pytest.raises(InputError, match="NPU_GPTOSS_KERNEL_ATTENTION_PAGED=small_ops"),
@@ -110,7 +114,7 @@ def test_what_has_no_way_round_is_refused_and_the_way_out_is_named(start, defect
     assert not ascend.heads_kept_apart()
 
 
-def test_the_way_out_starts(start, monkeypatch):
+def test_small_ops_starts_on_a_defective_card(start, monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "small_ops")
     with ascend_ops.ascend(defects=frozenset({"window-race"})):
         start()
@@ -125,10 +129,10 @@ def test_the_way_out_starts(start, monkeypatch):
         ((1, 3), (40, 600), None, 0),  # nothing is merged
     ],
 )
-def test_two_rows_are_added_only_where_heads_would_be_merged_over_tiles(start, rows, lengths, window, extra):
+def test_two_rows_are_added_only_where_heads_are_merged_over_tiles(start, rows, lengths, window, extra):
     from dataclasses import replace
 
-    from npu_gptoss.selftest.attention import make_case
+    from npu_gptoss.verify.self_test.attention import make_case
 
     ascend.keep_heads_apart()
     step = make_case(replace(CASES[0], rows=rows, lengths=lengths), 8, 1, BF16)

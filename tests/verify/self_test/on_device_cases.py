@@ -1,4 +1,4 @@
-"""Self-tests that need graphs and formats see each mistake; a right card passes in tests/doctor/test_emulated.py."""
+"""Mistakes in graphs and formats fail their self-tests; a right card passes in tests/doctor/test_emulated.py."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ import torch_npu
 from ascend_emulator import context
 
 from npu_gptoss.graphs.recorder import Recorded
-from npu_gptoss.selftest import dense, experts, formats, graph
+from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.self_test import dense, experts, formats, graph
 
 NPU, BF16 = torch.device("npu"), torch.bfloat16
-SIZES = experts.Sizes(hidden=96, inner=64, experts=8, held=(0, 8))
+RANK = Rank(NPU, BF16, 2, hidden=96, inner=64, experts=8, held=(0, 8), heads=8, kv_heads=2)
 
 
 def wrong(found) -> list[str]:
-    return [f"{outcome.what}: {outcome.problem}" for outcome in found if outcome.problem]
+    return [f"{result.call}: {result.lines[0]}" for result in found if result.wrong]
 
 
 def case_few_rows_that_lose_columns_are_seen() -> None:
     context.set_default(replace(context.current(), defects=frozenset({"few-rows"})))
-    found = wrong(dense.projections(dense.CASES, dense.shapes(96, 8, 2, 64, 8), NPU, BF16, 2))
+    found = wrong(dense.projections(dense.CASES, RANK))
     assert {what.partition(",")[0].rpartition("[")[2] for what in found} == {"1", "16", "63"}
 
 
 def replayed(change) -> list[str]:
-    """What the graph's test says if `change` (number of the replay, result) stands between replay and caller."""
+    """The results of the graph's test if `change` (number of the replay, result) stands between replay and caller."""
     right, number = Recorded.replay, iter(range(1000))
     with mock.patch.object(Recorded, "replay", lambda self: change(next(number), self, right)):
-        return wrong(graph.outcomes(SIZES, NPU, BF16))
+        return wrong(graph.results(RANK, Depth.SECONDS))
 
 
 def case_a_replay_that_is_lost_is_seen() -> None:
@@ -45,8 +46,8 @@ def case_the_last_replay_gives_the_first_one_s_bits() -> None:
 
 def case_a_weight_that_stays_in_nd_is_seen() -> None:
     with mock.patch.object(torch_npu, "npu_format_cast", lambda weight, _: weight.clone()):
-        assert "has format 2" in str(wrong(formats.linear(SIZES, NPU, BF16)))
-        assert "keeps experts' weights" in str(wrong(formats.experts(SIZES, NPU, BF16)))
+        assert "has format 2" in str(wrong(formats.linear(RANK)))
+        assert "keeps experts' weights" in str(wrong(formats.experts(RANK)))
 
 
 def case_a_grouped_matmul_that_is_wrong_in_fractal_nz_is_seen() -> None:
@@ -59,8 +60,8 @@ def case_a_grouped_matmul_that_is_wrong_in_fractal_nz_is_seen() -> None:
         return out
 
     with mock.patch.object(torch_npu, "npu_grouped_matmul", grouped_matmul):
-        assert wrong(experts.outcomes([experts.CASES[0]], replace(SIZES, hidden=100), NPU, BF16, 1)) == [], "ND"
-        found = [*formats.experts(SIZES, NPU, BF16)]
+        assert wrong(experts.results_of([experts.CASES[0]], replace(RANK, hidden=100, repeats=1))) == [], "ND"
+        found = [*formats.experts(RANK)]
         assert found
         assert len(wrong(found)) == len(found)
 
@@ -74,11 +75,11 @@ def case_a_product_by_the_kernel_of_the_other_format_is_seen() -> None:
         return right(x, weight, *rest) * (2 if x.is_npu and formats_seen[0] != formats_seen[-1] else 1)
 
     with mock.patch.object(torch.nn.functional, "linear", linear):
-        assert len(wrong(formats.linear(SIZES, NPU, BF16))) == 2
+        assert len(wrong(formats.linear(RANK))) == 2
 
 
 def case_the_card_decides_how_experts_lie() -> None:
-    """The real clock and torch-npu's own formats; what is faster is nothing that an emulated card can tell."""
+    """The real clock and torch-npu's own formats; an emulated card cannot tell which is faster."""
     from npu_gptoss.moe import expert_format
 
     weight = torch.randn(4, 64, 96).to(torch.bfloat16).to("npu")

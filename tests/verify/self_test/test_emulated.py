@@ -1,4 +1,4 @@
-"""Formats, graphs and torch's own operators on the emulated device (on_device_cases.py)."""
+"""Self-tests of formats, graphs and torch's own operators on the emulated device (on_device_cases.py)."""
 
 from __future__ import annotations
 

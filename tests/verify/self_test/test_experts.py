@@ -1,4 +1,4 @@
-"""Right kernels pass, and what goes wrong at an edge is seen by the case that stands there."""
+"""Right kernels pass, and an operator that is wrong at an edge fails the case of that edge."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.moe import ascend as ascend_experts
 from npu_gptoss.moe import expert_mlp, prepare_experts
-from npu_gptoss.selftest.experts import CASES, GATES, Layer, Sizes, gates, group_lists, outcomes
-from npu_gptoss.selftest.outcome import LIMIT
 from npu_gptoss.serving.ascend import start_check
+from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.self_test.experts import CASES, Layer, group_lists, results_of, routing
 from tests import ascend_ops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-WHOLE = Sizes(hidden=96, inner=64, experts=8, held=(0, 8))
+WHOLE = Rank(CPU, BF16, 1, hidden=96, inner=64, experts=8, held=(0, 8))
 PART = replace(WHOLE, held=(2, 4))
 ROUTING, MATMUL, UNPERMUTE, SWIGLU = (
     f"npu::npu_{name}" for name in ("moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute", "swiglu")
@@ -28,10 +28,13 @@ ROUTING, MATMUL, UNPERMUTE, SWIGLU = (
 def seen(cases=CASES, repeats=1, dtype=BF16):
     """(case, tokens) of each wrong result, on a rank with all experts and on one with two of them."""
     found = [
-        *outcomes([case for case in cases if not case.of_part], WHOLE, CPU, dtype, repeats),
-        *outcomes([case for case in cases if case.of_part], PART, CPU, dtype, repeats),
+        result
+        for part, rank in ((False, WHOLE), (True, PART))
+        for result in results_of(
+            [case for case in cases if case.of_part is part], replace(rank, dtype=dtype, repeats=repeats)
+        )
     ]
-    return {outcome.what.removeprefix("experts, ") for outcome in found if outcome.problem}
+    return {result.call.removeprefix("experts, ") for result in found if result.wrong}
 
 
 def named(*names):
@@ -53,38 +56,39 @@ def spoil(monkeypatch):
 def test_right_operators_pass_with_room_to_spare(cann):
     with ascend_ops.ascend(cann):
         for sizes, part in ((WHOLE, False), (PART, True)):
-            found = [*outcomes([case for case in CASES if case.of_part is part], sizes, CPU, BF16, 2)]
-            assert [outcome for outcome in found if outcome.problem or outcome.deviation > LIMIT / 2] == []
-        assert [found for found in (*gates(GATES, CPU, BF16), *group_lists(WHOLE, CPU, BF16)) if found.problem] == []
+            found = results_of([case for case in CASES if case.of_part is part], replace(sizes, repeats=2))
+            assert [result for result in found if result.wrong or result.error > 0.5] == []
+        assert [found for found in (*routing(WHOLE, Depth.SECONDS), *group_lists(WHOLE)) if found.wrong] == []
 
 
 def test_right_kernels_of_a_cpu_pass_in_both_dtypes():
     with platform_override("cpu", frozenset()):
         for dtype in (BF16, torch.float32):
-            assert seen([case for case in CASES if case.at_start], dtype=dtype) == set()
-            assert [found for found in gates(GATES, CPU, dtype) if found.problem] == []
+            assert seen([case for case in CASES if case.depth == Depth.START], dtype=dtype) == set()
+            found = routing(replace(WHOLE, dtype=dtype), Depth.SECONDS)
+            assert [result for result in found if result.wrong] == []
 
 
 @pytest.mark.parametrize("sizes", [WHOLE, PART])
-def test_what_is_wanted_is_the_definition(sizes):
+def test_expected_results_are_those_of_the_definition(sizes):
     """Rolled columns and one product must be the same function as `reference` with this rank's weights."""
     generator = torch.Generator().manual_seed(0)
-    layer = Layer.random(sizes, 1.0, torch.float32)
+    layer = Layer.random(replace(sizes, dtype=torch.float32))
     hidden = torch.randn(9, sizes.hidden, generator=generator)
     ids = torch.rand(9, sizes.experts, generator=generator).topk(4).indices
     weights = torch.rand(9, 4, generator=generator).softmax(-1)
     with platform_override("cpu"):
-        definition = expert_mlp(hidden, prepare_experts(layer.weights(CPU), kernel="reference"), weights, ids)
+        definition = expert_mlp(hidden, prepare_experts(layer.weights(), kernel="reference"), weights, ids)
     assert torch.allclose(layer.want(hidden, weights, ids), definition, atol=1e-5)
 
 
-def test_counts_of_the_call_before_are_seen_by_a_rank_with_a_part_only():
+def test_stale_counts_fail_a_rank_with_a_part_only():
     with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
         assert seen(named("few tokens")) == set()
         assert seen(named("a part of the experts")) == {"a part of the experts, 17 tokens"}
 
 
-def test_results_that_nobody_wrote_are_seen(monkeypatch):
+def test_results_that_are_not_written_fail(monkeypatch):
     monkeypatch.setattr(ascend_experts, "finite_first_rows", lambda rows: None)
     with ascend_ops.ascend():
         assert seen(named("tokens of other ranks only")) == {
@@ -93,7 +97,7 @@ def test_results_that_nobody_wrote_are_seen(monkeypatch):
         }
 
 
-def test_an_empty_group_that_takes_the_next_one_s_weight_is_seen(spoil):
+def test_empty_group_that_takes_the_next_weight_fails(spoil):
     right = OPS[MATMUL]
 
     def skips_empty_groups(results, args, kwargs):
@@ -111,7 +115,7 @@ def test_an_empty_group_that_takes_the_next_one_s_weight_is_seen(spoil):
         }
 
 
-def test_a_group_that_is_cut_at_a_tile_is_seen(spoil):
+def test_group_cut_at_a_tile_fails(spoil):
     def loses_row_128(results, args, kwargs):
         if int(kwargs["group_list"].max()) > 128:
             results[0][128] = 0
@@ -122,7 +126,7 @@ def test_a_group_that_is_cut_at_a_tile_is_seen(spoil):
         assert seen(named("edges of a tile")) == {"edges of a tile, 129 tokens"}
 
 
-def test_a_sort_that_breaks_above_one_core_is_seen(spoil):
+def test_sort_that_breaks_above_one_core_fails(spoil):
     def swaps_the_last(results, args, kwargs):
         rows, places, *rest = results
         if len(places) > 6080:
@@ -136,7 +140,7 @@ def test_a_sort_that_breaks_above_one_core_is_seen(spoil):
         }
 
 
-def test_a_sum_that_loses_its_last_token_is_seen(spoil):
+def test_sum_that_loses_its_last_token_fails(spoil):
     def loses_the_last(out, args, kwargs):
         if len(out) >= 4096:
             out[-1] = 0
@@ -150,7 +154,7 @@ def test_a_sum_that_loses_its_last_token_is_seen(spoil):
         assert seen(named("sort backwards")) == {"sort backwards, 16384 tokens"}
 
 
-def test_the_last_columns_of_an_activation_are_seen_at_the_width_at_which_they_are_lost(spoil):
+def test_lost_columns_of_an_activation_fail_at_their_width(spoil):
     def loses_columns(out, args, kwargs):
         if out.shape[1] == 1440:
             out[:, -8:] = 0
@@ -163,7 +167,7 @@ def test_the_last_columns_of_an_activation_are_seen_at_the_width_at_which_they_a
         }
 
 
-def test_results_that_change_from_call_to_call_are_seen(spoil):
+def test_results_that_change_between_calls_fail(spoil):
     calls = [0]
 
     def another_bit(out, args, kwargs):
@@ -176,17 +180,18 @@ def test_results_that_change_from_call_to_call_are_seen(spoil):
         assert seen(named("every second expert"), repeats=2) == {"every second expert, 17 tokens"}
 
 
-def test_an_operator_that_refuses_is_an_outcome_in_its_words(spoil):
+def test_refusal_of_an_operator_is_a_result_with_its_words(spoil):
     def refuses(out, args, kwargs):
         raise RuntimeError("call aclnnGroupedMatmulV5 failed,\n error code is 561002")
 
     spoil(MATMUL, refuses)
     with ascend_ops.ascend():
-        (outcome,) = outcomes(named("every second expert"), WHOLE, CPU, BF16, 1)
-    assert "failed, error code is 561002" in outcome.sentence()
+        (result,) = results_of(named("every second expert"), WHOLE)
+    assert "RuntimeError: call aclnnGroupedMatmulV5 failed" in result.sentence()
+    assert "error code is 561002" in result.lines[1]
 
 
-def test_ends_that_are_taken_for_counts_are_seen(spoil):
+def test_ends_taken_for_counts_fail(spoil):
     right = OPS[MATMUL]
 
     def ignores_the_kind(results, args, kwargs):
@@ -197,27 +202,28 @@ def test_ends_that_are_taken_for_counts_are_seen(spoil):
 
     spoil(MATMUL, ignores_the_kind)
     with ascend_ops.ascend():
-        assert [found.problem for found in group_lists(WHOLE, CPU, BF16)] == ["ends gave other bits than counts"]
+        assert [found.lines for found in group_lists(WHOLE)] == [("ends gave other bits than counts",)]
 
 
 @pytest.mark.parametrize(
     ("wrong", "phrase"),
     [
-        (lambda weights, ids: (weights, ids.flip(1)), "not those of the largest logits"),
-        (lambda weights, ids: (weights, ids[:, :1].expand_as(ids)), "not those of the largest logits"),
-        (lambda weights, ids: (weights, ids - 1), "not those of the largest logits"),
+        (lambda weights, ids: (weights, ids.flip(1)), "logits["),
+        (lambda weights, ids: (weights, ids[:, :1].expand_as(ids)), "logits["),
+        (lambda weights, ids: (weights, ids - 1), "logits["),
         (lambda weights, ids: (weights * 0.99, ids), "from the definition"),
         (lambda weights, ids: (weights.fill_(float("nan")), ids), "NaN or Inf"),
     ],
 )
-def test_a_wrong_choice_and_wrong_weights_are_seen(wrong, phrase, monkeypatch):
-    from npu_gptoss.selftest import experts
+def test_wrong_choice_and_wrong_weights_of_experts_fail(wrong, phrase, monkeypatch):
+    from npu_gptoss.verify.self_test import experts
 
     right = experts.route
     monkeypatch.setattr(experts, "route", lambda logits, k: wrong(*right(logits, k)))
     with platform_override("cpu", frozenset()):
-        found = [outcome.problem for outcome in gates(GATES, CPU, BF16)]
-    assert all(phrase in problem for problem in found), found
+        found = [str(result.lines) for result in routing(WHOLE, Depth.SECONDS)]
+    assert len(found) == 4
+    assert all(phrase in words for words in found), found
 
 
 # --- at a server's start
@@ -226,31 +232,31 @@ def test_a_wrong_choice_and_wrong_weights_are_seen(wrong, phrase, monkeypatch):
 @pytest.fixture
 def start():
     start_check.routed.cache_clear()
-    yield lambda sizes: start_check.routed(sizes, BF16, CPU)
+    yield start_check.routed
     start_check.routed.cache_clear()
 
 
-def test_a_right_card_starts_without_a_word(start, caplog):
+def test_right_card_starts_without_a_log_line(start, caplog):
     with ascend_ops.ascend():
         start(WHOLE)
         start(PART)
     assert caplog.records == []
 
 
-def test_counts_of_the_call_before_end_the_start_of_a_rank_with_a_part_and_of_no_other(start):
+def test_stale_counts_end_the_start_of_a_rank_with_a_part_only(start):
     with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
         start(WHOLE)
         with pytest.raises(InputError, match=r"87b1db69e.*NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"):
             start(PART)
 
 
-def test_the_way_out_starts(start, monkeypatch):
+def test_small_ops_starts_on_a_defective_card(start, monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
     with ascend_ops.ascend(defects=frozenset({"stale-counts"})):
         start(PART)
 
 
-def test_wrong_routing_ends_the_start_and_names_its_own_way_out(start, spoil):
+def test_wrong_routing_ends_the_start_and_names_small_ops(start, spoil):
     spoil("npu::npu_moe_gating_top_k_softmax", lambda out, args, kwargs: (out[0], out[1].flip(-1), out[2]))
     with (
         ascend_ops.ascend(),

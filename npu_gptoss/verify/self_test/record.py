@@ -1,7 +1,7 @@
-"""What was seen of a CANN on this machine: remembered by its version, because the next one has other kernels.
+"""Stores self-test results for each CANN release on this machine, so that a server can report them at its start.
 
-The doctor writes it when its self-tests have run, a server when it had to go round a defect. Nothing is left out of a
-later test because of it: it only tells for which CANN nobody has looked yet.
+The doctor writes them after its self-tests, a server when it works around a defect. They leave out no later test: they
+only show which CANN was never tested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE = "self-tests.json"
 
 
 def stack(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str:
-    """In words what results hold for: CANN, driver, torch-npu and this package."""
+    """The stack that results hold for, in words: CANN, driver, torch-npu and this package."""
     toolkit, _ = cann.find_toolkit(environ, root)
     found = cann.toolkit_version(toolkit) if toolkit else ""
     try:
@@ -37,8 +37,8 @@ def stack(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> st
 
 @dataclass(frozen=True)
 class Seen:
-    """tests: the state of each of the doctor's self-tests, empty when they never ran; when: the day of that; way_round:
-    what servers had to do to compute rightly, in a sentence; empty when nothing."""
+    """tests: the state of each self-test of the doctor, empty when they never ran. when: the day. way_round: the
+    workaround that servers took, in a sentence; empty when none."""
 
     tests: dict[str, str] = field(default_factory=dict)
     when: str = ""
@@ -60,14 +60,14 @@ class Record:
         return cls(cache_directory(environ) / FILE)
 
     def read(self) -> dict[str, Seen]:
-        """By `stack`; a file that is missing or is none of ours says nothing."""
+        """The entries by `stack`; none where the file is missing or has another form."""
         try:
             return {name: Seen(**entry) for name, entry in json.loads(self.path.read_text()).items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
     def remember(self, name: str, **changes: Any) -> str:
-        """Changes the entry of a stack; returns why that could not be written, empty when it was."""
+        """Changes the entry of a stack. Returns why that could not be written, empty when it was."""
         known = self.read()
         known[name] = Seen(**{**vars(known.get(name, Seen())), **changes})
         try:

@@ -1,4 +1,4 @@
-"""Results are remembered for one CANN, one driver, one torch-npu; and what nobody looked at is said."""
+"""Results are remembered for one CANN, one driver, one torch-npu; a server says which of them was never tested."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from npu_gptoss.doctor.checks import SELF_TESTS
 from npu_gptoss.doctor.findings import failed, not_applicable, ok, warning
 from npu_gptoss.doctor.record import remembered
-from npu_gptoss.selftest.record import FILE, Record, stack
 from npu_gptoss.serving.ascend import start_check
+from npu_gptoss.verify.self_test.record import FILE, Record, stack
 from tests.doctor.machines import ascend, machine, only, write
 from tests.doctor.test_cann import install_toolkit
 
@@ -24,7 +24,7 @@ def installed(root, cann, driver="25.3.rc1"):
     return ascend(root, ASCEND_HOME_PATH=str(home))
 
 
-def test_a_tested_cann_says_nothing_of_the_next(tmp_path):
+def test_results_of_one_cann_do_not_count_for_the_next(tmp_path):
     only(remembered(installed(tmp_path, "8.3.RC1"), []), "warning", "CANN 8.3.RC1", "never tested whole")
     only(remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT), "ok", "all right (9 self-tests)")
     only(remembered(installed(tmp_path, "8.3.RC1"), []), "ok", "tested whole on 20")
@@ -33,7 +33,7 @@ def test_a_tested_cann_says_nothing_of_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["driver", "emulated"])
-def test_another_driver_and_the_emulator_count_as_another_machine(other, tmp_path):
+def test_another_driver_or_the_emulator_counts_as_another_machine(other, tmp_path):
     remembered(installed(tmp_path, "8.3.RC1"), ALL_RIGHT)
     here = installed(tmp_path, "8.3.RC1", driver="25.5.0")
     if other == "emulated":
@@ -54,14 +54,14 @@ def test_tests_that_did_not_all_run_are_not_remembered_as_whole(tmp_path):
     only(remembered(here, [*ALL_RIGHT[1:], not_applicable("x", check=SELF_TESTS[0])]), "warning", "never tested whole")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_folder_that_cannot_be_written_is_a_warning(tmp_path):
     here = installed(tmp_path, "8.3.RC1")
     write(tmp_path / "home/.cache", "a file in the folder's place")
     only(remembered(here, ALL_RIGHT), "warning", "cannot be written", "XDG_CACHE_HOME")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 1}', '{"x": {"strange": 1}}', "\x00"])
-def test_a_file_that_is_none_of_ours_says_nothing_and_is_replaced(text, tmp_path):
+def test_file_of_another_form_is_replaced(text, tmp_path):
     here = installed(tmp_path, "8.3.RC1")
     write(tmp_path / f"home/.cache/npu_gptoss/{FILE}", text)
     only(remembered(here, ALL_RIGHT), "ok", "all right")
@@ -100,7 +100,7 @@ def test_a_server_says_that_nobody_looked_at_this_cann_and_is_quiet_when_all_was
     assert "found wrong results on 2026-11-22: sink" in server(sink="failed")
 
 
-def test_the_way_round_stays_beside_the_doctor_s_results(server, tmp_path):
+def test_workaround_is_kept_with_results_of_the_doctor(server, tmp_path):
     Record.of().remember(stack(), way_round="two rows more")
     assert "never tested whole" in server(), "a way round is no test"
     server(sink="ok")

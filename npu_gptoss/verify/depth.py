@@ -1,0 +1,58 @@
+"""The three depths of checking, and the sizes at which a device is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+
+from npu_gptoss import envs
+
+
+class Depth(IntEnum):
+    """How much is called: the short calls at a server's start, ten seconds of calls in the doctor, or everything."""
+
+    START = 0
+    SECONDS = 1
+    ALL = 2
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The part of the model on one device. inner: columns of each expert; held: experts [first, last) of `experts`.
+
+    repeats: how often a right result is computed in all, to compare the bits. The defaults are gpt-oss-20b on one card.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    repeats: int = 1
+    hidden: int = 2880
+    inner: int = 2880
+    experts: int = 32
+    held: tuple[int, int] = (0, 32)
+    heads: int = 64
+    kv_heads: int = 8
+
+    @property
+    def is_part(self) -> bool:
+        """Another rank holds the rest of the experts."""
+        return self.held != (0, self.experts)
+
+    @property
+    def part(self) -> Rank:
+        """A rank with the second quarter of the experts."""
+        return replace(self, held=(self.experts // 4, self.experts // 2))
+
+
+def is_slow(device: torch.device) -> bool:
+    """A CPU, or the emulated 910B, which computes on one."""
+    return device.type == "cpu" or envs.get("ASCEND_EMULATOR")
+
+
+def whole(device: torch.device, repeats: int) -> Rank:
+    """gpt-oss-20b on one card; a small model where that would take long."""
+    if not is_slow(device):
+        return Rank(device, repeats=repeats)
+    return Rank(device, torch.bfloat16, min(repeats, 2), 96, 64, 8, (0, 8), 8, 1)

@@ -1,0 +1,136 @@
+"""Projections and norms in the shapes of a rank.
+
+On Ascend these are vllm-ascend's calls, torch's linear and torch_npu's norms; elsewhere the public operations. No
+release for a 910B is known to compute gpt-oss's shapes wrongly. Betas of CANN 9.1 did, with fewer than 64 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from npu_gptoss import dense
+from npu_gptoss.kernels import current_platform, platform_override
+from npu_gptoss.verify.cases import poison
+from npu_gptoss.verify.compare import Outputs, Result, checked, compare
+from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.self_test.attention import HEAD_DIM
+from npu_gptoss.verify.tolerances import ROWS
+
+EPSILON = 1e-5
+WIDTH = 2880  # of gpt-oss's norms
+FEW_ROWS = "torch's linear with fewer than 64 rows, or with an Inf (ops-nn e3f831f65 and 678cacee2, betas of CANN 9.1)"
+NORM = "npu_rms_norm or npu_add_rms_norm"
+NARROW_ROWS, NARROW_WIDTH = (300,), 1024  # up to 2000 wide CANN 8.3 and 8.5 merge rows, and do not wait
+NORM_ROWS = {Depth.START: (1, 40), Depth.SECONDS: (1, 40, 41, 257)}  # around the number of vector cores
+
+
+@dataclass(frozen=True)
+class Case:
+    """x [rows, inputs] times [outputs, inputs] transposed, plus a bias. infinite: a row that holds one Inf."""
+
+    rows: int
+    infinite: int | None = None
+    depth: Depth = Depth.START
+
+
+CASES = (
+    Case(1),
+    Case(16),
+    Case(63, infinite=5),
+    Case(64, depth=Depth.SECONDS),
+    Case(257, infinite=64, depth=Depth.SECONDS),
+)
+
+
+def norm_suspect(width: int) -> str:
+    return f"{NORM} up to 2000 wide (ops-nn cf84e2226, repaired in CANN 9.0.0)" if width <= 2000 else NORM
+
+
+def shapes(rank: Rank) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a rank's projections."""
+    return {
+        "qkv_proj": (rank.hidden, (rank.heads + 2 * rank.kv_heads) * HEAD_DIM),
+        "o_proj": (rank.heads * HEAD_DIM, rank.hidden),
+        "router": (rank.hidden, rank.experts),
+    }
+
+
+def results(rank: Rank, depth: Depth) -> Iterator[Result]:
+    """Projections, and norms in the width of the rank; beyond the start in gpt-oss's width."""
+    yield from projections([case for case in CASES if case.depth <= depth], rank)
+    rows = NORM_ROWS[min(depth, Depth.SECONDS)]
+    yield from norms(rows, rank.hidden if depth == Depth.START else WIDTH, rank)
+
+
+def narrow(rank: Rank, depth: Depth) -> Iterator[Result]:
+    """Norms narrower than gpt-oss's, as tiny checkpoints have them."""
+    yield from norms(NARROW_ROWS, NARROW_WIDTH, rank)
+
+
+def projections(cases: Iterable[Case], rank: Rank) -> Iterator[Result]:
+    """Each case with each projection."""
+    cases, (device, dtype) = tuple(cases), (rank.device, rank.dtype)
+    poison(device)
+    for name, (inputs, outputs) in shapes(rank).items():
+        generator = torch.Generator().manual_seed(inputs + outputs)
+        weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+        bias = torch.randn(outputs, generator=generator).to(dtype)
+        there = weight.to(device), bias.to(device)
+        for case in cases:
+            x = torch.randn(case.rows, inputs, generator=generator).to(dtype)
+            if case.infinite is not None:
+                x[case.infinite, 3] = float("inf")
+            run = functools.partial(_linear, x.to(device), *there, case.infinite)
+            want = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+            if case.infinite is not None:
+                want[case.infinite] = 0
+            call = f"{name} [{case.rows}, {inputs}] to {outputs}{' with an Inf' * (case.infinite is not None)}"
+            yield _checked(call, run, {"out": want}, rank, FEW_ROWS)
+
+
+def norms(rows: Iterable[int], width: int, rank: Rank) -> Iterator[Result]:
+    """The residual's addition with its norm, and the norm alone."""
+    poison(rank.device)
+    for count in rows:
+        generator = torch.Generator().manual_seed(count)
+        residual, delta = (torch.randn(count, width, generator=generator).to(rank.dtype) for _ in range(2))
+        weight = (1 + torch.rand(width, generator=generator)).to(rank.dtype)
+        there = [tensor.to(rank.device) for tensor in (residual, delta, weight)]
+        for name, second in (("add_rms_norm", delta), ("rms_norm", None)):
+            arguments = there[0], None if second is None else there[1], there[2]
+            with platform_override("cpu"):
+                whole = residual if second is None else residual + second
+                norm = weight.float(), EPSILON, torch.float32
+                want = dense.add_norm(whole.float(), None, *norm, kernel="reference")[1]
+            run = functools.partial(_add_norm, *arguments)
+            call = f"{name} [{count}, {width}]"
+            yield _checked(call, run, {"residual": whole, "normed": want}, rank, norm_suspect(width))
+
+
+def _checked(call: str, run: functools.partial[Outputs], want: Outputs, rank: Rank, suspect: str) -> Result:
+    limits = dict.fromkeys(want, ROWS)
+    return checked(call, run, lambda got: compare(got, want, limits), repeats=rank.repeats, suspect=suspect)[0]
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, infinite: int | None) -> Outputs:
+    product = torch.nn.functional.linear if current_platform().kind == "ascend" else dense.output
+    out = product(x, weight, bias).cpu()
+    if infinite is not None:  # the row with the Inf may hold anything; the others must not
+        out[infinite] = 0
+    return {"out": out}
+
+
+def _add_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> Outputs:
+    if current_platform().kind != "ascend":
+        total, normed = dense.add_norm(residual, delta, weight.float(), EPSILON, residual.dtype)
+        return {"residual": total.to(residual.dtype).cpu(), "normed": normed.cpu()}
+    import torch_npu
+
+    if delta is None:
+        return {"residual": residual.cpu(), "normed": torch_npu.npu_rms_norm(residual, weight, EPSILON)[0].cpu()}
+    normed, _, total = torch_npu.npu_add_rms_norm(delta, residual, weight, EPSILON)
+    return {"residual": total.cpu(), "normed": normed.cpu()}

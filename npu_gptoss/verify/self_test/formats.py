@@ -1,0 +1,63 @@
+"""Weights in FRACTAL_NZ, for a process of their own: earlier calls in ND must not decide which kernel runs here.
+
+op-plugin before torch-npu 2.7.1.post7 tells the cached calls of one aclnn function apart by shapes and dtypes, not by
+formats. The grouped matmul has a function for each format; torch's linear is called in the order that would show it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from npu_gptoss.errors import InputError
+from npu_gptoss.moe.expert_format import FRACTAL_NZ, VARIABLE
+from npu_gptoss.verify.compare import FAILED, Outputs, Result, checked, compare
+from npu_gptoss.verify.depth import Depth, Rank
+from npu_gptoss.verify.self_test.experts import CASES, results_of
+from npu_gptoss.verify.tolerances import ROWS
+
+CAST = "npu_format_cast, where torch-npu allows no internal format"
+CACHE = "the cache of executors knows no format (op-plugin, repaired in torch-npu 2.7.1.post7)"
+
+
+def results(rank: Rank, depth: Depth) -> Iterator[Result]:
+    yield from experts(rank)
+    yield from linear(rank)
+
+
+def experts(rank: Rank) -> Iterator[Result]:
+    """The short cases of experts with their weights in FRACTAL_NZ. The variable stays set."""
+    os.environ[VARIABLE] = "nz"
+    cases = [case for case in CASES if case.depth == Depth.START and not case.of_part]
+    try:
+        for result in results_of(cases, replace(rank, repeats=2)):
+            yield replace(result, call=f"{result.call}, in FRACTAL_NZ", suspect="aclnnGroupedMatmulWeightNz")
+    except InputError as error:  # the weights stayed in ND
+        yield Result("experts in FRACTAL_NZ", FAILED, 0.0, (str(error),), suspect=CAST)
+
+
+def linear(rank: Rank) -> Iterator[Result]:
+    """The same product with the weight in ND, in FRACTAL_NZ and in ND again; x is two-dimensional."""
+    import torch_npu
+
+    torch.npu.config.allow_internal_format = True  # off by default from torch-npu 2.7.1.post4 on
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(rank.hidden, rank.hidden, generator=generator) * rank.hidden**-0.5).to(rank.dtype)
+    plain = weight.to(rank.device)
+    cast = torch_npu.npu_format_cast(plain, FRACTAL_NZ)
+    if (found := int(torch_npu.get_npu_format(cast))) != FRACTAL_NZ:
+        yield Result("linear in FRACTAL_NZ", FAILED, 0.0, (f"the weight has format {found} after the cast",), "", CAST)
+        return
+    for rows in (1, 64):
+        x = torch.randn(rows, rank.hidden, generator=generator).to(rank.dtype)
+        want = dict.fromkeys(("ND", "NZ", "ND again"), torch.nn.functional.linear(x.float(), weight.float()))
+
+        def run(x: torch.Tensor = x) -> Outputs:
+            weights = {"ND": plain, "NZ": cast, "ND again": plain}
+            return {name: torch.nn.functional.linear(x.to(rank.device), w).cpu() for name, w in weights.items()}
+
+        call, limits = f"linear of {rows} rows in ND, FRACTAL_NZ and ND", dict.fromkeys(want, ROWS)
+        yield checked(call, run, lambda got, w=want, m=limits: compare(got, w, m), suspect=CACHE)[0]
