@@ -1,4 +1,4 @@
-"""Which kernel each operation would select for a gpt-oss call on this machine, and why the others fall out."""
+"""The kernel that each operation selects for a gpt-oss call on this machine, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def kernels(platform: str) -> Iterator[Finding]:
-    """Needs torch. platform: what this machine is to serve on. One finding for each operation."""
+    """One finding for each operation. Needs torch. platform: the one that this machine serves on."""
     from npu_gptoss.kernels import current_platform, explain, load_kernels
     from npu_gptoss.kernels.command import example
     from npu_gptoss.kernels.registry import Priority, registry
 
-    complaints = logging.handlers.BufferingHandler(10**6)  # what loading third-party kernels warns of
+    complaints = logging.handlers.BufferingHandler(10**6)  # warnings of loading third-party kernels
     complaints.setLevel(logging.WARNING)
     logger = logging.getLogger("npu_gptoss.kernels")
     logger.addHandler(complaints)
@@ -59,8 +59,12 @@ def kernels(platform: str) -> Iterator[Finding]:
 
 
 def _lines(found: Explanation) -> Iterator[str]:
-    """The kernels that are not selected, and why. A kernel of another platform needs no further reasons."""
+    """The kernels for this platform that are not selected, with the reasons, and how many are for other platforms."""
+    elsewhere = 0
     for candidate in found.candidates:
-        reasons = [r for r in candidate.reasons if r.startswith("runs on ")] or candidate.reasons
-        if candidate.kernel is not found.selected:
-            yield f"{candidate.kernel.name}: {'; '.join(reasons) or 'could run, is not selected'}"
+        if any(reason.startswith("runs on ") for reason in candidate.reasons):
+            elsewhere += 1
+        elif candidate.kernel is not found.selected:
+            yield f"{candidate.kernel.name}: {'; '.join(candidate.reasons) or 'could run, is not selected'}"
+    if elsewhere:
+        yield f"for other platforms: {elsewhere} (`npu-gptoss kernels explain {found.operation.name}`)"

@@ -79,7 +79,8 @@ def _words(found: list[Result]) -> str:
     if wrong := [result for result in found if result.wrong]:
         return f"{len(wrong)} of {len(found)} calls are wrong." if wrong[0].suspect else f"{wrong[0].lines[0]}."
     worst = max(result.error for result in found)
-    return f"{len(found)} calls as the definition, at worst {worst:.2g} of the tolerance"
+    calls = "1 call" if len(found) == 1 else f"{len(found)} calls"
+    return f"{calls} as the definition, at worst {worst:.2g} of the tolerance"
 
 
 def _sentences(wrong: list[Result]) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def server(tmp_path, monkeypatch, caplog):
     return start
 
 
-def test_a_server_says_that_nobody_looked_at_this_cann_and_is_quiet_when_all_was_right(server):
+def test_server_warns_of_an_untested_cann_and_is_quiet_when_all_was_right(server):
     assert "CANN 8.3.RC1" in server()
     assert "was never tested whole here" in server()
     assert server(sink="ok") == ""
