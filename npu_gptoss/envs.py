@@ -77,6 +77,12 @@ VARIABLES: dict[str, Variable] = {
             3.0,
             "how long a stopping server waits for requests in flight, up to 3600",
         ),
+        Variable(
+            "NPU_GPTOSS_DUMP",
+            str,
+            "",
+            "a folder: each process writes its newest kernel calls there before they run, for `verify --replay`",
+        ),
         Variable("ASCEND_EMULATOR", _switch, False, "set by `ascend-emulate`: this process runs on the emulated 910B"),
         Variable(
             "ASCEND_EMULATOR_FP32",

@@ -11,6 +11,7 @@ import threading
 from importlib.metadata import entry_points
 
 from npu_gptoss import envs
+from npu_gptoss.kernels import dumping
 from npu_gptoss.kernels.registry import registering_as, registry
 
 ENTRY_POINT_GROUP = "npu_gptoss.kernels"
@@ -37,6 +38,7 @@ def load_plugins() -> None:
         if _plugins_loaded:
             return
         _plugins_loaded = True
+        dumping.install()
         if envs.get("NPU_GPTOSS_DISABLE_PLUGINS"):
             logger.info("third-party kernels are off (NPU_GPTOSS_DISABLE_PLUGINS)")
             return

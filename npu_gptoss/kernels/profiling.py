@@ -17,13 +17,15 @@ Observer = Callable[[str, Mapping[str, Any]], None]
 _observers: list[Observer] = []
 
 
+def watch(observer: Observer) -> None:
+    """`observer(kernel's name, its arguments)` is called before every kernel call of the process, from now on."""
+    _observers.append(observer)
+
+
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Inside, `observer(kernel's name, its arguments)` is called before every kernel call of the process.
-
-    Kernels that a graph replays are not called, so nobody sees them.
-    """
-    _observers.append(observer)
+    """Like `watch`, inside the block. Kernels that a graph replays are not called, so no observer sees them."""
+    watch(observer)
     try:
         yield
     finally:

@@ -100,12 +100,17 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor, *, halves: bool) -> PackedM
 
 def unpack(packed: PackedMatrix) -> torch.Tensor:
     """[experts, K, N] in bfloat16: every expert, by `mxfp4.expand`."""
+    return mxfp4.expand(*blocks_of(packed)).mT.contiguous()
+
+
+def blocks_of(packed: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `pack`, with the rows in the order of the packed columns."""
     experts, depth, columns = packed.shape
     words = packed.words.to(torch.int32)
     codes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], 2).view(experts, depth, columns).mT
     pairs = codes.reshape(experts, columns, -1, mxfp4.GROUP // 2, 2).to(torch.uint8)
     blocks = (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
-    return mxfp4.expand(blocks, packed.scales.mT.contiguous()).mT.contiguous()
+    return blocks, packed.scales.mT.contiguous()
 
 
 def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor, *, kernel: str | None = None) -> None:

@@ -22,8 +22,8 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.files import write_atomically
 from npu_gptoss.kernels import current_platform, load_kernels
 from npu_gptoss.kernels.registry import BUILT_IN
-from npu_gptoss.verify import compiled, side_by_side
-from npu_gptoss.verify.compare import KNOWN, PASSED
+from npu_gptoss.verify import compiled, replay, side_by_side
+from npu_gptoss.verify.compare import KNOWN, PASSED, Result
 from npu_gptoss.verify.runner import Report, targets
 from npu_gptoss.verify.side_by_side import one_thread
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action="store_true", help="Ascend's Triton kernels by Huawei's compiler, without an Ascend"
     )
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="compute a call that NPU_GPTOSS_DUMP wrote again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     parser.add_argument("--device", default=AUTO, metavar="auto|cpu|cuda|npu", help="where kernels run (default: auto)")
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compile:
         return run_compiled(args)
     device = resolve_device(args.device)
+    if args.replay is not None:
+        return run_replay(args.replay, device)
     with kernels_for(device), torch.inference_mode(), one_thread():
         found, elsewhere = targets(device, args.filter)
         print(f"{len(found)} kernels on {device.type} ({current_platform().kind}), seed {args.seed}", flush=True)
@@ -69,6 +72,28 @@ def run(args: argparse.Namespace) -> int:
             write_atomically(args.json.absolute(), f"{found}\n".encode())
     print(summary(reports, elsewhere, time.monotonic() - started))
     return 0 if all(report.ok for report in reports) else 1
+
+
+def run_replay(path: Path, device: torch.device) -> int:
+    """`--replay`: one line for each kernel of the operation. Exit code 1 if one of them differs from the definition."""
+    dumped, wrong = replay.read(path), []
+    shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in dumped.inputs.items() if isinstance(t, torch.Tensor))
+    print(f"{dumped.operation} ({shapes}), chosen was {dumped.kernel} of npu-gptoss {dumped.release}")
+    with kernels_for(device), torch.inference_mode(), one_thread():
+        for found in replay.results(dumped, device):
+            if isinstance(found, tuple):
+                print(f"--   {found[0]}: {found[1]}")
+                continue
+            chosen = " (chosen)" if found.call == dumped.kernel else ""
+            print(f"{'FAIL' if found.wrong else 'ok':<4} {found.call}{chosen}: {_size(found)}")
+            print("".join(f"       {line}\n" for line in found.lines), end="", flush=True)
+            wrong += [found.call] if found.wrong else []
+    print(f"wrong: {', '.join(wrong)}" if wrong else "all right")
+    return 1 if wrong else 0
+
+
+def _size(found: Result) -> str:
+    return f"{found.error:.2g} of the tolerance" if isfinite(found.error) else "no number to compare"
 
 
 def run_compiled(args: argparse.Namespace) -> int:

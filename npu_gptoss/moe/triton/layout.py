@@ -83,6 +83,70 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
     )
 
 
+def untiled(experts: TiledExperts) -> AnyExperts:
+    """The inverse of `prepare`, for a call that is replayed from a file."""
+    shared = {
+        "gate_up_proj_bias": _unbanded(experts.gate_up.bias),
+        "down_proj_bias": experts.down.bias,
+        "expert_map": None if experts.expert_map is None else experts.expert_map.long(),
+    }
+    gate_up, down = _values(experts.gate_up), _values(experts.down)
+    gate_up = _unbanded(gate_up)
+    if experts.format == Mxfp4Experts.format:
+        pairs = (codes.unflatten(-1, (-1, 16, 2)) for codes in (gate_up, down))
+        blocks = [(each[..., 0] | each[..., 1] << 4).to(torch.uint8) for each in pairs]
+        scales = _unbanded(_exponents(experts.gate_up)), _exponents(experts.down)
+        return Mxfp4Experts(
+            gate_up_proj_blocks=blocks[0],
+            gate_up_proj_scales=scales[0],
+            down_proj_blocks=blocks[1],
+            down_proj_scales=scales[1],
+            **shared,
+        )
+    if experts.format == Fp8Experts.format:
+        raw = (each.to(torch.uint8).view(torch.float8_e4m3fn) for each in (gate_up, down))
+        scales = {"gate_up_proj_scales": _unbanded(experts.gate_up.scales), "down_proj_scales": experts.down.scales}
+        return Fp8Experts(**dict(zip(("gate_up_proj", "down_proj"), raw, strict=True)), **scales, **shared)
+    return ExpertWeights(gate_up.mT.contiguous(), down_proj=down.mT.contiguous(), **shared)
+
+
+def _values(matrix: TiledMatrix) -> torch.Tensor:
+    """[experts, rows, inputs]: codes of MXFP4, bytes of FP8, or bfloat16."""
+    words = matrix.words.transpose(2, 3).flatten(1, 2)[:, : matrix.rows]  # [experts, rows, input tiles, n]
+    if words.dtype == torch.uint16:
+        words = words.view(torch.int16).to(torch.int32) & 0xFFFF
+        four = words.shape[-1] == 16
+        words = _open_mxfp4(words) if four else _open_fp8(words)
+    return words.flatten(2)[..., : matrix.inputs]
+
+
+def _open_mxfp4(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `mxfp4_words`: [..., n] -> [..., 4 * n]."""
+    across = (words >> 12 & 7).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    first, second = (words >> 12 & 8) | (words >> 6 & 7), (words >> 8 & 8) | (words >> 2 & 7)
+    third, fourth = (words >> 2 & 8) | across, (words >> 6 & 8) | (words >> 8 & 4) | (words & 3)
+    return torch.stack((first, second, third, fourth), -2).flatten(-2)
+
+
+def _open_fp8(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `fp8_words`: [..., n] -> [..., 2 * n]."""
+    first = (words >> 8 & 0x80) | (words >> 4 & 0x7F)
+    second = (words >> 7 & 0x80) | (words >> 7 & 0x70) | (words & 0x0F)
+    return torch.stack((first, second), -2).flatten(-2)
+
+
+def _exponents(matrix: TiledMatrix) -> torch.Tensor:
+    """[experts, rows, inputs / 32]: the scales of MXFP4."""
+    scales = matrix.scales.contiguous().view(torch.uint8).unflatten(-1, (ROWS, 4))
+    scales = scales.transpose(2, 3).flatten(1, 2)[:, : matrix.rows].flatten(2)
+    return (scales - EXPONENT_SHIFT)[..., : matrix.inputs // 32]
+
+
+def _unbanded(rows: torch.Tensor) -> torch.Tensor:
+    """The inverse of `bands`."""
+    return rows.unflatten(1, (-1, 2, BAND)).transpose(2, 3).flatten(1, 3)
+
+
 def _tiled(weights: AnyExperts, name: str, *, banded: bool) -> TiledMatrix:
     bias = getattr(weights, name + "_bias")
     experts, rows = bias.shape

@@ -1,0 +1,164 @@
+"""Computes a dumped kernel call again (`npu-gptoss verify --replay FILE`): every kernel that can run here, and the fp32
+definition on the CPU.
+
+A file holds a kernel's own arguments (`npu_gptoss.kernels.dumping`). They become the arguments of the public operation
+again: a layout that a kernel made of the experts' weights is turned back into the official one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gptoss.attention import AttentionMetadata
+from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import current_platform
+from npu_gptoss.kernels.dumping import CLASS, FIELDS, FORMAT, tensors
+from npu_gptoss.kernels.profiling import observing
+from npu_gptoss.kernels.registry import registry
+from npu_gptoss.moe import AnyExperts, ExpertWeights, Mxfp4Experts, packed
+from npu_gptoss.moe.ascend import AscendExperts
+from npu_gptoss.moe.triton.layout import TiledExperts, untiled
+from npu_gptoss.verify.cases import Inputs, mapped, on
+from npu_gptoss.verify.checks import CHECKS
+from npu_gptoss.verify.compare import Result, checked
+
+
+@dataclasses.dataclass(frozen=True)
+class Dumped:
+    """A call as it was dumped. kernel: the chosen one. inputs: of the public operation, on the CPU."""
+
+    operation: str
+    kernel: str
+    release: str
+    inputs: Inputs
+
+    @property
+    def precision(self) -> str:
+        return "bfloat16" if any(t.dtype == torch.bfloat16 for t in tensors(self.inputs)) else "float32"
+
+
+def read(path: Path) -> Dumped:
+    """Raises InputError for a file that holds no call, or a call that cannot be turned back."""
+    if not path.is_file():
+        raise InputError(f"--replay {path}: there is no such file; NPU_GPTOSS_DUMP=DIR lets a server write some")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        name, release, kept = (content[key] for key in ("kernel", "npu_gptoss", "arguments"))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError) as error:
+        raise InputError(f"--replay {path}: this is no dumped kernel call: {one_line(error)}") from None
+    if content.get("format") != FORMAT:
+        raise InputError(f"--replay {path}: expected the format {FORMAT!r}, got {content.get('format')!r}")
+    operation = next((each for each in CHECKS if name.startswith(f"{each}.")), "")
+    if not operation:
+        raise InputError(f"--replay {path}: there is no check of the kernel {name}")
+    return Dumped(operation, name, release, PUBLIC.get(operation, dict)(_decoded(kept)))
+
+
+def one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _decoded(value: Any) -> Any:
+    """What `dumping.encoded` made of it; only dataclasses of this package are made again."""
+    if isinstance(value, Mapping) and CLASS in value:
+        module, _, name = value[CLASS].partition(":")
+        found = getattr(importlib.import_module(module), name, None) if module.startswith("npu_gptoss.") else None
+        if not dataclasses.is_dataclass(found):
+            raise InputError(f"a dumped call names {value[CLASS]}, which is no data of this npu-gptoss")
+        return found(**_decoded(value[FIELDS]))
+    if isinstance(value, Mapping):
+        return {name: _decoded(v) for name, v in value.items()}
+    return type(value)(map(_decoded, value)) if isinstance(value, (list, tuple)) else value
+
+
+def results(dumped: Dumped, device: torch.device) -> Iterator[Result | tuple[str, str]]:
+    """A result for each kernel that can run the call on this device; (name, reason) for each other kernel."""
+    check = CHECKS[dumped.operation]
+    want, sizes = check.wanted(dumped.inputs, dumped.precision)
+    for kernel in registry.kernels_of(check.operation):
+        if reasons := kernel.capability.reasons_against(current_platform()):
+            yield kernel.name, reasons[0]
+            continue
+        ran: set[str] = set()
+        with observing(lambda name, _, ran=ran: ran.add(name)):
+            result, _ = checked(
+                kernel.name,
+                lambda name=kernel.name: mapped(check.run(on(dumped.inputs, device), name), lambda t: t.cpu()),
+                lambda got: check.judge(got, want, dumped.precision, sizes),
+            )
+        # an override that cannot take the call leaves it to another kernel, or to none
+        yield result if kernel.name in ran else (kernel.name, "cannot run this call" + _because(result))
+
+
+def _because(result: Result) -> str:
+    return f": {result.lines[0]}" if result.wrong else ""
+
+
+# --- from a kernel's arguments to those of the public operation
+
+
+def _without_out(arguments: dict[str, Any]) -> Inputs:
+    return {name: value for name, value in arguments.items() if name != "out"}
+
+
+def _write_kv(arguments: dict[str, Any]) -> Inputs:
+    slots = arguments["slot_mapping"]
+    rows = len(slots)
+    table = torch.zeros(rows, 1, dtype=torch.int32)
+    metadata = AttentionMetadata(tuple(range(rows + 1)), (1,) * rows, table, slots)
+    return {**{name: value for name, value in arguments.items() if name != "slot_mapping"}, "metadata": metadata}
+
+
+def _experts(arguments: dict[str, Any]) -> Inputs:
+    return {**arguments, "weights": official(arguments["weights"])}
+
+
+def _expand(arguments: dict[str, Any]) -> Inputs:
+    blocks, scales = packed.blocks_of(arguments["packed"])
+    return {"blocks": blocks, "scales": scales, "halves": False, **{n: arguments[n] for n in ("experts", "out")}}
+
+
+PUBLIC: dict[str, Callable[[dict[str, Any]], Inputs]] = {
+    "attention.paged": _without_out,
+    "attention.write_kv": _write_kv,
+    "moe.experts": _experts,
+    "moe.expand": _expand,
+    "dense.logits": _without_out,
+    "dense.greedy": _without_out,
+}
+
+
+def official(weights: Any) -> AnyExperts:
+    """The experts in the layout that a checkpoint has, of any kernel's layout."""
+    if isinstance(weights, TiledExperts):
+        return untiled(weights)
+    if not isinstance(weights, AscendExperts):
+        return weights
+    gate_up_bias = _interleaved(weights.gate_up_proj_bias)
+    first, last = weights.expert_range
+    places = None
+    if not weights.all_local:
+        places = torch.full((weights.num_experts,), -1)
+        places[first:last] = torch.arange(last - first)
+    biases = {"gate_up_proj_bias": gate_up_bias, "down_proj_bias": weights.down_proj_bias / weights.gain}
+    biases = {name: bias.to(weights.gate_up_proj.dtype) for name, bias in biases.items()}
+    if weights.packed is None:
+        return ExpertWeights(
+            _interleaved(weights.gate_up_proj), down_proj=weights.down_proj, expert_map=places, **biases
+        )
+    (blocks, scales), down = (packed.blocks_of(matrix) for matrix in weights.packed)
+    gate_up = (torch.stack(t.chunk(2, 1), 2).flatten(1, 2) for t in (blocks, scales))
+    names = ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
+    return Mxfp4Experts(**dict(zip(names, (*gate_up, *down), strict=True)), **biases, expert_map=places)
+
+
+def _interleaved(halves: torch.Tensor) -> torch.Tensor:
+    """All of gate, then all of up -> gate, up, gate, up …, along the last axis."""
+    return torch.stack(halves.chunk(2, -1), -1).flatten(-2)
