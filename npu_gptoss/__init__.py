@@ -6,7 +6,7 @@ A tier imports those below it and none above it:
     engine       engine, frontend, harmony              the offline engine, the chat APIs, harmony's tokens
     operations   model, dense, attention, moe, graphs   gpt-oss itself: operations, their definitions, their kernels
     kernels      kernels                                registry, selection, platform
-    tools        verify, selftest, doctor, bench, tiny  checks, measurements and test checkpoints, beside the others
+    tools        verify, doctor, bench, tiny            checks, measurements and test checkpoints
 
 Importing this package imports nothing else: no torch, no vLLM, no device.
 """
