@@ -96,10 +96,11 @@ def test_answers_that_are_gone_are_missed(tmp_path: Path) -> None:
         read_run(run)
 
 
-def test_a_question_scored_twice_counts_once(tmp_path: Path) -> None:
+def test_a_question_scored_twice_counts_once_and_odd_line_ends_are_text(tmp_path: Path) -> None:
+    """Unicode's other line ends are text: evalscope writes them unescaped, and MMLU and models use them."""
     run = write_run(tmp_path / "run", {"law": [True, False]})
-    rows = [review("law", 0, False), review("law", 1, False), review("law", 0, True)]
-    write_lines(run / f"reviews/{MODEL}/mmlu_law.jsonl", rows)
+    rows = [review("law", 0, False, prompt="One\u2028two\x85three\u2029four?"), review("law", 1, False)]
+    write_lines(run / f"reviews/{MODEL}/mmlu_law.jsonl", [*rows, review("law", 0, True, prompt="One\u2028two")])
     assert [answer.right for answer in read_run(run).answers] == [True, False]
 
 
@@ -114,14 +115,6 @@ def test_a_line_cut_off_by_an_interruption_is_no_answer(cut: bytes, tmp_path: Pa
     (run / f"reports/{MODEL}/mmlu.json").unlink()
     with pytest.raises(ReportError, match="8 questions are answered"):
         read_run(run)
-
-
-def test_what_only_unicode_calls_the_end_of_a_line_is_text(tmp_path: Path) -> None:
-    """evalscope writes it unescaped, and MMLU and models use it: an answer would be lost, and no run ever whole."""
-    run = write_run(tmp_path / "run", {"law": [True, False]})
-    rows = [review("law", 0, True, prompt="One\u2028two\x85three\u2029four?"), review("law", 1, False)]
-    write_lines(run / f"reviews/{MODEL}/mmlu_law.jsonl", rows)
-    assert [answer.right for answer in read_run(run).answers] == [True, False]
 
 
 def test_replies_without_an_answer_and_cut_replies_are_told(tmp_path: Path, report: Report) -> None:

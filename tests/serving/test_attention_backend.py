@@ -80,20 +80,6 @@ def rows(count: int, heads: int, seed: int) -> torch.Tensor:
 # The builder
 
 
-def test_metadata_holds_host_integers_and_no_padding(builder: SinkAttentionMetadataBuilder) -> None:
-    metadata = builder.build(0, common_metadata(padding=4))
-    assert isinstance(metadata, AttentionMetadata)
-    assert metadata.query_start_loc == (0, 1, 41, 44)
-    assert metadata.seq_lens == SEQ_LENS
-    assert metadata.block_table.shape[0] == len(QUERY_LENS)
-    assert metadata.slot_mapping.shape[0] == TOKENS
-    assert int(metadata.slot_mapping.min()) >= 0
-
-
-def test_the_builder_is_called_as_vllm_calls_it_when_it_captures_graphs(builder: SinkAttentionMetadataBuilder) -> None:
-    assert builder.build_for_cudagraph_capture(common_metadata()).num_tokens == TOKENS
-
-
 def test_cascade_attention_which_knows_no_sinks_is_never_used(builder: SinkAttentionMetadataBuilder) -> None:
     assert builder.use_cascade_attention(common_prefix_len=512, query_lens=None) is False
     with pytest.raises(RuntimeError, match="common prefix of 16 tokens"):

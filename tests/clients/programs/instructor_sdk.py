@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import instructor
 from instructor.core.exceptions import InstructorRetryException
 from instructor.dsl.partial import PartialLiteralMixin
 from openai import OpenAI
-from pydantic import BaseModel
+from runner import SUM, Found
 
 DRAWS = 10
-
-
-class Found(BaseModel):
-    """A season and a parity."""
-
-    season: Literal["spring", "autumn"]
-    even: bool
 
 
 class Partly(Found, PartialLiteralMixin):
@@ -31,7 +22,7 @@ def client(url, mode):
 def ask(url, model, mode, **options):
     return client(url, mode).chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": "What is 3 + 4?"}],
+        messages=[{"role": "user", "content": SUM}],
         response_model=Found,
         max_retries=0,
         **{"max_tokens": 200, "temperature": 0, **options},
@@ -65,7 +56,7 @@ def case_strict_tools(url, model):
 def case_partial_answers_are_streamed(url, model):
     stream = client(url, instructor.Mode.TOOLS).chat.completions.create_partial(
         model=model,
-        messages=[{"role": "user", "content": "What is 3 + 4?"}],
+        messages=[{"role": "user", "content": SUM}],
         response_model=Partly,
         max_retries=0,
         temperature=0,
@@ -78,6 +69,6 @@ def case_partial_answers_are_streamed(url, model):
 
 def case_responses_by_a_tool(url, model):
     made = client(url, instructor.Mode.RESPONSES_TOOLS)
-    settings = {"model": model, "input": "What is 3 + 4?", "response_model": Found, "max_retries": 0, "temperature": 0}
+    settings = {"model": model, "input": SUM, "response_model": Found, "max_retries": 0, "temperature": 0}
     found = made.responses.create(**settings, max_output_tokens=200)
     assert isinstance(found, Found)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-from runner import equal
+from runner import ANSWER, SUM, WEATHER, Found, equal
 
 APIS = (False, True)  # use_responses_api
-
-
-class Found(BaseModel):
-    """A season and a parity."""
-
-    season: Literal["spring", "autumn"]
-    even: bool
 
 
 @tool
@@ -46,16 +36,16 @@ def whole(stream):
 
 def case_both_apis_answer(url, model):
     for responses in APIS:
-        equal(text(llm(url, model, responses).invoke("What is 3 + 4?")), "3 + 4 = 7.", responses)
+        equal(text(llm(url, model, responses).invoke(SUM)), ANSWER, responses)
 
 
 def case_both_apis_stream(url, model):
     for responses in APIS:
-        equal(text(whole(llm(url, model, responses).stream("What is 3 + 4?"))), "3 + 4 = 7.", responses)
+        equal(text(whole(llm(url, model, responses).stream(SUM))), ANSWER, responses)
 
 
 def case_both_apis_run_a_tool(url, model):
-    question = HumanMessage("What is the weather in Paris?")
+    question = HumanMessage(WEATHER)
     for responses in APIS:
         bound = llm(url, model, responses).bind_tools([get_weather])
         asked = bound.invoke([question])
@@ -68,7 +58,7 @@ def case_both_apis_run_a_tool(url, model):
 def case_both_apis_stream_a_call(url, model):
     for responses in APIS:
         bound = llm(url, model, responses).bind_tools([get_weather])
-        total = whole(bound.stream("What is the weather in Paris?"))
+        total = whole(bound.stream(WEATHER))
         equal([call["args"] for call in total.tool_calls], [{"city": "Paris"}], responses)
 
 
@@ -76,11 +66,11 @@ def case_both_apis_are_forced_to_call(url, model):
     for responses in APIS:
         for choice in ("any", "get_weather"):
             bound = llm(url, model, responses).bind_tools([get_weather], tool_choice=choice)
-            calls = bound.invoke("What is the weather in Paris?").tool_calls
+            calls = bound.invoke(WEATHER).tool_calls
             equal([call["args"] for call in calls], [{"city": "Paris"}], (responses, choice))
 
 
 def case_both_apis_give_structured_output(url, model):
     for responses in APIS:
-        found = llm(url, model, responses).with_structured_output(Found, method="json_schema").invoke("What is 3 + 4?")
+        found = llm(url, model, responses).with_structured_output(Found, method="json_schema").invoke(SUM)
         assert isinstance(found, Found), responses

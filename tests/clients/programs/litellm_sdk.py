@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 
 import litellm
-from runner import equal
+from runner import ANSWER, FUNCTION, SUM, WEATHER, Found, equal
 
 litellm.suppress_debug_info = True
 litellm.telemetry = False
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-FUNCTION = {"name": "get_weather", "description": "Get the weather", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"season": {"enum": ["spring", "autumn"]}, "even": {"type": "boolean"}},
-    "required": ["season", "even"],
-    "additionalProperties": False,
-}
+SCHEMA = Found.model_json_schema() | {"additionalProperties": False}
 
 
-def ask(url, model, text="What is 3 + 4?", **options):
+def ask(url, model, text=SUM, **options):
     return litellm.completion(
         model=f"openai/{model}",
         api_base=url,
@@ -32,18 +25,18 @@ def ask(url, model, text="What is 3 + 4?", **options):
 
 def case_it_answers_and_thinks(url, model):
     message = ask(url, model).choices[0].message
-    equal(message.content, "3 + 4 = 7.")
+    equal(message.content, ANSWER)
     assert message.reasoning_content
 
 
 def case_it_streams(url, model):
     chunks = list(ask(url, model, stream=True))
-    equal("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), "3 + 4 = 7.")
+    equal("".join(c.choices[0].delta.content or "" for c in chunks if c.choices), ANSWER)
     assert any(getattr(c.choices[0].delta, "reasoning_content", None) for c in chunks if c.choices)
 
 
 def case_a_tool_is_called_whole_and_streamed(url, model):
-    options = {"text": "What is the weather in Paris?", "tools": TOOLS}
+    options = {"text": WEATHER, "tools": TOOLS}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
     equal(json.loads(call.function.arguments), {"city": "Paris"})
     chunks = list(ask(url, model, stream=True, **options))
@@ -52,7 +45,7 @@ def case_a_tool_is_called_whole_and_streamed(url, model):
 
 
 def case_a_forced_tool_is_called(url, model):
-    options = {"text": "What is the weather in Paris?", "tools": TOOLS, "tool_choice": "required"}
+    options = {"text": WEATHER, "tools": TOOLS, "tool_choice": "required"}
     (call,) = ask(url, model, **options).choices[0].message.tool_calls
     equal(json.loads(call.function.arguments), {"city": "Paris"})
 
@@ -68,14 +61,14 @@ def responses(url, model, text, **options):
 
 
 def case_responses_answer(url, model):
-    answer = responses(url, model, "What is 3 + 4?")
+    answer = responses(url, model, SUM)
     said = [part.text for item in answer.output if item.type == "message" for part in item.content]
-    assert said == ["3 + 4 = 7."]
+    assert said == [ANSWER]
 
 
 def case_responses_stream_a_call(url, model):
     tools = [{"type": "function", **FUNCTION}]
-    events = list(responses(url, model, "What is the weather in Paris?", tools=tools, stream=True))
+    events = list(responses(url, model, WEATHER, tools=tools, stream=True))
     wanted = "response.function_call_arguments.delta"
     deltas = [e.delta for e in events if str(getattr(e.type, "value", e.type)) == wanted]
     equal(json.loads("".join(deltas)), {"city": "Paris"})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from agents import (
     Agent,
     ModelSettings,
@@ -14,17 +12,11 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-from runner import equal
+from runner import ANSWER, SUM, WEATHER, Found, equal
 
 set_tracing_disabled(True)
 KINDS = (OpenAIChatCompletionsModel, OpenAIResponsesModel)
 SETTINGS = ModelSettings(temperature=0, max_tokens=200)
-
-
-class Found(BaseModel):
-    season: Literal["spring", "autumn"]
-    even: bool
 
 
 def agent(kind, url, model, **options) -> tuple[Agent, list[str]]:
@@ -45,23 +37,23 @@ def agent(kind, url, model, **options) -> tuple[Agent, list[str]]:
 
 async def case_both_models_answer(url, model):
     for kind in KINDS:
-        result = await Runner.run(agent(kind, url, model)[0], "What is 3 + 4?")
-        equal(result.final_output, "3 + 4 = 7.", (kind, result.final_output))
+        result = await Runner.run(agent(kind, url, model)[0], SUM)
+        equal(result.final_output, ANSWER, (kind, result.final_output))
 
 
 async def case_both_models_stream(url, model):
     for kind in KINDS:
-        result = Runner.run_streamed(agent(kind, url, model)[0], "What is 3 + 4?")
+        result = Runner.run_streamed(agent(kind, url, model)[0], SUM)
         data = [getattr(event, "data", None) async for event in result.stream_events()]
-        equal(result.final_output, "3 + 4 = 7.", (kind, result.final_output))
+        equal(result.final_output, ANSWER, (kind, result.final_output))
         deltas = [one.delta for one in data if getattr(one, "type", "") == "response.output_text.delta"]
-        equal("".join(deltas), "3 + 4 = 7.", (kind, deltas))
+        equal("".join(deltas), ANSWER, (kind, deltas))
 
 
 async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True)
-        result = await Runner.run(one, "What is the weather in Paris?", max_turns=4)
+        result = await Runner.run(one, WEATHER, max_turns=4)
         equal(called, ["Paris"], kind)
         assert "21" in result.final_output, kind
 
@@ -69,7 +61,7 @@ async def case_both_models_use_a_tool(url, model):
 async def case_both_models_use_a_tool_streamed(url, model):
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True)
-        result = Runner.run_streamed(one, "What is the weather in Paris?", max_turns=4)
+        result = Runner.run_streamed(one, WEATHER, max_turns=4)
         async for _ in result.stream_events():
             pass
         equal(called, ["Paris"], kind)
@@ -80,11 +72,11 @@ async def case_both_models_obey_a_forced_tool(url, model):
     forced = ModelSettings(temperature=0, max_tokens=200, tool_choice="required")
     for kind in KINDS:
         one, called = agent(kind, url, model, tools=True, model_settings=forced)
-        await Runner.run(one, "What is the weather in Paris?", max_turns=4)
+        await Runner.run(one, WEATHER, max_turns=4)
         equal(called[:1], ["Paris"], kind)
 
 
 async def case_both_models_give_structured_output(url, model):
     for kind in KINDS:
-        result = await Runner.run(agent(kind, url, model, output_type=Found)[0], "What is 3 + 4?")
+        result = await Runner.run(agent(kind, url, model, output_type=Found)[0], SUM)
         assert isinstance(result.final_output, Found), kind

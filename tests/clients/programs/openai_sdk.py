@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 from openai import OpenAI
-from pydantic import BaseModel
-from runner import equal
+from runner import ANSWER, FUNCTION, SUM, WEATHER, Found, equal
 
-SUM, ANSWER = "What is 3 + 4?", "3 + 4 = 7."
-WEATHER = "What is the weather in Paris?"
-FUNCTION = {
-    "name": "get_weather",
-    "description": "Get the weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 FLAT = [{"type": "function", **FUNCTION}]
-
-
-class Found(BaseModel):
-    season: Literal["spring", "autumn"]
-    even: bool
 
 
 def client(url: str) -> OpenAI:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from runner import equal
+from runner import ANSWER, SUM, WEATHER, Found, equal
 
 KINDS = (OpenAIChatModel, OpenAIResponsesModel)
-
-
-class Found(BaseModel):
-    season: Literal["spring", "autumn"]
-    even: bool
 
 
 def agent(kind, url, model, **options):
@@ -41,21 +33,21 @@ def with_tool(kind, url, model, **options):
 
 async def case_both_models_answer(url, model):
     for kind in KINDS:
-        result = await agent(kind, url, model)[0].run("What is 3 + 4?")
-        equal(result.output, "3 + 4 = 7.", kind)
+        result = await agent(kind, url, model)[0].run(SUM)
+        equal(result.output, ANSWER, kind)
 
 
 async def case_both_models_stream(url, model):
     for kind in KINDS:
-        async with agent(kind, url, model)[0].run_stream("What is 3 + 4?") as result:
+        async with agent(kind, url, model)[0].run_stream(SUM) as result:
             pieces = [piece async for piece in result.stream_text(delta=True)]
-        equal("".join(pieces), "3 + 4 = 7.", (kind, pieces))
+        equal("".join(pieces), ANSWER, (kind, pieces))
 
 
 async def case_both_models_use_a_tool(url, model):
     for kind in KINDS:
         made, called = with_tool(kind, url, model)
-        result = await made.run("What is the weather in Paris?")
+        result = await made.run(WEATHER)
         equal(called, ["Paris"], kind)
         assert "21" in result.output, kind
 
@@ -63,7 +55,7 @@ async def case_both_models_use_a_tool(url, model):
 async def case_both_models_use_a_tool_streamed(url, model):
     for kind in KINDS:
         made, called = with_tool(kind, url, model)
-        async with made.run_stream("What is the weather in Paris?") as result:
+        async with made.run_stream(WEATHER) as result:
             output = await result.get_output()
         equal(called, ["Paris"], kind)
         assert "21" in output, kind
@@ -71,7 +63,7 @@ async def case_both_models_use_a_tool_streamed(url, model):
 
 async def case_both_models_give_structured_output(url, model):
     for kind in KINDS:
-        result = await agent(kind, url, model, output_type=NativeOutput(Found))[0].run("What is 3 + 4?")
+        result = await agent(kind, url, model, output_type=NativeOutput(Found))[0].run(SUM)
         assert isinstance(result.output, Found), kind
 
 
@@ -79,5 +71,5 @@ async def case_both_models_answer_through_a_forced_tool(url, model):
     """Its default for structured answers: a tool, and tool_choice required. So small a model would call on and on."""
     for kind in KINDS:
         one = {"temperature": 0, "max_tokens": 200, "parallel_tool_calls": False}
-        result = await agent(kind, url, model, output_type=Found)[0].run("What is 3 + 4?", model_settings=one)
+        result = await agent(kind, url, model, output_type=Found)[0].run(SUM, model_settings=one)
         assert isinstance(result.output, Found), kind

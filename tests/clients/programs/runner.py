@@ -14,8 +14,23 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
 
 LIMIT = 200  # seconds for a case
+# questions that the tiny model was trained on
+SUM, ANSWER = "What is 3 + 4?", "3 + 4 = 7."
+WEATHER = "What is the weather in Paris?"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "Get the weather", "parameters": PARAMETERS}
+
+
+class Found(BaseModel):
+    """A season and a parity."""
+
+    season: Literal["spring", "autumn"]
+    even: bool
 
 
 def equal(got: object, wanted: object, of: object = "") -> None:

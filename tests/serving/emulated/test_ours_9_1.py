@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.checkpoints import write_random_checkpoint
 from tests.serving.emulated.rounds import (
     EAGER,
     FULL,
@@ -14,14 +13,12 @@ from tests.serving.emulated.rounds import (
     SPOILT,
     THREE_IN_A_BUCKET_OF_FOUR,
     TOKENS,
-    VOCABULARY,
     graphs,
     right,
     turn,
 )
 from tests.serving.emulated.test_full_graphs import SHARED_PREFIX, SMALL_CACHE
 from tests.serving.emulated.test_modes import ORDINARY, PIECES, PURE, SIZES
-from tests.serving.emulated.test_requests import ALONE, CACHELESS, CUT
 from tests.serving.emulated.test_two_devices import PARALLEL
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
@@ -90,12 +87,6 @@ def test_where_full_graphs_fail_the_pieces_are_captured(serve_9_1, expected):
     assert "decode, FULL" not in printed
 
 
-def test_a_wrong_window_and_lost_sinks_are_seen(serve_9_1, expected):
-    rounds = [turn(SPOILT, seed=3, spoil="window_of_129"), turn(SPOILT, seed=4, spoil="sinks_dropped")]
-    results, _ = serve_9_1([*rounds, turn(SPOILT, seed=5)], options=EAGER)
-    assert right([*rounds, turn(SPOILT, seed=5)], results, expected) == [False, False, True]
-
-
 @pytest.mark.long
 def test_on_cann_9_0_sinks_have_memory_behind_them(serve_9_1, expected):
     """Its kernel reads past their end, which 9.1's does not [R92]."""
@@ -103,14 +94,6 @@ def test_on_cann_9_0_sinks_have_memory_behind_them(serve_9_1, expected):
     results, _ = serve_9_1([*rounds, bare], options=EAGER, machine={"cann": "9.0"})
     assert right(rounds, results[:1], expected) == [True]
     assert "[R92]" in results[1]
-
-
-def test_the_official_format_is_expanded_at_load(serve_9_1, expected, tmp_path):
-    """Stock vllm-ascend 0.23 has no MXFP4 on an A2; the values are the same as the BF16 checkpoint's."""
-    write_random_checkpoint(tmp_path / "mxfp4", vocab_size=VOCABULARY, mxfp4=True)
-    rounds = [turn((5, 140))]
-    results, _ = serve_9_1(rounds, options=EAGER, model=tmp_path / "mxfp4")
-    assert right(rounds, results, expected) == [True]
 
 
 def test_a_card_without_triton_ascend_is_refused_before_anything_is_loaded(serve_9_1):
@@ -125,10 +108,3 @@ def test_a_card_without_triton_ascend_is_refused_before_anything_is_loaded(serve
 def test_without_that_check_the_first_request_ends_the_engine(serve_9_1):
     results, _ = serve_9_1([turn((5,), tokens=1)], options=EAGER, spoil="without_triton_unchecked")
     assert results == ["TypeError: 'function' object is not subscriptable"]
-
-
-@pytest.mark.long
-def test_a_seed_draws_the_same_tokens_when_its_prompt_is_cut(serve_9_1):
-    """As stock 0.23 does on a card; 0.11.0 needs the repair `seed-rows-ascend`."""
-    (alone, together), _ = serve_9_1([ALONE, CUT], options=EAGER | CACHELESS)
-    assert together[1]["tokens"] == alone[0]["tokens"]

@@ -9,22 +9,6 @@ from tests.serving.emulated.rounds import EAGER, FULL, SPOILT, WORKSPACE, right,
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"dtype": "float16"}, "--dtype float16: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16."),
-        ({"dtype": "float32"}, "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16."),
-        ({"quantization": "ascend"}, "--quantization ascend: the checkpoint says whether it is MXFP4 or BF16;"),
-        ({"additional_config": {"kv_cache_dtype": "int8"}}, "--additional-config kv_cache_dtype: the KV cache has the"),
-    ],
-)
-def test_what_this_stack_cannot_do_is_refused_in_words(options, sentence, serve):
-    with pytest.raises(AssertionError, match="nothing was served") as refusal:
-        serve([], options={"dtype": "bfloat16", **options}, machine={"diagnostic_fp32": False})
-    assert "npu-gptoss cannot serve this. " in str(refusal.value)
-    assert sentence in str(refusal.value)
-
-
 def ending(serve, rounds=(), **how) -> str:
     """The output of an engine that did not come to serve."""
     with pytest.raises(AssertionError, match="nothing was served") as refusal:
@@ -51,10 +35,6 @@ def test_too_little_memory_is_said_before_the_weights_are_loaded(options, senten
     assert "Loading model weights took" not in said
 
 
-def test_too_little_memory_for_the_swap_space_is_said_by_vllm(serve):
-    assert "Too large swap space. 100000.00 GiB out of the " in ending(serve, options={"swap_space": 100_000})
-
-
 def test_blocks_that_attention_does_not_read_are_refused_in_words(serve):
     """vllm-ascend sets 128, but not under its own scheduler; R29 would end the first request."""
     scheduler = {"ascend_scheduler_config": {"enabled": True}}
@@ -67,6 +47,7 @@ def test_the_slow_experts_are_refused_before_a_capture_fails(serve):
     """They ask the device how many rows each expert has (107027 while capturing); in eager mode they serve."""
     how = {"variables": {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}}
     said = ending(serve, [turn(SPOILT)], **how)
+    assert "npu-gptoss cannot serve this. " in said
     assert "NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops: it asks the device in every step, which no graph takes;" in said
     assert "107027" not in said
     results, _ = serve([turn(SPOILT)], options=EAGER, **how)

@@ -52,22 +52,3 @@ def test_a_choice_that_is_not_narrowed_is_seen(serve):
     greedy = together[0]["tokens"]
     assert all(together[number]["tokens"] != greedy for number in (1, 2, 3))
     assert outside(together) == {"4", "5", "6"}
-
-
-def test_tokens_are_drawn_as_often_as_their_probabilities_say(serve, expected):
-    """240 draws of one token among the three likeliest: within five standard deviations of each share."""
-    rounds = [
-        {
-            "prompts": prompts((5,), seed=7) * 240,
-            "tokens": 1,
-            "sampling": {str(number): HOT | {"top_k": 3} for number in range(240)},
-        }
-    ]
-    (answers,), _ = serve(rounds)
-    likely = expected(tuple(rounds[0]["prompts"][0]), (0,))[0].topk(3)
-    shares = likely.values.softmax(-1)
-    drawn = torch.tensor([answer["tokens"][0] for answer in answers])
-    assert set(drawn.tolist()) == set(likely.indices.tolist())
-    for token, share in zip(likely.indices, shares, strict=True):
-        deviation = (share * (1 - share) / len(drawn)).sqrt()
-        assert abs((drawn == token).float().mean() - share) < 5 * deviation
