@@ -19,7 +19,7 @@ NAMES = ("openai", "anthropic", "openai-agents", "langchain", "pydantic-ai", "li
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=NAMES)
-def test_what_the_page_says_does_not_work(block: str, server: Server) -> None:
+def test_a_program_of_the_page_does_not_work(block: str, server: Server) -> None:
     code = block.replace("http://localhost:8000", server.url).replace("gpt-oss-20b", server.name)
     assert code.count(server.url) == block.count("localhost:8000") > 0
     quiet = TRANSPORT | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}

@@ -206,7 +206,7 @@ def test_a_command_of_a_page_runs(kind: str, tree: Path, printed: dict[str, str]
 
 
 @pytest.mark.slow
-def test_the_quickstart_shows_what_its_commands_print(tree: Path, printed: dict[str, str]) -> None:
+def test_the_quickstart_shows_the_output_of_its_commands(tree: Path, printed: dict[str, str]) -> None:
     """Compares the lines of its plain blocks; … stands for anything."""
     shown = [line for block in blocks(QUICKSTART) if block.language == "" for line in block.text.splitlines()]
     assert len(shown) >= 5

@@ -22,7 +22,7 @@ CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.TABLES.page)
-def test_a_generated_table_is_what_its_script_writes(writer: object) -> None:
+def test_a_generated_table_is_up_to_date(writer: object) -> None:
     text = (ROOT / writer.TABLES.page).read_text(encoding="utf-8")
     assert writer.TABLES.written(text) == text, f"python {writer.TABLES.script} --write"
 
@@ -68,7 +68,7 @@ def test_the_table_of_sizes_is_vllm_ascends_arithmetic() -> None:
     ]
 
 
-def test_the_table_of_vllms_options_has_what_the_scripts_pass() -> None:
+def test_the_table_of_vllms_options_has_the_scripts_options() -> None:
     rows = table("docs/configuration.md", "## Options of `vllm serve`")
     named = {option: row for row in rows for option in re.findall(r"`(--[\w-]+)`", row[0])}
     dry = ["sh", str(ROOT / "scripts/serve.sh"), "--model", "openai/gpt-oss-20b", "--dry-run"]

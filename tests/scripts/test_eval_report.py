@@ -29,7 +29,7 @@ def report(capsys: pytest.CaptureFixture) -> Report:
     return of
 
 
-def test_the_means_and_their_errors_are_those_worked_out_by_hand(tmp_path: Path, report: Report) -> None:
+def test_the_means_and_their_errors_equal_a_calculation_by_hand(tmp_path: Path, report: Report) -> None:
     printed = report(write_run(tmp_path / "run", {"law": LAW, "art": [True, False]}))
     # 7 of 10; sqrt(0.7 · 0.3 / 10) = 0.14491
     assert "mean over questions: 70.00 ± 14.49 %** (7 right)" in printed
@@ -43,7 +43,7 @@ def test_the_means_and_their_errors_are_those_worked_out_by_hand(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("model", "figures"), [(MODEL, (84.0, 83.41)), ("gpt-oss-120b-BF16", (88.0, 87.55))])
-def test_the_published_figures_are_those_of_the_models_size(
+def test_the_published_figures_are_of_the_models_size(
     model: str, figures: tuple[float, float], tmp_path: Path, report: Report
 ) -> None:
     printed = report(write_run(tmp_path / "run", {"law": [True] * 860 + [False] * 140}, model))
@@ -53,7 +53,7 @@ def test_the_published_figures_are_those_of_the_models_size(
     assert "1000 of them" in printed
 
 
-def test_figures_of_another_size_or_effort_are_not_set_beside_a_run(tmp_path: Path, report: Report) -> None:
+def test_figures_of_another_size_or_effort_are_not_compared(tmp_path: Path, report: Report) -> None:
     tiny = write_run(tmp_path / "tiny", {"law": LAW}, "gpt-oss-tiny")
     assert "published" not in report(tiny)
     assert "87.55" in report(tiny, "--size", "120b")
@@ -117,7 +117,7 @@ def test_a_line_cut_off_by_an_interruption_is_no_answer(cut: bytes, tmp_path: Pa
         read_run(run)
 
 
-def test_replies_without_an_answer_and_cut_replies_are_told(tmp_path: Path, report: Report) -> None:
+def test_replies_without_an_answer_and_cut_replies_are_reported(tmp_path: Path, report: Report) -> None:
     run = write_run(tmp_path / "run", {"law": [True, False, False]})
     rows = [review("law", 0, True), review("law", 1, False, ""), review("law", 2, False, "")]
     write_lines(run / f"reviews/{MODEL}/mmlu_law.jsonl", rows)

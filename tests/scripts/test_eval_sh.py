@@ -63,7 +63,7 @@ def test_mmlu_sh_is_the_short_form_of_eval_sh(scripts: Path) -> None:
         ("", ""),
     ],
 )
-def test_a_server_too_short_for_long_thoughts_is_told_beforehand(options: str, tokens: str, scripts: Path) -> None:
+def test_a_context_too_short_for_long_thoughts_is_warned_of(options: str, tokens: str, scripts: Path) -> None:
     """The fake server allows 16 384 tokens."""
     with fake_server({"served": ""}) as url:
         done = run("eval.sh", "aime25", "--dry-run", "--url", url, *options.split(), scripts=scripts)
@@ -128,7 +128,7 @@ def test_runs_that_ask_other_things_get_other_folders(scripts: Path) -> None:
         (f"gpqa --data {SCRIPTS}", "gpqa_diamond.csv"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(options: str, words: str, scripts: Path) -> None:
+def test_a_wrong_option_is_refused_by_name(options: str, words: str, scripts: Path) -> None:
     done = run("eval.sh", "--model", "m", "--dry-run", *options.split(), scripts=scripts)
     assert done.returncode == 2
     assert words in done.stderr

@@ -21,7 +21,7 @@ def test_sigma_is_the_published_one(right: int, total: int, points: float) -> No
 
 
 @pytest.mark.parametrize(("right", "total"), [(1, 0), (-1, 5), (6, 5)])
-def test_what_is_no_score_is_refused(right: int, total: int) -> None:
+def test_an_impossible_score_is_refused(right: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"{right} of {total}"):
         sigma(right, total)
 

@@ -107,7 +107,7 @@ def test_the_score_is_far_above_chance_and_evalscopes_own(finished: str, folder:
     assert report["metrics"][0]["score"] * QUESTIONS == pytest.approx(right, abs=0.01)
 
 
-def test_an_interrupted_run_asks_only_what_is_missing(server: Server, folder: Path, finished: str) -> None:
+def test_an_interrupted_run_asks_the_missing_questions_only(server: Server, folder: Path, finished: str) -> None:
     lost = 0
     for path in (folder / "right/predictions/gpt-oss-tiny").glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -155,7 +155,7 @@ def test_perf_measures_every_request_and_the_server_saw_them(server: Server, fol
     assert server.metric("vllm:generation_tokens_total") - before >= 12 * 24
 
 
-def test_evalscope_itself_draws_a_thousand_questions_for_the_gate() -> None:
+def test_evalscope_draws_a_thousand_questions_for_the_gate() -> None:
     part = re.search(r"^PART=(\S+)$", (SCRIPTS / "eval.sh").read_text(), re.M)[1]
     code = (
         "from evalscope.api.dataset.dataset import resolve_dataset_limit as limit; "

@@ -29,7 +29,7 @@ ARTICLE = (
         ("--on cpu", "enforce_eager=True", "VLLM_CPU_KVCACHE_SPACE"),  # which the user has set
     ],
 )
-def test_what_it_would_run(
+def test_the_settings_of_a_dry_run(
     options: str, printed: str, not_printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
@@ -48,7 +48,7 @@ def test_what_it_would_run(
         (f"{HUB} --on cpu --mode full", "--mode full"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(options: str, words: str, capsys: pytest.CaptureFixture) -> None:
+def test_an_impossible_run_is_refused_by_name(options: str, words: str, capsys: pytest.CaptureFixture) -> None:
     assert offline.main(options.split()) == 2
     assert words in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ def test_the_defaults_are_the_articles(scripts: Path) -> None:
     assert following(words, "--outputs-dir").startswith("outputs/perf-gpt-oss-20b-")
 
 
-def test_name_and_tokenizer_are_those_that_the_server_tells(scripts: Path, tokenizer: Path) -> None:
+def test_name_and_tokenizer_come_from_the_server(scripts: Path, tokenizer: Path) -> None:
     with fake_server({"served": str(tokenizer)}) as url:
         _, words = printed_command(run("perf.sh", "--url", f"{url}/v1/", "--dry-run", scripts=scripts))
     assert following(words, "--model") == "served"
@@ -57,7 +57,7 @@ def test_name_and_tokenizer_are_those_that_the_server_tells(scripts: Path, token
         ("", "--out new", 9, ""),  # evalscope's own failure
     ],
 )
-def test_what_cannot_be_measured_ends_the_script(
+def test_an_impossible_measurement_ends_the_script(
     served: str, options: str, status: int, words: str, scripts: Path, tokenizer: Path
 ) -> None:
     with fake_server({"served": served or str(tokenizer)}) as url:
@@ -79,9 +79,7 @@ def columns(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_table_has_a_row_for_each_run_and_those_of_the_article(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_table_has_a_row_for_each_run_and_the_articles_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     summary(tmp_path, 10)
     summary(tmp_path, 1)
     assert perf_report.main([str(tmp_path)]) == 0
@@ -91,7 +89,7 @@ def test_the_table_has_a_row_for_each_run_and_those_of_the_article(
     assert columns(lines[5])[2:5] == ["2.72", "217", "20.0"]
 
 
-def test_another_model_is_not_set_beside_the_article(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_another_model_is_not_compared_with_the_article(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     summary(tmp_path, 1, model="gpt-oss-tiny")
     assert perf_report.main([str(tmp_path)]) == 0
     assert "article" not in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.M
     assert serve_here.main(["--port", str(free_port())]) == 130
 
 
-def test_what_the_user_sets_wins(tmp_path: Path) -> None:
+def test_the_users_variables_win(tmp_path: Path) -> None:
     environment = serve_here.serving_environment(tmp_path, tmp_path, {"OMP_NUM_THREADS": "7"})
     assert (environment["OMP_NUM_THREADS"], environment["HF_HUB_OFFLINE"]) == ("7", "1")
     assert environment["NPU_GPTOSS_PLATFORM"] == "cpu", "an accelerator would keep the plugin from the CPU"
@@ -144,7 +144,7 @@ def test_on_a_gpu_nothing_of_the_cpu_is_passed(tmp_path: Path) -> None:
     assert "--max-model-len" not in serve_here.serve_command(tmp_path, "name", "127.0.0.1", 8000, [], "cuda")
 
 
-def test_what_runs_by_our_kernels_is_told_in_one_line_whatever_the_ranks(tmp_path: Path) -> None:
+def test_our_kernels_are_reported_in_one_line_on_any_ranks(tmp_path: Path) -> None:
     said = "npu-gptoss computes all of gpt-oss by its own kernels, experts in mxfp4; NPU_GPTOSS=0 leaves it to vLLM."
     log = tmp_path / "log"
     log.write_text("".join(f"(Worker_TP{rank} pid=1) INFO 11-24 [model.py:95] {said}\n" for rank in range(2)))

@@ -76,7 +76,7 @@ def programs(folder: Path, *names: str) -> str:
     return f"{folder}:/usr/bin:/bin"
 
 
-def test_workers_are_bound_to_the_cores_beside_their_cards(tmp_path: Path) -> None:
+def test_workers_are_pinned_to_the_cores_near_their_cards(tmp_path: Path) -> None:
     path = programs(tmp_path, "npu-smi", "lspci", "lscpu")
     _, words = serve(*HUB, PATH=path)
     assert json.loads(following(words, BINDING)) == {"enable_cpu_binding": True}
@@ -121,7 +121,7 @@ def test_collectives_run_on_vector_cores_without_data_parallelism(
     assert (AIV in done.stderr) is told
 
 
-def test_on_a_cpu_there_are_no_graphs_and_what_the_user_set_stays(tmp_path: Path) -> None:
+def test_on_a_cpu_there_are_no_graphs_and_the_users_variables_stay(tmp_path: Path) -> None:
     options = ("--model", checkpoint(tmp_path / "model", 4), "--on", "cpu")
     variables, words = serve(*options)
     assert words[0].endswith("vllm")
@@ -150,7 +150,7 @@ def test_on_the_emulated_910b_it_runs_inside_the_emulator(tmp_path: Path) -> Non
         ("0.23.0+empty", "x", None),
     ],
 )
-def test_vllm_ascend_is_told_which_vllm_it_has(
+def test_vllm_ascend_gets_the_version_of_its_vllm(
     installed: str, set_by_user: str | None, expected: str | None, tmp_path: Path
 ) -> None:
     write_program(tmp_path / "python3", f"echo {installed}")
@@ -180,7 +180,7 @@ def test_vllm_ascend_is_told_which_vllm_it_has(
         *((f"HUB --memory {wrong}", f"0.95, got '{wrong}'") for wrong in ("95", "0.9GB", "0.00")),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(options: str, words: str) -> None:
+def test_a_wrong_option_is_refused_by_name(options: str, words: str) -> None:
     done = run("serve.sh", *options.replace("HUB", " ".join(HUB)).split(), "--dry-run")
     assert done.returncode == 2
     assert words in done.stderr
@@ -195,7 +195,7 @@ def test_an_incomplete_checkpoint_is_refused(missing: str, words: str, tmp_path:
     assert words in done.stderr
 
 
-def test_a_taken_port_is_told_before_vllm_starts(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_before_vllm_starts(tmp_path: Path) -> None:
     write_program(tmp_path / "vllm", "echo started")
     path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
     with socket.socket() as taken:
@@ -227,7 +227,7 @@ def test_without_vllm_it_says_where_to_get_it(tmp_path: Path) -> None:
         ("--host 0.0.0.0 -- --host localhost", "", False),
     ],
 )
-def test_an_address_that_others_reach_is_told_when_no_key_is_asked_for(options: str, key: str, told: bool) -> None:
+def test_a_public_address_without_a_key_is_warned_of(options: str, key: str, told: bool) -> None:
     done = run("serve.sh", "--dry-run", *HUB, *options.split(), **({"VLLM_API_KEY": key} if key else {}))
     assert ("docs/exposing-the-server.md" in done.stderr) is told
     assert ("VLLM_API_KEY" in done.stderr) is told

@@ -59,6 +59,6 @@ def test_a_proxy_that_was_asked_instead_is_named(
     assert printed.out == "a\t/a\t16384\n"
 
 
-def test_no_server_is_told_with_what_to_do(capsys: pytest.CaptureFixture) -> None:
+def test_a_missing_server_is_reported_with_a_remedy(capsys: pytest.CaptureFixture) -> None:
     assert served_model.main([f"http://127.0.0.1:{free_port()}"]) == 2
     assert "scripts/serve.sh" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_releases_inside_of_the_window(release):
 
 
 @pytest.mark.parametrize("release", ["0.11.0rc0", "0.12.0rc1", "0.10.2rc1", "0.11.1", None])
-def test_releases_outside_of_the_window_are_named_with_what_to_install(release):
+def test_releases_outside_of_the_window_are_named_with_a_remedy(release):
     objection = limits.version_objection(release)
     assert (release or "without a version") in objection
     assert objection.endswith("served on vllm-ascend 0.11.0rc1 to 0.11.0; install 0.11.0")

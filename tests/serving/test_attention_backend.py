@@ -173,7 +173,7 @@ def test_the_profile_run_without_a_cache_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("window", [WINDOW, None])
-def test_padded_rows_with_nan_reach_neither_the_output_nor_the_cache(builder, cache, window):
+def test_padded_rows_with_nan_reach_no_output_and_no_cache(builder, cache, window):
     metadata, pristine = builder.build(0, common_metadata(padding=4)), cache.clone()
     padded = run(implementation(window=window), cache, metadata, PADDED, float("nan"))
     assert torch.isfinite(padded).all()

@@ -75,7 +75,7 @@ def test_experts_are_packed_where_bf16_does_not_fit(decide: Decide) -> None:
         decide(LARGE, total=card)
 
 
-def test_what_this_rank_has_is_what_is_reckoned_with(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_counted_for_this_rank(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, card = [], MEMORY["910B3"]
     monkeypatch.setattr(
         device_memory, "choose", lambda *those, **options: asked.append((those, options)) or choose(*those, **options)
@@ -107,7 +107,7 @@ def test_a_load_that_vllm_would_serve_otherwise_is_not_ended(decide: Decide) -> 
     assert decide(SMALL, total=2 * card, gpu_memory_utilization=0.3, kv_cache_memory_bytes=GIB)
 
 
-def test_a_checkpoint_in_bf16_that_does_not_fit_is_not_told_to_be_packed(decide: Decide) -> None:
+def test_a_bf16_checkpoint_that_does_not_fit_has_no_packed_remedy(decide: Decide) -> None:
     """Which would be refused, too."""
     with pytest.raises(InputError, match="these experts are not in MXFP4") as told:
         decide(replace(LARGE, quantization=None), total=MEMORY["910B3"])
@@ -127,9 +127,7 @@ def test_a_format_that_packed_experts_do_not_have_is_warned_of(
     assert "NPU_GPTOSS_EXPERT_FORMAT=nz" in record.getMessage()
 
 
-def test_sizes_that_the_expansion_does_not_take_are_told_and_kept_in_bf16(
-    decide: Decide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_the_expansion_refuses_are_kept_in_bf16(decide: Decide, monkeypatch: pytest.MonkeyPatch) -> None:
     """By plain operators it would wait for the device in every step, which ends the capture of a graph."""
     wide, card = replace(LARGE, hidden_size=3008), MEMORY["910B3"]  # 4 rows of 3008, 12032 values
     assert not decide(wide, ranks=8, total=card)

@@ -63,13 +63,13 @@ def observed(observer: StepObserver, dispatcher: Dispatcher, rows: int, tokens: 
         ("FULL", 4, 4, Step("full", 4, 4, 0)),
     ],
 )
-def test_a_step_is_what_the_dispatcher_chose_not_what_was_configured(mode, rows, tokens, expected):
+def test_a_step_has_the_dispatchers_mode_not_the_configured_one(mode, rows, tokens, expected):
     dispatcher = Dispatcher(mode)
     observer = StepObserver(dispatcher, tuple)
     assert observed(observer, dispatcher, rows, tokens) == expected
 
 
-def test_kernels_are_told_when_they_change_and_not_at_every_step():
+def test_kernels_are_sent_when_they_change_and_not_at_every_step():
     dispatcher, selected = Dispatcher(), list(KERNELS)
     observer = StepObserver(dispatcher, lambda: tuple(selected))
     assert observed(observer, dispatcher, 1, 1).kernels == KERNELS
@@ -114,7 +114,7 @@ def test_a_step_survives_both_of_vllms_serialisers():
     assert received.scheduler_stats == SchedulerStats(num_running_reqs=3), "vLLM's own loggers would read the rest"
 
 
-def test_a_connectors_statistics_stay_what_they_were():
+def test_a_connectors_statistics_do_not_change():
     stats = SchedulerStats(kv_connector_stats={"transfers": [1, 2]})
     put(STEP, {0: EngineCoreOutputs(scheduler_stats=stats)})
     assert set(stats.kv_connector_stats) == {"transfers", KEY}
@@ -153,7 +153,7 @@ def test_series_exist_before_their_first_step_so_that_a_rate_sees_it():
         assert value("npu_gptoss_padding_tokens_total", "fresh", 1, mode=mode) == 0
 
 
-def test_each_engine_counts_for_itself():
+def test_each_engine_has_separate_counts():
     loggers = [metrics.StatLogger(config(name="two"), engine) for engine in (0, 1)]
     for engine, step in ((0, STEP), (1, STEP), (1, STEP), (1, Step("eager", 0, 40, 0))):
         loggers[engine].record(statistics(step), None, engine)

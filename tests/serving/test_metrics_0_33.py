@@ -33,7 +33,7 @@ def stats(mode: Any, tokens: int, rows: int) -> SchedulerStats:
     return SchedulerStats(cudagraph_stats=CUDAGraphStat(tokens, rows, rows - tokens, str(mode)))
 
 
-def test_no_series_stands_at_zero_where_nobody_counts() -> None:
+def test_no_series_stays_at_zero_without_a_counter() -> None:
     """Without --cudagraph-metrics a dashboard would show a server that never steps."""
     logger("silent", counted=False).record(SchedulerStats(), None)
     assert value("tokens", "silent", mode="eager") is None

@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_a_start_warns_only_of_what_the_page_calls_harmless(server: Server) -> None:
+def test_a_start_has_only_warnings_that_the_page_calls_harmless(server: Server) -> None:
     page = (ROOT / "docs/serving-on-cpu.md").read_text()
     table = page.partition("## Warnings that mean nothing")[2].partition("\n## ")[0]
     harmless = [text.strip("… ") for text in re.findall(r"^\| `([^`]+)` \|", table, re.M)]

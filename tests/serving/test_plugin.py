@@ -143,7 +143,7 @@ def test_a_variable_gives_stock_vllm_back() -> None:
     assert "NPU_GPTOSS=0: npu-gptoss leaves everything to vLLM." in result.stderr
 
 
-def test_on_a_device_that_vllm_serves_itself_the_model_stays_vllms() -> None:
+def test_on_a_device_of_vllms_own_the_model_stays_vllms() -> None:
     result = run("""
         import sys, types, vllm.platforms
         vllm.platforms._current_platform = types.SimpleNamespace(device_type="cuda")
@@ -223,7 +223,7 @@ def test_the_cpu_can_be_asked_for_on_a_machine_with_a_device(machine, monkeypatc
     assert len(platform.objections(tmp_path)) == 1
 
 
-def test_a_plugin_that_vllm_was_told_to_leave_out_does_not_count(machine: Callable[..., list[str]]) -> None:
+def test_a_plugin_that_vllm_leaves_out_does_not_count(machine: Callable[..., list[str]]) -> None:
     assert machine(plugins=("ascend",), chosen="npu_gptoss,npu_gptoss_cpu") == []
 
 
@@ -340,13 +340,13 @@ def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -
         ({"hf_overrides": {"attention_bias": False}}, "attention_bias must be True, got False."),
     ],
 )
-def test_what_is_not_supported_is_refused_before_anything_is_loaded(options, sentence, directory, caplog):
+def test_unsupported_options_are_refused_before_the_load(options, sentence, directory, caplog):
     said = verdict(directory, caplog, **options)
     assert said.startswith("npu-gptoss cannot serve this. ") or "hf_overrides" in options
     assert sentence in said
 
 
-def test_every_objection_is_told_at_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_refusals_come_at_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = verdict(directory, caplog, dtype="float16", enable_lora=True)
     assert "--dtype float16" in said
     assert "--enable-lora" in said
@@ -384,13 +384,13 @@ def configuration(**changes: Any) -> SimpleNamespace:
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
     ],
 )
-def test_options_that_vllm_itself_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
+def test_options_that_vllm_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
     assert limits.objections(configuration(), "cpu") == []
     (objection,) = limits.objections(configuration(**change), "cpu")
     assert objection.startswith(option)
 
 
-def test_objections_of_vllm_ascend_are_told_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_vllm_ascend_come_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ascend_limits, "objections", lambda config: ["vllm-ascend 9: too new"])
     assert limits.objections(configuration(), "npu") == ["vllm-ascend 9: too new"]
     assert limits.objections(configuration(), "cpu") == []

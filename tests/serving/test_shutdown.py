@@ -121,7 +121,7 @@ def test_the_engines_death_is_an_exit_status_and_a_last_line(started: Started) -
 
 @pytest.mark.emulated
 @pytest.mark.long
-def test_ctrl_c_in_the_terminal_of_several_servers_is_told_to_every_client(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_to_several_servers_answers_every_client(model: Path, tmp_path: Path) -> None:
     """It reaches all their processes. Stock 0.23: engines end every request at once, and its begin is the
     answer, 200; a signal to the parent alone kills the servers, and every connection breaks off.
     """

@@ -121,7 +121,7 @@ def test_the_page_shows_the_package_and_no_other_code() -> None:
     assert re.findall(r"^## (\d)\. ", PAGE.read_text(), re.M) == ["1", "2", "3", "4", "5"]
 
 
-def test_every_command_of_the_page_prints_what_the_page_shows(said: Callable[[str], str]) -> None:
+def test_every_command_of_the_page_prints_the_shown_lines(said: Callable[[str], str]) -> None:
     printed = "\n".join(said(line) for line in COMMANDS)
     shown = [line for block in code_blocks(PAGE, "") for line in block.splitlines()]
     assert len(shown) >= 6

@@ -90,7 +90,7 @@ def test_a_recorded_request_is_refused(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "function", "arguments", "wanted"), CALLS, ids=[f"{c[0]}-{c[1]}" for c in CALLS])
-def test_a_call_is_told_in_words_that_the_agent_does_not_know(
+def test_a_call_comes_in_a_form_that_the_agent_does_not_know(
     server: Server, name: str, function: str, arguments: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     _, (got,) = read(send(server, name, call(function, **arguments)))
@@ -105,7 +105,7 @@ def test_a_call_is_told_in_words_that_the_agent_does_not_know(
         ("claude_code_image", "no block of type image"),
     ],
 )
-def test_what_is_left_out_goes_without_a_word(server: Server, name: str, said: str) -> None:
+def test_a_part_is_left_out_without_a_warning(server: Server, name: str, said: str) -> None:
     assert said in send(server, name, answer("Four.")).headers["x-npu-gptoss-warning"]
 
 

@@ -167,7 +167,7 @@ def test_without_graphs_the_tokens_are_the_offline_engines(directory, prompts, e
 
 
 @pytest.mark.parametrize("asked", MODES)
-def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(asked, answer, eager) -> None:
+def test_replayed_tokens_equal_the_eager_ones_bit_for_bit(asked, answer, eager) -> None:
     found = answer(asked)
     assert found.tokens == eager
     assert found.late == 0, "a graph was captured while requests waited"
@@ -187,7 +187,7 @@ def test_kernels_that_are_compiled_while_requests_wait_are_noticed(asked, answer
 
 
 @pytest.mark.parametrize("asked", NEVER_REFRESHED)
-def test_what_a_graph_reads_from_another_place_is_noticed(asked, answer, eager) -> None:
+def test_a_graph_that_reads_another_address_is_noticed(asked, answer, eager) -> None:
     assert answer(asked).tokens != eager
 
 

@@ -83,7 +83,7 @@ def imported() -> dict[str, str]:
     }
 
 
-def test_what_a_start_on_a_gpu_imports_is_in_the_environment_of_make_serve() -> None:
+def test_the_imports_of_a_start_on_a_gpu_are_installed() -> None:
     """torchvision was left out, and every engine ended at the warm-up of a kernel of another model's."""
     found, pins = imported(), read_pins(REQUIREMENTS / "cuda.txt")
     distributions = packages_distributions()

@@ -47,7 +47,7 @@ def config_of(**changes: Any) -> Having:
         ({"max_model_len": 131073}, "--max-model-len 131073"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
+def test_an_option_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
     assert limits.objections(config_of()) == []
     (objection,) = limits.objections(config_of(**change))
     assert objection.startswith(option)
@@ -59,7 +59,7 @@ MXFP4, BF16 = (
 )
 
 
-def test_ranks_that_cannot_cut_mxfp4_are_told_vllms_option_that_can() -> None:
+def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
     """Which the model said of itself in the words of the offline engine, once every rank had started."""
     (objection,) = limits.objections(config_of(hf_config=MXFP4, tensor_parallel_size=4))
     assert objection.startswith("--tensor-parallel-size 4: it does not divide the 90 groups of 32")

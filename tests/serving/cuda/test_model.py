@@ -156,7 +156,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[Path, GptOssConfig]
     torch.manual_seed(0)
 
 
-def test_prompts_chunks_and_decode_are_those_of_the_offline_model(checkpoint):
+def test_prompts_chunks_and_decode_equal_the_offline_model(checkpoint):
     server = Server.of(*checkpoint)
     assert server.step([5, 70, 33], prefilling=[True, True, True]) is AttentionMetadata
     assert server.step([1, 1, 1], prefilling=[False, False, False]) is DecodeMetadata
@@ -202,7 +202,7 @@ def test_rows_that_verify_drafts_take_tables_as_wide_as_vllms(checkpoint, longes
     assert step.lengths.tolist() == [longest - 1, longest, 19, 20]
 
 
-def test_a_row_whose_draft_nobody_proposed_ends_no_engine(checkpoint):
+def test_a_row_without_a_proposed_draft_ends_no_engine(checkpoint):
     """An embedding asked for row -1 is an assertion on the device, after which an engine cannot go on."""
     server = Server.of(*checkpoint, drafts=1)
     server.step([5, 70, 33], prefilling=[True] * 3)
@@ -216,7 +216,7 @@ def test_a_row_whose_logits_were_damaged_ends_no_engine(checkpoint):
     server.step([1, 1, 1], prefilling=[False] * 3, stray={1: server.config.vocab_size + 3})
 
 
-def test_a_connector_is_told_of_each_layer_when_its_keys_are_there(checkpoint, tmp_path, monkeypatch):
+def test_a_connector_is_called_for_each_layer_after_its_keys(checkpoint, tmp_path, monkeypatch):
     """vLLM's own example, which keeps a prompt's keys in files. Without the calls it kept none, and keys from
     elsewhere ended the engine."""
 

@@ -212,7 +212,7 @@ def test_the_log_says_in_one_line_that_our_kernels_compute(served) -> None:
     assert "mxfp4" in line
 
 
-def test_chats_streams_and_responses_are_whole_and_say_what_they_say_alone(served, exact) -> None:
+def test_chats_streams_and_responses_are_whole_and_as_alone(served, exact) -> None:
     """Each kind of honest request of the soak, all at once: streamed ones have the answer of their whole twin."""
     server = served(GRAPHS_OF_OURS).server
     message = fetched(f"{server.url}/v1/chat/completions", {"model": server.name, "temperature": 0, "messages": SUM})
@@ -237,7 +237,7 @@ def test_the_trained_checkpoint_scores_as_elsewhere_through_graphs(served) -> No
 
 
 @pytest.mark.parametrize("name", ON_TWO)
-def test_two_gpus_say_what_one_does_but_at_near_ties(name, served, prompts, tokens, exact) -> None:
+def test_two_gpus_answer_as_one_but_at_near_ties(name, served, prompts, tokens, exact) -> None:
     """Sums of two halves, in bfloat16; the all-reduce is in the graphs."""
     two = asked_for(name, served)
     before = two.told()

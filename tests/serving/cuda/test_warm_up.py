@@ -42,7 +42,7 @@ def test_drafts_to_verify_are_rows_that_decode() -> None:
     assert reach_of(config_of(CUDAGraphMode.NONE, drafts=15)).decode_rows == 8192, "a step has no more"
 
 
-def test_vllm_runs_what_is_registered_while_a_model_loads_and_once() -> None:
+def test_vllm_runs_a_registered_warm_up_once() -> None:
     registry, found = JitWarmupRegistry(config_of(CUDAGraphMode.NONE)), []
     with registry.activate():
         before_ready(found.append)

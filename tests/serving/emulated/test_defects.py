@@ -41,7 +41,7 @@ def test_a_card_that_computes_wrongly_is_refused_before_the_first_request(defect
         serve([turn(THREE_IN_A_BUCKET_OF_FOUR)], options=options, machine={"defects": [defect]})
 
 
-def test_a_defect_of_ranks_with_a_part_of_the_experts_stops_nobody_else(serve, expected):
+def test_a_defect_of_expert_parallelism_stops_no_single_rank(serve, expected):
     rounds = [turn(THREE_IN_A_BUCKET_OF_FOUR)]
     results, _ = serve(rounds, machine={"defects": ["stale-counts"]})
     assert right(rounds, results, expected) == [True]
@@ -51,7 +51,7 @@ def test_a_defect_of_ranks_with_a_part_of_the_experts_stops_nobody_else(serve, e
     ("defect", "lengths"),
     [("merged-heads", ABOVE_A_TILE), *((name, THREE_IN_A_BUCKET_OF_FOUR) for name in ("narrow-norm", "few-rows"))],
 )
-def test_these_defects_give_wrong_text_where_nobody_looks(defect, lengths, serve, expected):
+def test_these_defects_give_wrong_text_without_the_check(defect, lengths, serve, expected):
     """Counts of the call before end the emulated engine instead: unwritten memory is NaN here, and reaches a router."""
     rounds = [turn(lengths, seed=3)]
     results, printed = serve(rounds, machine={"defects": [defect]}, spoil="not_checked_at_start")

@@ -104,7 +104,7 @@ def test_biases_in_bf16_are_refused(serve):
     assert "[R47]" in results[0]
 
 
-def test_a_copy_that_no_card_tells_of_is_warned_of(serve, expected):
+def test_a_copy_that_no_card_reports_is_warned_of(serve, expected):
     rounds = [turn(SPOILT, spoil="query_strided")]
     results, printed = serve(rounds, options=EAGER)
     assert right(rounds, results, expected) == [True]

@@ -44,7 +44,7 @@ def test_the_tests_of_line_0_33_pass_and_no_file_of_them_is_skipped() -> None:
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
-def test_what_runs_on_a_gpu_is_collected_where_vllm_0_33_is() -> None:
+def test_the_tests_of_a_gpu_are_collected_with_vllm_0_33() -> None:
     """`make test-cuda` ended before its first test: other lines' files could not be imported, nor the emulator."""
     found = run(PYTHON, "--collect-only", "-m", "cuda")
     assert found.returncode == 0, found.stdout[-3000:]
