@@ -371,7 +371,9 @@ def first_different(packed: dict[str, torch.Tensor]) -> str | None:
         width = experts.intermediate_size_per_partition
         columns = slice(experts.tp_rank * width, (experts.tp_rank + 1) * width)
         pairs = slice(2 * columns.start, 2 * columns.stop)
-        owned = slice(None) if experts.expert_map is None else loading._local_experts(experts.expert_map)
+        owned: Any = slice(None)
+        if experts.expert_map is not None:
+            owned = [int((experts.expert_map == local).nonzero()) for local in range(experts.num_experts)]
         wanted = ExpertWeights(
             gate_up_proj=whole[EXPERTS + "gate_up_proj"][owned][..., pairs],
             gate_up_proj_bias=whole[EXPERTS + "gate_up_proj_bias"][owned][..., pairs],
