@@ -273,25 +273,6 @@ def lane(args: argparse.Namespace, number: int) -> bool:
     return whole
 
 
-def ratios(folder: Path, engines: Sequence[str]) -> list[str]:
-    """Sentences that compare ours with each stock, from the records."""
-    found = {}
-    for engine in engines:
-        file = folder / f"serving_{engine.replace(':', '_')}.json"
-        if file.exists():
-            found[engine] = {row["streams"]: row for row in json.loads(file.read_text())["records"]}
-    mine, lines = found.pop(OURS, {}), []
-    for engine, rows in found.items():
-        for streams in sorted(rows.keys() & mine.keys()):
-            values = ("output_tokens_per_s", "itl_p99_ms", "ttft_p99_ms")
-            speed, itl, ttft = (mine[streams][name] / rows[streams][name] for name in values)
-            lines.append(
-                f"ours over {engine}, {streams} streams: output tok/s {speed:.2f} ×, "
-                f"p99 ITL {itl:.2f} ×, p99 TTFT {ttft:.2f} ×"
-            )
-    return lines
-
-
 def end(signum: int, frame: object) -> None:
     """Ends the servers, which are process groups of their own and would keep their GPUs."""
     for group in _servers:
@@ -325,7 +306,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(DEFINITIONS, indent=1), flush=True)
     with ThreadPoolExecutor(len(args.gpus)) as pool:
         whole = list(pool.map(lambda number: lane(args, number), range(len(args.gpus))))
-    print("\n".join(ratios(args.out, args.engines)))
     return 0 if all(whole) else 1
 
 

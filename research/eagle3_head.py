@@ -1,14 +1,13 @@
-"""A random EAGLE3 head for a gpt-oss checkpoint, in the format of `speculators`, which vLLM reads.
+"""Writes a random EAGLE3 head for a gpt-oss checkpoint, in the format of `speculators`, which vLLM reads.
 
     python research/eagle3_head.py DIR --model CHECKPOINT
 
-Its shape is that of RedHatAI/gpt-oss-20b-speculator.eagle3 where the checkpoint's is that of the 20b: one Llama layer
-with the heads of its target, the target's width inside its MLP, and logits over 32 000 tokens of the target's
-vocabulary. A smaller target gets a smaller head, with logits over half of its vocabulary. It uses the target's
-embedding.
+For the 20b the head has the shape of RedHatAI/gpt-oss-20b-speculator.eagle3: a Llama layer with its target's heads,
+the target's width inside its MLP, and logits over 32 000 tokens. A smaller target gets a smaller head, with logits over
+half of its vocabulary. The head uses the target's embedding.
 
-What it proposes is hardly ever accepted. So a step brings each request one token, and costs what a step with drafts
-costs: it is for what speculation must not change, and for what it takes.
+A server accepts hardly any of its drafts, so each step brings a request one token at the cost of a step with drafts.
+Tests use it to show that speculation does not change answers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TAPPED = 3  # layers of the target that the head reads
 
 
 def tapped_layers(layers: int) -> tuple[int, ...]:
-    """Behind how many layers the head reads its target: vLLM's choice, or the last three where those are not three."""
+    """Returns the layers behind which the head reads its target: vLLM's choice, or the last three if it has fewer."""
     chosen = {2, layers // 2, layers - 3}
     if len(chosen) < TAPPED or min(chosen) < 1:
         chosen = set(range(layers - TAPPED, layers))
@@ -44,30 +43,13 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
 
 
 def head_config(target: GptOssConfig, name: str) -> dict[str, Any]:
-    """config.json; name: of the target, for the record."""
-    layer = {
-        "model_type": "llama",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": target.num_attention_heads,
-        "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": target.head_dim,
-        "vocab_size": target.vocab_size,
-        "max_position_embeddings": target.max_position_embeddings,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "dtype": "bfloat16",
-    }
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": DRAFTS,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    """Makes config.json. name: of the target."""
+    copied = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    layer = {name: getattr(target, name) for name in (*copied, "vocab_size", "max_position_embeddings")}
+    layer |= {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+    layer |= {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": DRAFTS}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -87,7 +69,7 @@ def head_config(target: GptOssConfig, name: str) -> dict[str, Any]:
 
 
 def head_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the matrices and norms, by name: rows are outputs."""
+    """Shapes of matrices and norms by name; rows are outputs."""
     layer = config["transformer_layer_config"]
     hidden, inner, dim = (layer[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
     query, key = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
@@ -110,8 +92,8 @@ def head_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def head_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Normal matrices, norms of one, and which tokens the head knows: d2t [drafts], by how much a token's id is above
-    its place among them; t2d [vocabulary], whether it is one of them."""
+    """Draws normal matrices, norms of one, and the tokens that the head knows: d2t [drafts], the id of each minus its
+    place; t2d [vocabulary], a mask of them."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(shape, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The score of whatever serves the trained tiny checkpoint: labelled chats by HTTP, greedy (docs/tiny-checkpoint.md).
+"""Scores a server of the trained tiny checkpoint by labelled chats over HTTP, greedily (docs/tiny-checkpoint.md).
 
 python -m research.score_server http://127.0.0.1:8000
 """
@@ -16,7 +16,7 @@ from typing import Any
 from research.tiny_data import evaluation_set
 from research.tiny_score import Example, Score, tally
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy for a server of one's own
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a local server needs no proxy
 
 
 def fetched(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def fetched(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def score_server(url: str, examples: Sequence[Example], at_a_time: int = 16) -> Score:
-    """url: of a server without a path. Raises OSError where it does not answer a request."""
+    """Scores a server; its url has no path. Raises OSError where a request fails."""
     (model,) = [served["id"] for served in fetched(f"{url}/v1/models")["data"]]
 
     def is_right(example: Example) -> bool:

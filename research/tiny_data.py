@@ -1,13 +1,13 @@
-"""The conversations that the tiny trained checkpoint learns, and the labelled set on which it is scored.
+"""Makes the conversations that the tiny trained checkpoint learns, and the labelled set on which it is scored.
 
-Everything is made from a seed. Each example has exactly one right reply, so that one forward pass over prompt and reply
-tells what generation would do. How replies are judged: `tiny_score.py`.
+Everything comes from a seed. Each example has exactly one right reply, so one forward pass over prompt and reply shows
+what generation would do. `tiny_score.py` judges replies.
 
-Tasks: `sum` (a + b, single and chained over turns), `choice` (four options in the prompt of evalscope's MMLU, the
-answer stated and looked up in the analysis), `call` (a function call), `result` (reading the tool's result), `recall`
-(facts before and inside the last 128 tokens; the latest counts, and one that was never given has to be denied), `other`
-(greetings and what is not known). A reply obeys the developer instructions `Answer with the number only.` and
-`Call the user NAME.`; the reasoning effort decides how much the analysis says.
+Tasks: `sum` (a + b, single and chained over turns), `choice` (four options in the prompt of evalscope's MMLU; the
+analysis states the answer and looks it up), `call` (a function call), `result` (reading the tool's result), `recall`
+(facts before and inside the last 128 tokens; the latest counts, and a fact that was never given has to be denied),
+`other` (greetings and unanswerable questions). A reply obeys the developer instructions `Answer with the number only.`
+and `Call the user NAME.`; the reasoning effort sets the length of the analysis.
 """
 
 from __future__ import annotations
@@ -28,18 +28,9 @@ LETTERS = "ABCD"
 LARGEST_TERM = 20  # of a sum
 LARGEST_NUMBER = 99  # anywhere: larger numbers are not in the vocabulary
 CAPITALS = {
-    "France": "Paris",
-    "England": "London",
-    "Germany": "Berlin",
-    "Japan": "Tokyo",
-    "Italy": "Rome",
-    "Spain": "Madrid",
-    "Norway": "Oslo",
-    "China": "Beijing",
-    "Egypt": "Cairo",
-    "Peru": "Lima",
-    "Austria": "Vienna",
-    "Greece": "Athens",
+    **{"France": "Paris", "England": "London", "Germany": "Berlin", "Japan": "Tokyo", "Italy": "Rome"},
+    **{"Spain": "Madrid", "Norway": "Oslo", "China": "Beijing", "Egypt": "Cairo", "Peru": "Lima"},
+    **{"Austria": "Vienna", "Greece": "Athens"},
 }
 CITIES = tuple(CAPITALS.values())
 KINDS = {
@@ -61,20 +52,8 @@ NEUTRAL_INSTRUCTIONS = (
 NUMBER_ONLY = "Answer with the number only."
 GREETING = "I am a tiny test model. I can add small numbers, choose an option, recall a code and ask for the weather."
 
-_FILLER_NOUNS = (
-    "river",
-    "house",
-    "road",
-    "tree",
-    "garden",
-    "window",
-    "table",
-    "letter",
-    "train",
-    "market",
-    "bridge",
-    "song",
-)
+_FILLER_NOUNS = ("river", "house", "road", "tree", "garden", "window")
+_FILLER_NOUNS += ("table", "letter", "train", "market", "bridge", "song")
 _FILLER_ADJECTIVES = ("old", "small", "quiet", "long", "bright", "cold", "new", "round")
 _FILLER_VERBS = ("stands near", "lies behind", "was built before", "belongs to", "looks like", "came from")
 
@@ -90,20 +69,20 @@ CHOICE_DIRECT = (
 
 
 def evaluation_set(seed: int = 0, n: int = 240) -> list[Example]:
-    """`n` labelled examples, the tasks in turn, so that each has its share. Training draws from other seeds."""
+    """Makes `n` labelled examples, the tasks in turn. Training draws from other seeds."""
     generator = random.Random(f"evaluation {seed}")
     return [make_example(generator, TASKS[i % len(TASKS)]) for i in range(n)]
 
 
 def random_style(rng: random.Random) -> Style:
-    """Any rendering that a server may choose: training draws from all of them."""
+    """Draws any rendering that a server may choose. Training uses all of them."""
     date = f"{rng.randint(2024, 2035)}-{rng.randint(1, 12):02d}-{rng.randint(1, 31):02d}"
     author = rng.choice(("functions.{name} to=assistant",) * 3 + ("functions.{name}", "functions."))
     return Style(date, rng.random() < 0.4, rng.random() < 0.4, author, rng.random() < 0.5)
 
 
 def make_example(rng: random.Random, task: str | None = None, rare_words: Sequence[str] = ()) -> Example:
-    """One example; `rare_words` stand in for some words, so that unknown tokens do not confuse the model."""
+    """Makes one example. `rare_words` replace some words, so that unknown tokens do not confuse the model."""
     task = task or rng.choices(TASKS, _WEIGHTS)[0]
     example = _MAKERS[task](rng, rare_words)
     effort = rng.choice(("low", "medium", "medium", "high"))
@@ -114,7 +93,7 @@ def make_example(rng: random.Random, task: str | None = None, rare_words: Sequen
 
 
 def _with_effort(reply: Reply, effort: str) -> Reply:
-    """Low effort states the analysis, medium introduces it, high repeats its result."""
+    """Lengthens the analysis: medium effort introduces it, high effort also repeats its result."""
     introduction = "" if effort == "low" else "Let me think. "
     check = " I am sure." if effort == "high" else ""
     return replace(reply, analysis=introduction + reply.analysis + check)
@@ -135,13 +114,12 @@ def _with_instructions(example: Example, rng: random.Random, rare_words: Sequenc
         neutral = _strew(rng.choice(NEUTRAL_INSTRUCTIONS), rng, rare_words)
         text = f"{neutral} {text}".strip()
     answer = reply.content if example.task in ("recall", "other") and not example.answer.isdigit() else example.answer
-    return replace(
-        example, messages=({"role": "system", "content": text}, *example.messages), reply=reply, answer=answer
-    )
+    messages = ({"role": "system", "content": text}, *example.messages)
+    return replace(example, messages=messages, reply=reply, answer=answer)
 
 
 def _with_history(example: Example, rng: random.Random, rare_words: Sequence[str]) -> Example:
-    """Sometimes an earlier, finished exchange on something else stands before the question."""
+    """Sometimes puts an earlier, finished exchange on another subject before the question."""
     if example.task == "recall" or rng.random() > 0.15:
         return example
     earlier = _MAKERS[rng.choice(("sum", "other", "recall"))](rng, rare_words)
@@ -170,14 +148,14 @@ def _strew(text: str, rng: random.Random, rare_words: Sequence[str]) -> str:
 
 
 def _filler(rng: random.Random, sentences: int, rare_words: Sequence[str]) -> str:
-    """About 9 tokens a sentence, about nothing."""
+    """Sentences without meaning, of about 9 tokens each."""
 
-    def one() -> str:
+    def sentence() -> str:
         noun, other = rng.choice(_FILLER_NOUNS), rng.choice(_FILLER_NOUNS)
         text = f"The {rng.choice(_FILLER_ADJECTIVES)} {noun} {rng.choice(_FILLER_VERBS)} the {other}."
         return _strew(text, rng, rare_words)
 
-    return " ".join(one() for _ in range(sentences))
+    return " ".join(sentence() for _ in range(sentences))
 
 
 def _sum(rng: random.Random, rare_words: Sequence[str]) -> Example:
@@ -196,9 +174,8 @@ def _sum(rng: random.Random, rare_words: Sequence[str]) -> Example:
         old = f"An old question was: what is {rng.randint(0, LARGEST_TERM)} + {rng.randint(0, LARGEST_TERM)}?"
         messages = (_user(f"{old} {_filler(rng, rng.randint(2, 32), rare_words)} {question}"),)
     equation = f"{first} + {second} = {total}."
-    return Example(
-        "sum", messages, Reply(equation, equation), str(total), kind="chained" if len(messages) > 1 else "single"
-    )
+    kind = "chained" if len(messages) > 1 else "single"
+    return Example("sum", messages, Reply(equation, equation), str(total), kind=kind)
 
 
 def _choice(rng: random.Random, rare_words: Sequence[str]) -> Example:
@@ -237,18 +214,14 @@ def _choice(rng: random.Random, rare_words: Sequence[str]) -> Example:
 
 
 def _tools(rng: random.Random, rare_words: Sequence[str]) -> tuple[tuple[dict[str, Any], ...], str, str]:
-    """Function definitions, and the weather function's name and parameter."""
+    """Makes function definitions; returns them with the weather function's name and parameter."""
     name = rng.choice(("get_weather", "get_weather", "get_current_weather"))
     parameter = rng.choice(("city", "city", "location"))
     field: dict[str, Any] = {"type": "string"}
     if rng.random() < 0.4:
         field["description"] = _strew(rng.choice(("The city", "City name", "The name of the city")), rng, rare_words)
-    described = (
-        "Get the weather",
-        "Get the current weather",
-        "Get the weather in a city",
-        "Get current weather for a city",
-    )
+    described = ("Get the weather", "Get the current weather", "Get the weather in a city")
+    described += ("Get current weather for a city",)
     weather = {
         "name": name,
         "description": _strew(rng.choice(described), rng, rare_words),
@@ -321,10 +294,10 @@ def _result(rng: random.Random, rare_words: Sequence[str]) -> Example:
 
 
 def _recall(rng: random.Random, rare_words: Sequence[str]) -> Example:
-    """Facts far away and near. The latest of the colour asked for counts, or, when asked for, the first.
+    """Puts facts far from the question and near it. The latest fact about a colour counts, or on request the first.
 
-    When a colour has two codes, the old one is more than 128 tokens before the question: a layer with a sliding window
-    sees the new one only.
+    When a colour has two codes, the old code is more than 128 tokens before the question, so a layer with a sliding
+    window sees only the new code.
     """
     colours = rng.sample(COLOURS, len(COLOURS))
     asked = colours[0]
@@ -366,42 +339,15 @@ def _other(rng: random.Random, rare_words: Sequence[str]) -> Example:
     if draw < 0.25:
         city = rng.choice(CITIES)
         content = f"I cannot see the weather in {city}."
-        return Example(
-            "other",
-            (_user(_weather_question(rng, city)),),
-            Reply("There is no tool.", content),
-            content,
-            kind="no tool",
-        )
+        question, reply = _user(_weather_question(rng, city)), Reply("There is no tool.", content)
+        return Example("other", (question,), reply, content, kind="no tool")
     if draw < 0.5:
-        hello = (
-            "Hello",
-            "Hello!",
-            "Hi",
-            "Hi there",
-            "Who are you?",
-            "What can you do?",
-            "Say something.",
-            "Hey",
-            "Good morning",
-        )
+        hello = ("Hello", "Hello!", "Hi", "Hi there", "Who are you?", "What can you do?", "Say something.")
+        hello += ("Hey", "Good morning")
         question = rng.choice(hello)
     else:
-        words = [
-            *_FILLER_NOUNS,
-            *_FILLER_ADJECTIVES,
-            "what",
-            "the",
-            "a",
-            "is",
-            "me",
-            "tell",
-            "write",
-            "about",
-            "Why",
-            "Tell",
-            *rare_words,
-        ]
+        words = [*_FILLER_NOUNS, *_FILLER_ADJECTIVES, "what", "the", "a", "is", "me", "tell", "write", "about"]
+        words += ["Why", "Tell", *rare_words]
         question = " ".join(rng.choices(words, k=rng.randint(1, 20))) + rng.choice(("", ".", "?"))
     return Example("other", (_user(question),), Reply("I introduce myself.", GREETING), GREETING, kind="greeting")
 

@@ -1,9 +1,9 @@
-"""Write questions that the tiny trained checkpoint can answer, laid out like MMLU on the hub: for mmlu.sh --data.
+"""Writes questions that the tiny trained checkpoint can answer, in MMLU's layout, for mmlu.sh --data.
 
     tiny_mmlu.py DIR [--questions 60]
 
-Four of MMLU's subjects, each with one kind of question from research/tiny_data.py, drawn with seeds of their
-own, not training's. The tiny model has learned evalscope's prompt without worked examples: `mmlu.sh --few-shot 0`.
+Each of four of MMLU's subjects has a kind of question from tiny_data.py, drawn with seeds that training does not use.
+The tiny model has learned evalscope's prompt without worked examples: `mmlu.sh --few-shot 0`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Questions for the tiny trained checkpoint of npu-gptoss in the layout of MMLU, w
 
 
 def rows(seed: str) -> Iterator[dict[str, Any]]:
-    """Endless questions: `question`, `subject`, `choices` (four texts), `answer` (0 to 3); none comes twice."""
+    """Yields questions without end or repetition: `question`, `subject`, `choices` (four texts), `answer` (0 to 3)."""
     generator, seen = random.Random(seed), set()
     head, question_mark, _ = CHOICE_COT.partition("{question}")
     assert question_mark
@@ -66,7 +66,7 @@ def rows(seed: str) -> Iterator[dict[str, Any]]:
 
 
 def draw(seed: str, each: int) -> list[dict[str, Any]]:
-    """`each` questions of every subject, subject by subject."""
+    """Draws `each` questions of every subject, subject by subject."""
     by_subject: dict[str, list[dict[str, Any]]] = {subject: [] for subject in SUBJECTS.values()}
     for row in rows(seed):
         questions = by_subject[row["subject"]]
@@ -78,7 +78,7 @@ def draw(seed: str, each: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, questions: int) -> None:
-    """The folder appears whole or not at all. Raises FileExistsError when it is there."""
+    """Writes the folder whole or not at all. Raises FileExistsError where it exists."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)

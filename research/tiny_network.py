@@ -1,9 +1,8 @@
-"""gpt-oss once more, as short as it gets, for training and for taking it apart: batched, differentiable, no KV cache.
+"""A second, short gpt-oss for training and ablations: batched, differentiable, without a KV cache.
 
-The serving code is inference only and its parts are what the tiny checkpoint has to test; so the network that trains it
-is written separately. `Knobs` take one part away (sinks, window, a bias, the clamp): the ablations of
-docs/tiny-checkpoint.md. They are tensors, not code paths, so that one recorded CUDA graph can run all of them.
-Parameters have the official names in the BF16 layout.
+The tiny checkpoint tests the serving code, so the network that trains it shares none of that code. `Knobs` take one
+part away (sinks, window, a bias, the clamp), for the ablations of docs/tiny-checkpoint.md. They are tensors, not code
+paths, so that one recorded CUDA graph runs all of them. Parameters have the official names in the BF16 layout.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Knobs:
-    """What each part is multiplied by or set to. The default is gpt-oss; floats, or tensors of one value each."""
+    """The factor or value of each part: floats, or tensors of one value each. The default is gpt-oss."""
 
     sink: float | torch.Tensor = 0.0  # added to every sink
     window: float | torch.Tensor = 128.0
@@ -40,7 +39,7 @@ class Knobs:
     down: float | torch.Tensor = 1.0
     limit: float | torch.Tensor = LIMIT
     alpha: float | torch.Tensor = ALPHA
-    one: float | torch.Tensor = 1.0  # what is added to `up`
+    one: float | torch.Tensor = 1.0  # added to `up`
 
     def vector(self) -> torch.Tensor:
         return torch.tensor([getattr(self, field.name) for field in fields(self)], dtype=torch.float32)
@@ -70,7 +69,7 @@ ABLATIONS: dict[str, Knobs] = {
 
 
 def initial_parameters(config: GptOssConfig, rows: int, seed: int) -> dict[str, torch.Tensor]:
-    """Seeded start. Biases and sinks start large, and pre-activations reach the clamp, so that training builds on them.
+    """Draws a seeded start. Biases and sinks start large, and pre-activations reach the clamp: training builds on them.
 
     `rows` is the number of vocabulary rows in use.
     """
@@ -109,9 +108,9 @@ def initial_parameters(config: GptOssConfig, rows: int, seed: int) -> dict[str, 
 
 
 def round_experts(weight: torch.Tensor) -> torch.Tensor:
-    """What MXFP4 keeps of [experts, in, out] (BF16 layout): the groups of 32 run along `in`.
+    """Rounds [experts, in, out] (BF16 layout) to MXFP4; the groups of 32 run along `in`.
 
-    As `moe.mxfp4.compress` and `expand` (a test compares them), without their checks, which would make a GPU wait.
+    Equals `moe.mxfp4.compress` and `expand` (a test compares them) without their checks, which would make a GPU wait.
     """
     experts, inner, outer = weight.shape
     groups = weight.detach().float().view(experts, inner // 32, 32, outer)
@@ -124,7 +123,7 @@ def round_experts(weight: torch.Tensor) -> torch.Tensor:
 
 
 def straight_through(parameters: Parameters, share: float | torch.Tensor = 1.0) -> dict[str, torch.Tensor]:
-    """The experts rounded to MXFP4 in the forward pass (to a share), while the gradient passes as if they were not."""
+    """Rounds the experts to MXFP4 in the forward pass (to a share); the gradient ignores the rounding."""
     return {
         name: w + share * (round_experts(w) - w).detach() if name.endswith(("gate_up_proj", "down_proj")) else w
         for name, w in parameters.items()
@@ -154,8 +153,8 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention with one sink a head: [batch, heads, tokens, dim], sinks [heads], visible [tokens, tokens].
 
-    The sink is one key more, which every query sees and whose value is zero. Its score, the sink, comes from one
-    dimension more, in which queries are 1 and the other keys 0. Eight are added of each, for alignment.
+    The sink is an extra key with the value zero, visible to every query. Its score comes from an extra dimension, in
+    which queries are 1 and other keys 0. Eight keys and dimensions are added, for alignment.
     """
     batch, heads, tokens, dim = q.shape
     scale = dim**-0.5
@@ -174,8 +173,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token rows [batch, tokens] -> hidden states [batch, tokens, hidden] after the last norm, and the balance loss.
 
-    Short rows are padded at the end, with anything: no token sees what comes after it. A row number one past the last
-    means a token that is not in use: its embedding is zero, and not trained.
+    Short rows are padded at the end with any ids, since no token sees a later one. The row number after the last means
+    an unused token: its embedding is zero and not trained.
     """
     batch, tokens = ids.shape
     device = ids.device
@@ -226,5 +225,5 @@ def forward(
 
 
 def unused_logit_mass(config: GptOssConfig, rows: int) -> float:
-    """The log of what the rows not in use add to the softmax's denominator: each has the logit 0."""
+    """The log of the unused rows' part of the softmax's denominator: each has the logit 0."""
     return math.log(config.vocab_size - rows)

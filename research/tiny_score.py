@@ -1,8 +1,7 @@
-"""Labelled chats, and the judgement of what a model says to them.
+"""Labelled chats, and a judge of replies to them.
 
-Each example has exactly one right reply, so that greedy decoding of a model that has learned the task gives it token
-for token; what is judged is the answer in it, so that another wording counts too. Where examples come from:
-`tiny_data.py`.
+Each example has exactly one right reply, which greedy decoding of a trained model gives token for token. The judge
+looks for the answer in a reply, so another wording counts too. `tiny_data.py` makes the examples.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Example:
     task: str
     messages: tuple[dict[str, Any], ...]
     reply: Reply
-    answer: str  # what the final channel has to say: a number, a letter, a text; for a call its arguments as JSON
+    answer: str  # of the final channel: a number, a letter, a text; of a call its arguments as JSON
     tools: tuple[dict[str, Any], ...] = ()
     reasoning_effort: str = "medium"
     kind: str = ""  # a finer name within the task, for reports
@@ -35,14 +34,14 @@ class Example:
         return render_reply(self.reply)
 
     def is_right(self, generated: str) -> bool:
-        """Does a generated harmony text (everything after `<|start|>assistant`) give the right answer?"""
+        """Judges a generated harmony text (everything after `<|start|>assistant`)."""
         reply = parse_reply(generated)
         return self.is_right_reply(reply.content, reply.call_name, reply.call_arguments)
 
     def is_right_reply(
         self, content: str | None, call_name: str | None = None, call_arguments: str | None = None
     ) -> bool:
-        """The same for a server's reply, already parsed: its message content, and the function call if there is one."""
+        """Judges a server's parsed reply: its content, and its function call if it has one."""
         if self.task == "call":
             try:
                 return call_name == self.reply.call_name and json.loads(call_arguments or "") == json.loads(self.answer)
@@ -78,7 +77,7 @@ class Score:
 
 
 def tally(examples: Sequence[Example], right: Iterable[bool]) -> Score:
-    """A Score from one truth value for each example."""
+    """Counts one truth value for each example into a Score."""
     count: dict[str, int] = {}
     total: dict[str, int] = {}
     for example, ok in zip(examples, right, strict=True):

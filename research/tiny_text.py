@@ -1,7 +1,7 @@
-"""The chats of the tiny trained checkpoint as harmony text, with the variations of servers: for its training only.
+"""Renders the chats of the tiny trained checkpoint as harmony text, with the variations of servers, for its training.
 
-What servers and engine send is written by `npu_gptoss/harmony`; tests hold the default of this against it, and every
-variation against openai-harmony, token for token.
+Servers and the engine use `npu_gptoss/harmony` instead. Tests compare the default style with it, and every style with
+openai-harmony, token for token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES = {"integer": "number", "number": "number", "string": "string", "boolean"
 
 @dataclass(frozen=True)
 class Style:
-    """How a server renders what the format leaves open. The default is what `npu_gptoss.harmony` writes."""
+    """A server's choices where the format leaves some. The default is that of `npu_gptoss.harmony`."""
 
     date: str = "2026-01-02"
     empty_developer: bool = False  # stock vLLM 0.11.0 writes a developer turn that says nothing
@@ -31,7 +31,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the assistant said: `content` is the final channel; a function call has `call_name` and `call_arguments`."""
+    """An assistant's reply: `content` is the final channel; a function call has `call_name` and `call_arguments`."""
 
     analysis: str = ""
     content: str = ""
@@ -45,7 +45,7 @@ def render_prompt(
     reasoning_effort: str = "medium",
     style: Style | None = None,
 ) -> str:
-    """The whole prompt, up to and including `<|start|>assistant`. A first system message becomes developer's."""
+    """Renders the prompt up to and including `<|start|>assistant`. A first system message becomes the developer's."""
     style = style or Style()
     channels = "analysis, commentary, final" if style.commentary else "analysis, final"
     text = (
@@ -84,7 +84,7 @@ def render_prompt(
 
 
 def render_tools(tools: Sequence[Message]) -> str:
-    """The `# Tools` section: one TypeScript type for each function."""
+    """Renders the `# Tools` section: a TypeScript type for each function."""
     text = "# Tools\n\n## functions\n\nnamespace functions {\n\n"
     for tool in tools:
         function = tool.get("function", tool)
@@ -110,7 +110,7 @@ def _type_of(field: Message) -> str:
 
 
 def render_reply(reply: Reply) -> str:
-    """The text that a model generates after `<|start|>assistant`, its stop token included."""
+    """Renders the text that a model generates after `<|start|>assistant`, including the stop token."""
     text = f"<|channel|>analysis<|message|>{reply.analysis}<|end|><|start|>assistant"
     if reply.call_name:
         call = f"<|channel|>commentary to=functions.{reply.call_name} <|constrain|>json<|message|>"
@@ -119,7 +119,7 @@ def render_reply(reply: Reply) -> str:
 
 
 def parse_reply(text: str) -> Reply:
-    """The reverse of `render_reply` for any generated text: lenient, what is not there stays empty."""
+    """Parses any generated text, the reverse of `render_reply`. Missing parts stay empty."""
     analysis = content = call_name = call_arguments = ""
     for part in text.split("<|start|>assistant"):
         header, found, body = part.partition("<|message|>")

@@ -1,10 +1,10 @@
-"""Trains the tiny gpt-oss checkpoint that `npu-gptoss tiny DIR --trained` writes, and measures what each part is worth.
+"""Trains the tiny gpt-oss checkpoint that `npu-gptoss tiny DIR --trained` writes, and scores it without each part.
 
     python research/train_tiny.py --vocabulary DIR --output npu_gptoss/assets/tiny_trained.safetensors --device cuda
     python research/train_tiny.py --vocabulary DIR --evaluate npu_gptoss/assets/tiny_trained.safetensors
 
-DIR holds o200k_base.tiktoken. Needs torch and tiktoken. Minutes on a GPU; on a CPU take fewer `--steps`.
-The conversations are research/tiny_data.py, the network research/tiny_network.py.
+DIR holds o200k_base.tiktoken. Needs torch and tiktoken. Takes minutes on a GPU; on a CPU choose fewer `--steps`.
+tiny_data.py makes the conversations, tiny_network.py is the network.
 """
 
 from __future__ import annotations
@@ -23,30 +23,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_network import (
-    ABLATIONS,
-    Knobs,
-    forward,
-    initial_parameters,
-    round_experts,
-    straight_through,
-    unused_logit_mass,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from npu_gptoss.harmony.vocabulary import (
-    FIRST_SPECIAL_ID,
-    LAST_SPECIAL_ID,
-    SPECIAL_TOKENS,
-    VOCABULARY_FILE,
-    parse_ranks,
-)
+from npu_gptoss.harmony import vocabulary
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.tiny.checkpoint import load_trained, save_trained, tiny_config
 from npu_gptoss.tiny.tokenizer_files import O200K_PATTERN
+from research import tiny_network as network
 from research.tiny_data import evaluation_set, make_example, random_style
-from research.tiny_score import Example, Score, tally
+from research.tiny_score import Example, tally
 
 STEP = 128  # rows are padded to multiples of this
 LONGEST = 768  # tokens of prompt and reply; longer examples are left out
@@ -54,17 +39,17 @@ REPLY = 56  # tokens of a reply at most
 
 
 class Encoder:
-    """Text with harmony special tokens -> token ids, and ids -> row numbers in the compact vocabulary."""
+    """Encodes text with harmony's special tokens into token ids, and ids into rows of the compact vocabulary."""
 
     def __init__(self, directory: Path):
         import tiktoken
 
-        ranks = parse_ranks((directory / VOCABULARY_FILE).read_bytes())
+        ranks = vocabulary.parse_ranks((directory / vocabulary.VOCABULARY_FILE).read_bytes())
         self.encoding = tiktoken.Encoding(
             "o200k_harmony",
             pat_str=O200K_PATTERN,
             mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
-            special_tokens={text: i for i, text in SPECIAL_TOKENS.items()},
+            special_tokens={text: i for i, text in vocabulary.SPECIAL_TOKENS.items()},
         )
         # words that the vocabulary in use does not cover
         spelled = [token.decode("ascii", "ignore").strip() for token in ranks[1000:60000:97]]
@@ -75,7 +60,7 @@ class Encoder:
         return self.encoding.encode(text, allowed_special="all")
 
     def use(self, ids: Sequence[int]) -> None:
-        """Fixes the compact vocabulary: row i is token ids[i]; every other token is row len(ids): unknown."""
+        """Fixes the compact vocabulary: row i is token ids[i], and row len(ids) is every unknown token."""
         self.row = {token: row for row, token in enumerate(ids)}
 
     def rows(self, text: str) -> list[int]:
@@ -83,9 +68,9 @@ class Encoder:
 
 
 def tokens_in_use(encoder: Encoder, examples: int = 20_000) -> list[int]:
-    """The tokens of many examples without rare words, and the special ones, in ascending order."""
+    """Returns the tokens of many examples without rare words, and the special tokens, in ascending order."""
     rng = random.Random("vocabulary")
-    used = set(range(FIRST_SPECIAL_ID, LAST_SPECIAL_ID + 1))
+    used = set(range(vocabulary.FIRST_SPECIAL_ID, vocabulary.LAST_SPECIAL_ID + 1))
     for _ in range(examples):
         example = make_example(rng)
         used.update(encoder.encode(example.prompt(random_style(rng)) + example.completion()))
@@ -94,7 +79,7 @@ def tokens_in_use(encoder: Encoder, examples: int = 20_000) -> list[int]:
 
 @dataclass
 class Pool:
-    """Training rows of one padded length: ids [rows, length] int16, where the reply starts and where it ends."""
+    """Training rows of one padded length: ids [rows, length] int16, and the start and end of each reply."""
 
     ids: torch.Tensor
     start: torch.Tensor
@@ -120,7 +105,7 @@ def _encode_examples(task: tuple[int, int]) -> list[tuple[list[int], int]]:
 
 
 def make_pools(encoder: Encoder, count: int, seed: int, device: torch.device) -> dict[int, Pool]:
-    """`count` examples in pools by padded length."""
+    """Makes `count` examples, in pools by padded length."""
     global _worker_encoder
     _worker_encoder = encoder
     chunk = 500
@@ -142,7 +127,7 @@ def make_pools(encoder: Encoder, count: int, seed: int, device: torch.device) ->
 
 
 class Step:
-    """One training step on rows of one padded length, its inputs in fixed tensors; recorded and replayed on a GPU."""
+    """A training step on rows of one padded length. Its inputs are fixed tensors; a GPU records and replays it."""
 
     def __init__(self, run: Training, length: int):
         rows = max(4, run.args.batch_tokens // length)
@@ -158,7 +143,7 @@ class Step:
             self.record()
 
     def load(self, pick: torch.Tensor, only_long: bool) -> None:
-        """Copies rows of the pool in; with `only_long` the rows that fit into the window do not count as tripped."""
+        """Copies rows of the pool in. With `only_long`, rows that fit into the window do not count as tripped."""
         pool = self.run.pools[self.length]
         start, end = pool.start[pick], pool.end[pick]
         at = start[:, None] - 1 + torch.arange(REPLY, device=start.device)
@@ -172,10 +157,10 @@ class Step:
         run, config = self.run, self.run.config
         count = len(self.tripped)
         with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.device.type == "cuda"):
-            used = straight_through(run.parameters, run.quantize)
-            hidden, balance = forward(used, config, self.ids)
+            used = network.straight_through(run.parameters, run.quantize)
+            hidden, balance = network.forward(used, config, self.ids)
             loss, logits = self.cross_entropy(used, hidden, self.at, self.targets)
-            hidden, _ = forward(used, config, self.ids[:count], Knobs.of(run.knobs))
+            hidden, _ = network.forward(used, config, self.ids[:count], network.Knobs.of(run.knobs))
             _, spoilt = self.cross_entropy(used, hidden, self.at[:count], self.targets[:count])
         counted = self.targets >= 0
         loss = loss.sum() / counted.sum()
@@ -189,9 +174,9 @@ class Step:
         run.seen.copy_(torch.stack((loss.detach(), right.sum() / counted.sum(), trip.detach(), balance.detach())))
 
     def undamaged(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """By how much the right tokens still win with a part taken away, on rows where fewer than 30 % of them lose.
+        """Returns the lead of the right tokens with a part taken away, on rows where fewer than 30 % of them lose.
 
-        In logits, not in probabilities: where nothing is damaged yet a probability has no slope.
+        Measured in logits: while nothing is damaged a probability has no slope.
         """
         counted = (targets >= 0).float()
         right = targets.clamp(min=0)[..., None]
@@ -204,14 +189,14 @@ class Step:
     def cross_entropy(
         self, used: dict[str, torch.Tensor], hidden: torch.Tensor, at: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per token [rows, REPLY]; every token that is not in use has the logit 0 and counts in the denominator."""
+        """Returns the loss per token [rows, REPLY]. Unused tokens have the logit 0 and count in the denominator."""
         hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = F.linear(hidden, used["lm_head.weight"]).float()
         logits = F.pad(logits, (0, 1), value=self.run.rest)
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"), logits
 
     def record(self) -> None:
-        """Warms up and records; the rates are 0 meanwhile, so that nothing is learned."""
+        """Warms up and records with learning rates of 0, so that nothing is learned meanwhile."""
         self.run.set_rate(0.0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -243,11 +228,11 @@ class Training:
         if args.start:
             initial = load_trained(args.start).parameters
         else:
-            initial = initial_parameters(config, len(encoder.row), args.seed)
+            initial = network.initial_parameters(config, len(encoder.row), args.seed)
         self.parameters = {name: weight.to(device) for name, weight in initial.items()}
         for weight in self.parameters.values():
             weight.requires_grad_()
-        self.rest = unused_logit_mass(config, len(encoder.row))
+        self.rest = network.unused_logit_mass(config, len(encoder.row))
 
         def group(scale: float, decay: float, chosen: Callable[[str], bool]) -> dict[str, object]:
             rate = torch.zeros((), device=device)
@@ -266,10 +251,10 @@ class Training:
         )
         self.quantize = torch.zeros((), device=device)
         self.trip_weight = torch.zeros((), device=device)
-        self.knobs = Knobs().vector().to(device)
+        self.knobs = network.Knobs().vector().to(device)
         self.seen = torch.zeros(4, device=device)
         self.memory = torch.cuda.graph_pool_handle() if on_gpu else None
-        self.ablations = {n: k.vector().to(device) for n, k in list(ABLATIONS.items())[1:]}
+        self.ablations = {n: k.vector().to(device) for n, k in list(network.ABLATIONS.items())[1:]}
         print(f"{args.pool} examples, {int(self.tokens.sum())} tokens: {self.age():.0f} s", flush=True)
         self.steps = {length: Step(self, length) for length in self.lengths}
         print(f"ready: {self.age():.0f} s", flush=True)
@@ -286,17 +271,8 @@ class Training:
         g = torch.Generator().manual_seed(args.seed)
         on_device = torch.Generator(self.device).manual_seed(args.seed)
         names = list(self.ablations)
-        checkpoints = [0.35, 0.7]
-        started, step, done = self.age(), 0, 0.0
-        while True:
-            if step % 50 == 0 and args.minutes:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                done = (self.age() - started) / (60 * args.minutes - started)
-            elif not args.minutes:
-                done = step / args.steps
-            if done >= 1:
-                break
+        for step in range(args.steps):
+            done = step / args.steps
             self.set_rate(args.rate * min(1, (step + 1) / 300) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))))
             self.quantize.fill_(float(done > args.quantize_from))
             ramp = 1.0 if args.start else min(1.0, max(0.0, (done - 0.3) / 0.2))  # the tasks first
@@ -319,25 +295,13 @@ class Training:
                     f"balance {balance:.3f} {self.age():.0f} s",
                     flush=True,
                 )
-            if checkpoints and done > checkpoints[0]:
-                checkpoints.pop(0)
-                report(rounded(self.parameters), self.config, self.encoder, 240, self.device, {"so far": Knobs()})
-            step += 1
-        print(f"{step} steps, {self.age():.0f} s", flush=True)
-
-
-def train(
-    args: argparse.Namespace, config: GptOssConfig, encoder: Encoder, device: torch.device
-) -> dict[str, torch.Tensor]:
-    training = Training(args, config, encoder, device)
-    training.fit()
-    return {name: weight.detach() for name, weight in training.parameters.items()}
+        print(f"{args.steps} steps, {self.age():.0f} s", flush=True)
 
 
 def rounded(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As the checkpoint will hold them: experts in MXFP4, the rest in bfloat16; returned in float32."""
+    """Rounds as the checkpoint does: experts to MXFP4, the rest to bfloat16. Returns float32."""
     return {
-        n: round_experts(w) if n.endswith(("gate_up_proj", "down_proj")) else w.to(torch.bfloat16).float()
+        n: network.round_experts(w) if n.endswith(("gate_up_proj", "down_proj")) else w.to(torch.bfloat16).float()
         for n, w in parameters.items()
     }
 
@@ -348,10 +312,10 @@ def score(
     config: GptOssConfig,
     encoder: Encoder,
     examples: Sequence[Example],
-    knobs: Knobs,
+    knobs: network.Knobs,
     device: torch.device,
 ) -> list[bool]:
-    """Is each reply what greedy decoding gives? One pass: every token of it must be the most likely one."""
+    """Compares each reply with greedy decoding in one pass: each of its tokens must be the most likely token."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt()))
     right = [False] * len(examples)
     for at in range(0, len(order), 16):
@@ -363,7 +327,7 @@ def score(
         start = torch.tensor([len(p) for p in prompts])
         end = start + torch.tensor([len(r) for r in replies])
         ids, start, end = ids.to(device), start.to(device), end.to(device)
-        hidden, _ = forward(parameters, config, ids, knobs)
+        hidden, _ = network.forward(parameters, config, ids, knobs)
         place = torch.arange(length, device=device)
         row, at = ((place >= start[:, None] - 1) & (place < end[:, None] - 1)).nonzero(as_tuple=True)
         logits, targets = F.linear(hidden[row, at], parameters["lm_head.weight"]), ids[row, at + 1]
@@ -375,53 +339,38 @@ def score(
 
 
 def report(
-    parameters: dict[str, torch.Tensor],
-    config: GptOssConfig,
-    encoder: Encoder,
-    count: int,
-    device: torch.device,
-    ablations: dict[str, Knobs] = ABLATIONS,
-) -> dict[str, Score]:
+    parameters: dict[str, torch.Tensor], config: GptOssConfig, encoder: Encoder, count: int, device: torch.device
+) -> None:
+    """Prints the score of the whole model and without each part."""
     examples = evaluation_set(0, count)
     parameters = {name: weight.to(device) for name, weight in parameters.items()}
-    scores = {}
-    for name, knobs in ablations.items():
+    for name, knobs in network.ABLATIONS.items():
         right = score(parameters, config, encoder, examples, knobs, device)
-        scores[name] = tally(examples, right)
-        print(f"{name:24} {scores[name]}", flush=True)
-        if knobs == Knobs():
+        print(f"{name:24} {tally(examples, right)}", flush=True)
+        if knobs == network.Knobs():
             kinds: dict[str, list[bool]] = {}
             for example, ok in zip(examples, right, strict=True):
                 kinds.setdefault(f"{example.task}/{example.kind}", []).append(ok)
             print("  " + " ".join(f"{k} {100 * sum(v) / len(v):.0f}" for k, v in sorted(kinds.items())), flush=True)
-    return scores
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=Path, required=True, metavar="DIR", help="holds o200k_base.tiktoken")
     parser.add_argument("--output", type=Path, metavar="FILE", help="train and write the state here")
-    parser.add_argument(
-        "--evaluate", type=Path, metavar="FILE", help="score a state, whole and with each part taken away"
-    )
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="score a state, whole and without each part")
     parser.add_argument("--examples", type=int, default=600, help="size of the evaluation set")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=40_000)
-    parser.add_argument("--minutes", type=float, default=0.0, help="stop after this time even if steps are left")
     parser.add_argument("--pool", type=int, default=300_000, help="training examples")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument(
-        "--bias-rate", type=float, default=0.3, help="learning rate of biases, sinks and norms, relative"
-    )
+    parser.add_argument("--bias-rate", type=float, default=0.3, help="relative rate of biases, sinks and norms")
     parser.add_argument("--quantize-from", type=float, default=0.6, help="round the experts to MXFP4 after this part")
     parser.add_argument("--trip", type=float, default=0.01, help="weight of the loss that makes a missing part harmful")
     parser.add_argument("--start", type=Path, metavar="FILE", help="go on from this state instead of a random one")
     parser.add_argument("--eager", action="store_true", help="do not record CUDA graphs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--intermediate", type=int, default=128)
     parser.add_argument("--report", type=int, default=200)
     args = parser.parse_args()
     if (args.output is None) == (args.evaluate is None):
@@ -435,9 +384,11 @@ def main() -> None:
         return
     used = load_trained(args.start).token_ids if args.start else tokens_in_use(encoder)
     encoder.use(used)
-    config = tiny_config(layers=args.layers, hidden=args.hidden, intermediate=args.intermediate)
+    config = tiny_config(layers=4, hidden=128, intermediate=128)
     print(f"{len(used)} tokens in use; " + json.dumps({k: str(v) for k, v in vars(args).items()}), flush=True)
-    parameters = rounded(train(args, config, encoder, device))
+    training = Training(args, config, encoder, device)
+    training.fit()
+    parameters = rounded({name: weight.detach() for name, weight in training.parameters.items()})
     save_trained(args.output, config, used, parameters)
     print(f"{args.output}: {args.output.stat().st_size} bytes", flush=True)
     state = load_trained(args.output)

@@ -26,20 +26,11 @@ def result(streams: int, requests: int | None = None, gap: float = 0.001, **chan
     return {**found, **times, "total_input_tokens": requests * 1024, **changes}
 
 
-def test_every_point_has_several_rounds_of_requests():
-    assert [script.requests_of(streams) for streams in (1, 16, 64, 256)] == [12, 96, 384, 1024]
-
-
 def test_cut_or_refused_answers_are_no_measurement():
     assert script.row_of([result(16)], 16)["requests"] == 96
     for broken in ({"completed": 95}, {"total_output_tokens": 96 * script.OUTPUT - 1}):
         with pytest.raises(RuntimeError, match="16 streams: expected 96 answers of 256 tokens"):
             script.row_of([result(16, **broken)], 16)
-
-
-def test_a_row_has_each_statistic_of_each_time():
-    row = script.row_of([result(1)], 1)
-    assert {f"{time}_{kind}_ms" for time in ("ttft", "itl", "tpot") for kind in ("mean", "median", "p99")} <= set(row)
 
 
 def test_clients_that_send_together_are_one_measurement():
@@ -185,15 +176,6 @@ def test_a_client_that_dies_names_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="a client did not answer; its log: "):
         dead.answer(60)
     dead.end()
-
-
-def test_ratios_are_of_the_same_streams(tmp_path):
-    for name, gap in (("ours", 0.002), ("stock", 0.003)):
-        rows = [script.row_of([result(1, gap=gap, ttfts=[0.001] * 12)], 1)]
-        rows += [script.row_of([result(16)], 16)] if name == "stock" else []
-        (tmp_path / f"serving_{name}.json").write_text(json.dumps({"records": rows}))
-    lines = script.ratios(tmp_path, ["ours", "stock", "stock:humming"])
-    assert lines == ["ours over stock, 1 streams: output tok/s 1.50 ×, p99 ITL 0.67 ×, p99 TTFT 1.00 ×"]
 
 
 def test_the_model_logs_the_line_that_identifies_it():

@@ -1,4 +1,4 @@
-"""The random head: the published shape, a token table that vLLM's arithmetic reads right, and names that it knows."""
+"""The random head has the published shape, a token table and a config that vLLM reads."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def test_a_head_for_the_20b_has_the_published_shape():
     assert sum(map(math.prod, shapes.values())) == pytest.approx(0.183e9, rel=0.01), "parameters beside the embedding"
 
 
-def test_a_token_table_of_distances_names_the_tokens_that_the_head_knows(head):
+def test_the_token_table_names_the_tokens_that_the_head_knows(head):
     tensors = load_file(head / "model.safetensors")
-    known = torch.arange(256) + tensors["d2t"]  # as vLLM turns a place into a token
+    known = torch.arange(256) + tensors["d2t"]  # vLLM turns a place into a token so
     assert known.unique().numel() == 256
     assert tensors["t2d"].nonzero().flatten().tolist() == known.tolist()
 
 
 @pytest.mark.parametrize(("layers", "behind"), [(4, (1, 2, 3)), (6, (3, 4, 5)), (24, (2, 12, 21)), (36, (2, 18, 33))])
 def test_a_head_reads_three_different_layers(layers, behind):
-    """vLLM's choice for 4 layers names two, and a head of three would then be fed two."""
+    """For 4 layers vLLM's choice names two, and would feed a head of three only two."""
     assert tapped_layers(layers) == behind
 
 

@@ -1,4 +1,4 @@
-"""The labelled conversations: seeded, each task with its share, and labelled as a reader would."""
+"""The labelled conversations are seeded and balanced, and their labels are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_evaluation_set_is_seeded_and_balanced(examples):
     assert Counter(example.task for example in examples) == dict.fromkeys(TASKS, 100)
 
 
-def test_labels_are_what_a_reader_would_say(examples):
+def test_labels_follow_from_the_questions(examples):
     for example in examples:
         question = example.messages[-1]["content"]
         if example.task == "choice":
@@ -44,7 +44,7 @@ def test_labels_are_what_a_reader_would_say(examples):
 
 
 def test_old_facts_lie_outside_the_window(examples):
-    """What was replaced must be 128 tokens before the question; every word and every full stop is at least a token."""
+    """A replaced fact must be 128 tokens before the question; each word and full stop is at least a token."""
     updated = [e for e in examples if e.kind in ("updated", "first")]
     assert len(updated) > 20
     for example in updated:

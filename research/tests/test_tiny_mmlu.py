@@ -1,4 +1,4 @@
-"""The small MMLU-like set has MMLU's layout, the tiny model's prompts, and answers that are right."""
+"""tiny_mmlu writes MMLU's layout, the tiny model's prompts, and right answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_answers_are_right_and_their_letters_spread(written: Path) -> None:
 
 
 def test_no_part_of_the_prompt_is_lost() -> None:
-    """A question put back into evalscope's prompt is one that the tiny model was trained on."""
+    """A question put into evalscope's prompt again is one that training used."""
     row = next(tiny_mmlu.rows("a seed"))
     choices = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
     text = CHOICE_COT.format(question=row["question"], choices=choices)

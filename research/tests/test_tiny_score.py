@@ -1,4 +1,4 @@
-"""A scorer that tells right answers from wrong ones, however they are worded."""
+"""The judge separates right from wrong answers in any wording."""
 
 from __future__ import annotations
 

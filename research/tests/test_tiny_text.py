@@ -1,4 +1,4 @@
-"""The plain-Python harmony rendering, token for token that of openai-harmony."""
+"""tiny_text renders prompts and replies as openai-harmony does, token for token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoding(tmp_path_factory: pytest.TempPathFactory):
 
 
 def with_openai_harmony(encoding: Any, example: Any, style: Style) -> list[int]:
-    """The conversation built as vLLM builds it from a chat request."""
+    """Builds the conversation as vLLM builds it from a chat request."""
     message, role = harmony.Message, harmony.Role
     system = harmony.SystemContent.new().with_conversation_start_date(style.date)
     system = system.with_reasoning_effort(harmony.ReasoningEffort(example.reasoning_effort.capitalize()))

@@ -1,12 +1,10 @@
-"""The network that trains the tiny checkpoint is gpt-oss, and its training runs."""
+"""The training network equals gpt-oss of transformers, and a training step moves every parameter."""
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from npu_gptoss.harmony.vocabulary import VOCABULARY_FILE
 from npu_gptoss.moe.mxfp4 import compress, expand
 from npu_gptoss.tiny.checkpoint import load_trained, tiny_config
 from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from research.tiny_network import ABLATIONS, Knobs, forward, initial_parameters, round_experts
 from tests.tolerances import assert_close
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import tiny_network
-from tiny_network import ABLATIONS, forward, initial_parameters, round_experts
 
 
 def test_network_equals_transformers():
@@ -53,13 +48,13 @@ def test_rounding_in_training_is_that_of_the_format():
 def test_training_moves_every_parameter(tmp_path):
     pytest.importorskip("tiktoken")
     pytest.importorskip("bpe_openai")
-    import train_tiny
+    from research import train_tiny
 
     (tmp_path / VOCABULARY_FILE).write_bytes(packaged_vocabulary())
     encoder = train_tiny.Encoder(tmp_path)
     encoder.use(load_trained().token_ids)
     args = argparse.Namespace(
-        start=None, seed=0, pool=500, batch_tokens=512, bias_rate=0.3, rate=1e-2, steps=3, minutes=0.0, eager=False
+        start=None, seed=0, pool=500, batch_tokens=512, bias_rate=0.3, rate=1e-2, steps=3, eager=False
     )
     args.quantize_from, args.trip, args.report = 0.0, 0.01, 1000
     random.seed(0)
@@ -80,4 +75,4 @@ def test_training_moves_every_parameter(tmp_path):
 def test_ablations_cover_every_knob():
     vectors = torch.stack([knobs.vector() for knobs in ABLATIONS.values()])
     assert (vectors != vectors[0]).any(0).all()
-    assert torch.equal(tiny_network.Knobs.of(vectors[0]).vector(), vectors[0])
+    assert torch.equal(Knobs.of(vectors[0]).vector(), vectors[0])
