@@ -8,6 +8,7 @@ from npu_gptoss.kernels import (
     ANY,
     Capability,
     Platform,
+    Priority,
     Range,
     accepts,
     bind,
@@ -157,6 +158,17 @@ def test_what_was_selected_is_listed_once_and_without_choices_that_a_registratio
     assert selected_kernels() == (("toy.add", "toy.add.fast", "fast"), ("toy.add", "toy.add.slow", "slow"))
     kernel("faster", priority=12)
     assert selected_kernels() == ()
+
+
+def test_a_kernel_that_a_self_test_forces_is_not_reported(operation, monkeypatch):
+    kernel("reference", priority=Priority.REFERENCE)
+    kernel("fast", priority=8)
+    select(operation)
+    select(operation, override="reference")
+    assert selected_kernels() == (("toy.add", "toy.add.fast", "fast"),)
+    monkeypatch.setenv("NPU_GPTOSS_KERNEL_TOY_ADD", "reference")
+    select(operation)
+    assert ("toy.add", "toy.add.reference", "reference") in selected_kernels(), "the user's own choice serves"
 
 
 def described(rows):
