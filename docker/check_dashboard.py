@@ -1,8 +1,9 @@
-"""Ask a real Prometheus each query of the dashboard about a running server, while requests run.
+"""Ask a real Prometheus each query of the dashboard and each alert about a running server, while requests run.
 
     python docker/check_dashboard.py http://127.0.0.1:8000 [--prometheus PROGRAM]
 
-Exits with 1 when a query fails, or finds nothing though its parts are there. The server may be any with gpt-oss.
+Exits with 1 when a query fails, or finds nothing though its parts are there; an alert may find nothing. The server may
+be any with gpt-oss. Needs promql-parser, which `make setup` installs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,12 +22,13 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.docker.dashboard import Query, queries, series  # noqa: E402
+if TYPE_CHECKING:
+    from tests.docker.dashboard import Query
 
 LISTEN = "127.0.0.1:19090"
 SECONDS = 40  # of load; the rates of the dashboard span a minute
@@ -43,6 +46,7 @@ def prometheus(program: str, server: str) -> Iterator[str]:
         config = Path(folder) / "prometheus.yml"
         text = (ROOT / "docker/prometheus.yml").read_text()
         config.write_text(text.replace("gpt-oss:8000", target).replace("scrape_interval: 5s", "scrape_interval: 1s"))
+        shutil.copy(ROOT / "docker/alerts.yml", folder)
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={LISTEN}"]
         process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -65,8 +69,14 @@ def load(server: str, seconds: float) -> int:
         with urllib.request.urlopen(request, timeout=120) as response:
             response.read()
 
+    def ask_wrongly() -> None:
+        with contextlib.suppress(urllib.error.HTTPError):
+            headers = {"Content-Type": "application/json"}
+            urllib.request.urlopen(urllib.request.Request(f"{server}/v1/completions", b"{}", headers), timeout=30)
+
     with ThreadPoolExecutor(4) as pool:
         while time.monotonic() < end:
+            ask_wrongly()  # for the panels of refusals
             lengths = [3, 40, 40, 200][: 1 + sent % 4]
             list(pool.map(ask, lengths))
             sent += len(lengths)
@@ -82,6 +92,8 @@ def answer(where: str, expression: str) -> list[Any]:
 
 
 def verdict(where: str, query: Query) -> str:
+    from tests.docker.dashboard import ALERT, series
+
     try:
         found = answer(where, query.expression)
     except RuntimeError as error:
@@ -92,6 +104,8 @@ def verdict(where: str, query: Query) -> str:
     absent = [wanted.metric for wanted in series(query.expression) if not answer(where, wanted.metric)]
     if absent:
         return f"WRONG: no series {', '.join(absent)}"
+    if query.panel.startswith(ALERT):
+        return "ok, and quiet"
     # on a CPU no step replays a graph, so no bucket has a series
     return "ok, and nothing to show: no graphs here" if "mode!=" in query.expression else "WRONG: nothing found"
 
@@ -101,14 +115,19 @@ def main() -> int:
     parser.add_argument("server")
     parser.add_argument("--prometheus", default="prometheus", metavar="PROGRAM")
     options = parser.parse_args()
-    wrong = 0
+    try:
+        from tests.docker.dashboard import alerts, queries
+    except ModuleNotFoundError as error:
+        print(f"check_dashboard.py: {error.name} is missing here; make setup installs it in .venv.", file=sys.stderr)
+        return 2
+    wrong, asked = 0, [*queries(), *alerts()]
     with prometheus(options.prometheus, options.server) as where:
         print(f"{load(options.server, SECONDS)} requests in {SECONDS} s", flush=True)
-        for query in queries():
+        for query in asked:
             result = verdict(where, query)
             wrong += result.startswith("WRONG")
             print(f"{query.panel} / {query.legend or 'table'}: {result}")
-    print(f"{len(queries())} queries, {wrong} wrong")
+    print(f"{len(asked)} queries, {wrong} wrong")
     return int(wrong > 0)
 
 

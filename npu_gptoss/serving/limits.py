@@ -81,7 +81,7 @@ def checked_config(config: VllmConfig) -> GptOssConfig:
 def register(architecture: str) -> None:
     """Puts our verification before vLLM's own of this architecture. Idempotent."""
     from npu_gptoss.serving.ascend import sizes as ascend_sizes
-    from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, current_platform
+    from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, count_steps, current_platform
 
     known = MODELS_CONFIG_MAP[architecture]
     if getattr(known, "limits_of_npu_gptoss", False):
@@ -93,6 +93,7 @@ def register(architecture: str) -> None:
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
             checked_config(vllm_config)
+            count_steps(vllm_config)
             if current_platform.device_type == "npu":
                 ascend_sizes.cap(vllm_config)
                 ascend.choose_graphs(vllm_config)

@@ -1,8 +1,8 @@
-"""Prometheus metrics of our own on vLLM's /metrics: selected kernels, graph replays against eager steps, padding.
+"""Prometheus metrics of our own on vLLM's /metrics: kernels, graph replays against eager steps, padding, refusals.
 
 `StatLogger` is a stat logger plugin of vLLM (entry point group `vllm.stat_logger_plugins`). vLLM 0.11.0 does not load
-that group yet, so `compat/server/metrics.py` hands it over there. vLLM 0.23 and 0.33 count steps only with
---cudagraph-metrics; without it there are no series. One instance per engine, one set of metrics per process.
+that group yet, so `compat/server/metrics.py` hands it over there. vLLM 0.23 and 0.33 count steps with
+--cudagraph-metrics, which `limits.py` sets for gpt-oss. One instance per engine, one set of metrics per process.
 docs/monitoring.md lists them.
 """
 
@@ -18,7 +18,7 @@ from npu_gptoss import envs
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.lines import installed_vllm, line_of
 from npu_gptoss.serving.lines.vllm import StatLoggerBase, counts_steps, step_of
-from npu_gptoss.serving.steps import EAGER, MODES, Step
+from npu_gptoss.serving.steps import EAGER, MODES, Kernels, Step
 
 if TYPE_CHECKING:
     from npu_gptoss.serving.lines.vllm import VllmConfig
@@ -58,11 +58,22 @@ def metrics() -> Metrics:
     )
 
 
+@functools.cache
+def refusals() -> Counter:
+    """Of the server's process: the admission stands before vLLM's own counter of HTTP answers (http_requests_total)."""
+    return Counter(
+        "npu_gptoss_refused_requests",
+        "Requests that were refused before they reached vLLM, by HTTP status.",
+        ("status",),
+    )
+
+
 class StatLogger(StatLoggerBase):
     """Counts the steps of one engine; of no other model, and not under a vLLM that the package steps aside for."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._shown: Kernels = ()
         supported = envs.get("NPU_GPTOSS") and line_of(installed_vllm()) is not None
         ours = supported and vllm_config.model_config.hf_config.model_type == MODEL_TYPE
         self._active = ours and counts_steps(vllm_config)
@@ -83,8 +94,10 @@ class StatLogger(StatLoggerBase):
         metrics().steps.labels(*self._labels, step.mode, bucket).inc()
         metrics().tokens.labels(*self._labels, step.mode).inc(step.tokens)
         metrics().padding.labels(*self._labels, step.mode).inc(step.padding)
-        for names in step.kernels:
-            metrics().kernels.labels(*self._labels, *names).set(1)
+        if step.kernels != self._shown:
+            self._shown = step.kernels or self._shown
+            for names in step.kernels:
+                metrics().kernels.labels(*self._labels, *names).set(1)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -5,14 +5,17 @@ another process. What a worker observes travels on vLLM's own road, so any numbe
 
     worker: ModelRunnerOutput → scheduler: SchedulerStats → API server: the stat logger (`metrics.py`)
 
-vLLM 0.11.0 has no field for it, later releases do (`cudagraph_stats`, vllm PR 29825). Until the scheduler it is an
-attribute of the output; from there it lies in `kv_connector_stats`, the one free-form part of the statistics, out of
-which the stat logger takes it before vLLM's own loggers look. The hooks are in `compat/server/metrics.py`. Imports
-neither vLLM nor torch.
+vLLM 0.11.0 has no field for it. Until the scheduler it is an attribute of the output; from there it lies in
+`kv_connector_stats`, the one free-form part of the statistics, out of which the stat logger takes it before vLLM's own
+loggers look. Later releases have a field (`cudagraph_stats`, vllm PR 29825); the kernels follow the name of the mode
+there (`kernel_report`). The hooks are in `compat/server/metrics.py`. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -92,3 +95,29 @@ def take(stats: Any) -> Step | None:
     found = rest.pop(KEY)
     stats.kv_connector_stats = rest or None
     return Step(**{**found, "kernels": tuple(tuple(names) for names in found["kernels"])})
+
+
+SECONDS_BETWEEN_LOOKS = 1.0  # at the kernels, which do not change once all sizes have been computed
+
+
+def kernel_report(
+    selected_kernels: Callable[[], Kernels], clock: Callable[[], float] = time.monotonic
+) -> Callable[[str], str]:
+    """A function that lays this process's kernels behind the name of a step's mode. It looks them up once a second."""
+    looked, suffix = float("-inf"), ""
+
+    def with_kernels(mode: str) -> str:
+        nonlocal looked, suffix
+        if (now := clock()) - looked >= SECONDS_BETWEEN_LOOKS:
+            found = selected_kernels()  # none for another model
+            looked, suffix = now, f" {json.dumps(found)}" if found else ""
+        return mode + suffix
+
+    return with_kernels
+
+
+@functools.lru_cache(maxsize=16)
+def without_kernels(mode: str) -> tuple[str, Kernels]:
+    """The name of the mode alone, and the kernels behind it."""
+    name, _, kernels = mode.partition(" ")
+    return name, tuple(tuple(names) for names in json.loads(kernels or "[]"))

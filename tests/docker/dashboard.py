@@ -1,4 +1,4 @@
-"""The Grafana dashboard's queries as PromQL: which series and labels they ask for."""
+"""The queries of the Grafana dashboard and of the alerts as PromQL: which series and labels they ask for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import promql_parser
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/gpt-oss.json").read_text())
+RULES = yaml.safe_load((ROOT / "docker/alerts.yml").read_text())["groups"][0]["rules"]
+ALERT = "alert "
 # what Grafana puts in the place of its variables: everything is chosen
 VARIABLES = {"__rate_interval": "1m", "model": ".*", "engine": ".*", "datasource": "prometheus"}
 
@@ -42,6 +45,11 @@ def queries() -> list[Query]:
         for panel in DASHBOARD["panels"]
         for target in panel.get("targets", ())
     ]
+
+
+def alerts() -> list[Query]:
+    """legend: the summary, which names labels as `{{ $labels.instance }}`."""
+    return [Query(ALERT + rule["alert"], rule["expr"], rule["annotations"]["summary"]) for rule in RULES]
 
 
 def children(node: Any) -> Iterator[Any]:

@@ -10,7 +10,18 @@ import yaml
 
 pytest.importorskip("promql_parser", reason="promql-parser is missing: make setup")
 
-from tests.docker.dashboard import DASHBOARD, ROOT, VARIABLES, Query, kept_labels, missing, queries, series
+from tests.docker.dashboard import (
+    DASHBOARD,
+    ROOT,
+    RULES,
+    VARIABLES,
+    Query,
+    alerts,
+    kept_labels,
+    missing,
+    queries,
+    series,
+)
 
 (SOURCE,) = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())[
     "datasources"
@@ -22,6 +33,25 @@ EXPOSED = {"a_total": {"engine", "mode"}, "b_bucket": {"engine", "le"}}
 def test_every_query_is_promql_and_its_legend_names_labels_that_it_keeps(query: Query) -> None:
     assert series(query.expression)
     assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= kept_labels(query.expression)
+
+
+def test_an_alert_is_incomplete_or_the_page_does_not_explain_it() -> None:
+    page = (ROOT / "docs/monitoring.md").read_text()
+    for rule, query in zip(RULES, alerts(), strict=True):
+        assert series(query.expression)
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert f"| `{rule['alert']}` |" in page
+        if kept := kept_labels(query.expression):
+            assert set(re.findall(r"\$labels\.(\w+)", query.legend)) <= kept
+    assert yaml.safe_load((ROOT / "docker/prometheus.yml").read_text())["rule_files"] == ["alerts.yml"]
+    mounts = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    assert "./alerts.yml:/etc/prometheus/alerts.yml:ro" in mounts
+
+
+def test_a_value_that_alarms_is_not_marked_on_its_panel() -> None:
+    defaults = {panel["title"]: panel.get("fieldConfig", {}).get("defaults", {}) for panel in DASHBOARD["panels"]}
+    marked = {title for title, values in defaults.items() if len(values.get("thresholds", {}).get("steps", ())) > 1}
+    assert {"KV cache in use", "Refused and failed requests per minute", "Padded tokens"} <= marked
 
 
 def test_the_checks_see_what_is_wrong() -> None:
@@ -41,7 +71,7 @@ def test_the_checks_see_what_is_wrong() -> None:
 def test_each_of_our_metrics_has_a_panel_and_an_explanation() -> None:
     found = re.findall(r'(Gauge|Counter)\(\s*"(\w+)"', (ROOT / "npu_gptoss/serving/metrics.py").read_text())
     ours = {f"{name}{'' if kind == 'Gauge' else '_total'}" for kind, name in found}
-    assert len(ours) == 4
+    assert len(ours) == 5
     shown = {wanted.metric for query in queries() for wanted in series(query.expression)}
     assert ours <= shown
     page = (ROOT / "docs/monitoring.md").read_text()

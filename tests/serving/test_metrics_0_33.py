@@ -13,8 +13,11 @@ from prometheus_client import REGISTRY
 from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.config import CUDAGraphMode
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from npu_gptoss.serving import metrics
+from npu_gptoss.serving.lines.vllm_0_33 import count_steps
+from npu_gptoss.serving.steps import kernel_report
 
 pytestmark = pytest.mark.serving
 
@@ -34,7 +37,7 @@ def stats(mode: Any, tokens: int, rows: int) -> SchedulerStats:
 
 
 def test_no_series_stays_at_zero_without_a_counter() -> None:
-    """Without --cudagraph-metrics a dashboard would show a server that never steps."""
+    """A dashboard would show a server that never steps."""
     logger("silent", counted=False).record(SchedulerStats(), None)
     assert value("tokens", "silent", mode="eager") is None
     assert value("steps", "silent", mode="eager", bucket="none") is None
@@ -50,3 +53,42 @@ def test_steps_are_counted_from_vllms_own_statistics() -> None:
     assert (value("tokens", "counted", mode="full"), value("padding_tokens", "counted", mode="full")) == (13, 3)
     assert value("steps", "counted", mode="eager", bucket="none") == 1
     assert (value("tokens", "counted", mode="eager"), value("padding_tokens", "counted", mode="eager")) == (70, 2)
+
+
+def test_steps_are_counted_without_an_option_and_vllm_prints_no_table() -> None:
+    """vLLM's own logger, which is made after ours, looks at the same option."""
+    observed = SimpleNamespace(cudagraph_metrics=False)
+    count_steps(SimpleNamespace(observability_config=observed))
+    assert observed.cudagraph_metrics, "the engines get the configuration now"
+    model = SimpleNamespace(served_model_name="unasked", hf_config=SimpleNamespace(model_type="gpt_oss"))
+    for _ in range(2):  # as many as there are engines
+        metrics.StatLogger(SimpleNamespace(model_config=model, observability_config=observed), 0)
+    assert not observed.cudagraph_metrics
+    assert value("tokens", "unasked", mode="full") == 0
+
+
+def test_kernels_travel_behind_the_mode_of_a_step_and_vllm_does_not_see_them() -> None:
+    kernels = (("attention.paged", "attention.paged.gluon", "gluon"),)
+    told = stats(kernel_report(lambda: kernels)(str(CUDAGraphMode.FULL)), 5, 8)
+    told = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(told)[0])
+    logger("kernels", counted=True).record(told, None)
+    labels = {"operation": "attention.paged", "kernel": "attention.paged.gluon", "solution": "gluon"}
+    info = {"model_name": "kernels", "engine": "0", **labels}
+    assert REGISTRY.get_sample_value("npu_gptoss_kernel_info", info) == 1
+    assert value("steps", "kernels", mode="full", bucket="8") == 1
+    assert told.cudagraph_stats.runtime_mode == str(CUDAGraphMode.FULL)
+
+
+def test_the_worker_of_gpus_reports_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, make_cudagraph_stats
+
+    from npu_gptoss.serving.compat.server.metrics import install_kernel_report_0_33
+    from npu_gptoss.serving.steps import without_kernels
+
+    monkeypatch.setattr(model_runner, "make_cudagraph_stats", make_cudagraph_stats)
+    monkeypatch.setattr("npu_gptoss.kernels.selected_kernels", lambda: (("a", "a.b", "b"),))
+    install_kernel_report_0_33(model_runner)
+    made = model_runner.make_cudagraph_stats(BatchExecutionDescriptor(CUDAGraphMode.NONE, 8, None), 5)
+    assert without_kernels(made.runtime_mode) == (str(CUDAGraphMode.NONE), (("a", "a.b", "b"),))
+    assert made.num_unpadded_tokens == 5

@@ -47,6 +47,9 @@ class Server(Protocol):
     async def check_structure(self, route: str, body: dict[str, Any]) -> None:
         """Raises Refusal for a grammar, expression or schema that cannot be compiled."""
 
+    def refused(self, status: HTTPStatus) -> None:
+        """A request was refused before vLLM, which counts answers, saw it."""
+
     def blame(self, error: BaseException) -> Refusal | None:
         """The refusal, if the server raised this while it was only reading the request."""
 
@@ -71,6 +74,7 @@ class Gate:
             return await self.app(scope, receive, send)
         objection = self.keys.objection(scope)
         if objection is not None:
+            self.server.refused(objection.status)
             if scope["type"] == "websocket":
                 return await send({"type": "websocket.close", "code": 1008})
             return await answer(send, objection, CHALLENGE, route_path(scope))
@@ -79,6 +83,7 @@ class Gate:
         try:
             await self._post(scope, receive, send)
         except Refusal as refusal:
+            self.server.refused(refusal.status)
             await answer(send, refusal, route=route_path(scope))
         except _Gone:
             pass

@@ -224,8 +224,17 @@ def structure_key(params: Any) -> tuple[Any, str]:
     return get_structured_output_key(params)
 
 
+def profiler_options(folder: str) -> dict[str, Any]:
+    """Options of `LLM` that write a trace to `folder`: none, a variable names it (VLLM_TORCH_PROFILER_DIR)."""
+    return {}
+
+
+def count_steps(vllm_config: Any) -> None:
+    """Nothing to do: `compat/server/metrics.py` has the engines' statistics report their steps."""
+
+
 def counts_steps(vllm_config: Any) -> bool:
-    """Whether the statistics of this server's engines tell their steps: `compat/server/metrics.py` has them told."""
+    """Whether the statistics of this server's engines report their steps."""
     return True
 
 

@@ -22,8 +22,10 @@ from npu_gptoss.serving.lines.vllm_0_11 import (  # noqa: F401
 )
 from npu_gptoss.serving.lines.vllm_0_33 import (  # noqa: F401
     as_written,
+    count_steps,
     counts_steps,
     load_tokenizer,
+    profiler_options,
     request_classes,
     step_of,
     structure_key,

@@ -6,11 +6,12 @@ graphs that break off at a function, without torch.compile. A step's lengths are
 
 from __future__ import annotations
 
+import dataclasses
 from http import HTTPStatus
 from typing import Any
 
 from npu_gptoss.serving.lines import resolve
-from npu_gptoss.serving.steps import EAGER, MODES, Step
+from npu_gptoss.serving.steps import EAGER, MODES, Step, without_kernels
 
 # The names that serving takes from vLLM, by module.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -115,17 +116,44 @@ def structure_key(params: Any) -> tuple[Any, str]:
     return get_structured_output_key(params.structured_outputs)
 
 
+def profiler_options(folder: str) -> dict[str, Any]:
+    """Options of `LLM` that write a trace to `folder`."""
+    return {"profiler_config": {"profiler": "torch", "torch_profiler_dir": folder}}
+
+
+# of a server's ObservabilityConfig: the user left --cudagraph-metrics out, and vLLM prints no table of its own
+_UNASKED = "npu_gptoss_counts_steps"
+
+
+def count_steps(vllm_config: Any) -> None:
+    """Have the engines' statistics report their steps, as --cudagraph-metrics does."""
+    observed = vllm_config.observability_config
+    if not observed.cudagraph_metrics:
+        observed.cudagraph_metrics = True
+        setattr(observed, _UNASKED, True)
+
+
 def counts_steps(vllm_config: Any) -> bool:
-    """Whether the statistics of this server's engines tell their steps: vLLM's own do, with this option."""
-    return vllm_config.observability_config.cudagraph_metrics
+    """Whether the statistics of this server's engines report their steps.
+
+    Called when the engines have the configuration and vLLM's own logger has not: it would print a table that nobody
+    asked for.
+    """
+    observed = vllm_config.observability_config
+    counted = observed.cudagraph_metrics
+    if getattr(observed, _UNASKED, False):
+        observed.cudagraph_metrics = False
+    return counted or getattr(observed, _UNASKED, False)
 
 
 def step_of(scheduler_stats: Any) -> Step | None:
-    """What the step of a SchedulerStats was."""
+    """What the step of a SchedulerStats was; the kernels are taken out."""
     told = getattr(scheduler_stats, "cudagraph_stats", None)
     if told is None:
         return None
-    mode = told.runtime_mode.rpartition(".")[2].lower()
+    name, kernels = without_kernels(told.runtime_mode)
+    scheduler_stats.cudagraph_stats = dataclasses.replace(told, runtime_mode=name)
+    mode = name.rpartition(".")[2].lower()
     if mode not in MODES:  # NONE
-        return Step(EAGER, 0, told.num_unpadded_tokens, told.num_paddings)
-    return Step(mode, told.num_padded_tokens, told.num_unpadded_tokens, told.num_paddings)
+        return Step(EAGER, 0, told.num_unpadded_tokens, told.num_paddings, kernels)
+    return Step(mode, told.num_padded_tokens, told.num_unpadded_tokens, told.num_paddings, kernels)

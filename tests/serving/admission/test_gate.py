@@ -40,6 +40,12 @@ class Taken:
 
 
 class AnyServer:
+    def __init__(self) -> None:
+        self.counted: list[int] = []
+
+    def refused(self, status: int) -> None:
+        self.counted.append(int(status))
+
     def check_route(self, route: str) -> None:
         pass
 
@@ -285,6 +291,13 @@ def test_every_door_but_two_needs_the_key(path, root, sent, metrics, enters, met
 def test_two_keys_in_one_request_are_none() -> None:
     headers = ((b"authorization", KEY), (b"authorization", KEY))
     assert ask(gate(keys=("secret",)), headers=headers)[0] == 401
+
+
+def test_a_refusal_is_not_counted() -> None:
+    asked = gate(keys=("secret",))
+    assert ask(asked)[0] == 401
+    assert ask(asked, body=b"no json", headers=(*JSON, (b"authorization", b"Bearer secret")))[0] == 400
+    assert asked.server.counted == [401, 400]
 
 
 def test_without_keys_every_door_is_open() -> None:

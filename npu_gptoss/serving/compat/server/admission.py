@@ -61,6 +61,10 @@ class VllmServer:
 
     def prepare(self) -> None:
         """As the server starts to listen: fork while it is quiet, and load what checking takes in the background."""
+        from npu_gptoss.serving.metrics import refusals
+
+        for status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED):  # so that a rate sees the first
+            refusals().labels(str(int(status)))
         if not self._state.vllm_config.model_config.skip_tokenizer_init:
             self._checked().bounded.start()
 
@@ -69,6 +73,11 @@ class VllmServer:
 
     def close(self) -> None:
         structures.close()
+
+    def refused(self, status: HTTPStatus) -> None:
+        from npu_gptoss.serving.metrics import refusals
+
+        refusals().labels(str(int(status))).inc()
 
     def check_route(self, route: str) -> None:
         name = SERVES.get(route)

@@ -1,7 +1,8 @@
-"""The hooks of vLLM 0.11.0 through which what a step was reaches /metrics; for gpt-oss only. See `serving/steps.py`."""
+"""Hooks that bring a step's mode, padding and kernels to /metrics; for gpt-oss only. See `serving/steps.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -9,8 +10,8 @@ from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving import steps
-from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, SCHEDULER
+from npu_gptoss.serving.compat.patch import Mismatch, around, expect_parameters, expect_source, repair, replace
+from npu_gptoss.serving.compat.targets import ASCEND_RUNNER, LOGGERS, RUNNER, RUNNER_0_33, SCHEDULER
 
 RECEIVER = "stat-logger"  # the patch without which nobody takes steps out of the statistics again
 OBSERVER = "_npu_gptoss_observer"
@@ -114,10 +115,49 @@ def _install(runner: Any, dispatcher: str) -> None:
             return original(self, scheduler_output, intermediate_tensors)
         observer = vars(self).get(OBSERVER)
         if observer is None:  # at the first step: other wrappers of the dispatcher are in place, captures are over
-            from npu_gptoss.kernels import selected_kernels
-
-            observer = steps.StepObserver(getattr(self, dispatcher), selected_kernels)
+            observer = steps.StepObserver(getattr(self, dispatcher), _selected_kernels)
             setattr(self, OBSERVER, observer)
         return observer.observe(
             lambda: original(self, scheduler_output, intermediate_tensors), scheduler_output.total_num_scheduled_tokens
         )
+
+
+@repair(
+    "kernel-report",
+    f"{ASCEND_RUNNER}:CUDAGraphStat",
+    lines=("0.23",),
+    until="vLLM's statistics have a free field for a plugin",
+)
+def install_kernel_report(module: ModuleType) -> None:
+    """The statistics of a step have no place for the kernels, so that /metrics does not show a slow one."""
+    stat = module.CUDAGraphStat
+    expect_parameters(stat, "num_unpadded_tokens", "num_padded_tokens", "num_paddings", "runtime_mode")
+    with_kernels = steps.kernel_report(_selected_kernels)
+
+    def counted(*, runtime_mode: str, **counts: int) -> Any:
+        return stat(runtime_mode=with_kernels(runtime_mode), **counts)
+
+    replace(module, "CUDAGraphStat", counted)
+
+
+@repair(
+    "kernel-report",
+    f"{RUNNER_0_33}:make_cudagraph_stats",
+    lines=("0.33",),
+    until="vLLM's statistics have a free field for a plugin",
+)
+def install_kernel_report_0_33(module: ModuleType) -> None:
+    """The statistics of a step have no place for the kernels, so that /metrics does not show a slow one."""
+    expect_parameters(module.make_cudagraph_stats, "batch_desc", "num_tokens")
+    with_kernels = steps.kernel_report(_selected_kernels)
+
+    @around(module, "make_cudagraph_stats")
+    def make_cudagraph_stats(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        told = original(*arguments, **keywords)
+        return dataclasses.replace(told, runtime_mode=with_kernels(told.runtime_mode))
+
+
+def _selected_kernels() -> steps.Kernels:
+    from npu_gptoss.kernels import selected_kernels
+
+    return selected_kernels()
