@@ -79,4 +79,5 @@ def _register_model(line: Line) -> None:
     module, _, name = line.model.partition(":")
     known = ModelRegistry.models.get(ARCHITECTURE)
     if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
+        ModelRegistry.models.pop(ARCHITECTURE, None)  # vLLM warns of a name that it has already
         ModelRegistry.register_model(ARCHITECTURE, line.model)  # by name: the class is imported where it is needed

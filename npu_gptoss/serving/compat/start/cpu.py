@@ -26,10 +26,10 @@ NEWEST_TORCH_THAT_COMPILES = (2, 8)
 def has_compiled_ops() -> bool:
     """Whether the library of CPU operators is there and loads."""
     try:
-        import vllm._C  # noqa: F401
+        import vllm._C as library
     except (ImportError, OSError):
         return False
-    return True
+    return hasattr(library, "__file__")  # not the empty one of `serving/platform.py`
 
 
 def torch_release() -> tuple[int, int]:
