@@ -54,6 +54,16 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return [block.text for block in blocks(page) if block.language == language]
 
 
+def unseen(block: str, printed: str) -> list[str]:
+    """The lines of a page's block that were not printed; "…" stands for any text, and a line "…" for any lines."""
+    said = [" ".join(line.split()) for line in printed.splitlines()]
+
+    def like(line: str) -> re.Pattern[str]:
+        return re.compile(".*".join(map(re.escape, " ".join(line.split()).split("…"))))
+
+    return [line for line in block.splitlines() if line.strip("… ") and not any(map(like(line).fullmatch, said))]
+
+
 def commands(page: Path) -> list[Command]:
     found = []
     for block in blocks(page):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.markdown import ALL_COMMANDS, ROOT, Command, blocks
+from tests.markdown import ALL_COMMANDS, ROOT, Command, blocks, unseen
 from tests.scripts.make_serve import made
 
 ADDRESS = "http://127.0.0.1:8000/"
@@ -49,6 +49,38 @@ def test_make_serve_answers_the_pages_request(request_: Command, port: int) -> N
         assert choice["finish_reason"] == shown["finish_reason"]
         for key, value in shown["message"].items():
             assert holds(choice["message"][key], value), f"{key}: {choice['message'][key]}"
+
+
+TUTORIAL = ROOT / "docs/tutorials/without-an-accelerator.md"
+
+
+@pytest.mark.serving
+@pytest.mark.slow
+def test_the_tutorials_metrics_are_not_those_of_its_questions(port: int) -> None:
+    """Counted from before its two questions, as on a server that has just started."""
+    asked = [command for command in REQUESTS if command.page == TUTORIAL.relative_to(ROOT).as_posix()]
+
+    def run(command: Command) -> str:
+        text = command.text.replace(ADDRESS, f"http://127.0.0.1:{port}/")
+        return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=120, check=True).stdout
+
+    *questions, metrics = asked
+    before = dict(line.rsplit(" ", 1) for line in run(metrics).splitlines())
+    assert len([run(question) for question in questions]) == 2
+    after = [line.rsplit(" ", 1) for line in run(metrics).splitlines()]
+    since = (f"{name} {float(value) - float(before[name]) * ('_total' in name)}" for name, value in after)
+    (shown,) = (block for block in blocks(TUTORIAL) if "attention.paged.small_ops" in block.text)
+    assert unseen(shown.text, "\n".join(since)) == []
+
+
+@pytest.mark.slow
+def test_the_tutorial_does_not_show_what_generate_prints() -> None:
+    found = next(c for c in ALL_COMMANDS if c.page.endswith(TUTORIAL.name) and "npu-gptoss generate " in c.text)
+    (shown,) = [b for a, b in pairwise(blocks(TUTORIAL)) if a.line <= found.line < b.line]
+    program = Path(sys.executable).with_name("npu-gptoss")
+    words = [str(program), *shlex.split(found.text.partition("#")[0])[1:]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert unseen(shown.text, done.stdout) == [], done.stdout
 
 
 # the one of chats: tests/serving/test_openai_api.py

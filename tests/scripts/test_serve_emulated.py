@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from emulator.tests.machine import venv
 from npu_gptoss.tiny.checkpoint import load_trained
 from research.score_server import score_server
 from research.tiny_data import evaluation_set
+from tests.markdown import blocks, commands, unseen
 from tests.scripts.make_serve import made
 from tests.serving.server import Server
 from tests.tiny.test_trained import build, score
@@ -35,16 +37,31 @@ FEW = 3  # replies that bfloat16's rounding may turn
 
 @dataclass(frozen=True)
 class Served:
+    """`metrics`, `trace`: of /metrics and the emulator's trace after the printed request alone."""
+
     printed: str
     url: str
+    reply: dict[str, Any]
+    metrics: str
+    trace: Path
+
+
+TUTORIAL = ROOT / "docs/tutorials/without-an-accelerator.md"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    out = tmp_path_factory.mktemp("serve_emulated") / "out.txt"
-    machine = {"EMULATED_VENV": str(venv()), "EMULATE": "--defect merged-heads"}
+    folder = tmp_path_factory.mktemp("serve_emulated")
+    out, trace = folder / "out.txt", folder / "trace.jsonl"
+    machine = {"EMULATED_VENV": str(venv()), "EMULATE": f"--defect merged-heads --trace {trace}"}
     with made("serve-emulated", out, limit=START_LIMIT, **machine) as port:
-        yield Served(out.read_text(), f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        words = shlex.split(next(line for line in out.read_text().splitlines() if line.strip().startswith("curl ")))
+        reply = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+            metrics = response.read().decode()
+        (folder / "first.jsonl").write_bytes(trace.read_bytes())
+        yield Served(out.read_text(), url, reply, metrics, folder / "first.jsonl")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -55,9 +72,22 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_printed_request_is_answered_rightly(served: Served) -> None:
     assert "on the emulated Ascend 910B" in served.printed
-    words = shlex.split(next(line for line in served.printed.splitlines() if line.strip().startswith("curl ")))
-    reply = post(next(word for word in words if word.startswith("http")), json.loads(words[words.index("-d") + 1]))
-    assert reply["choices"][0]["message"]["content"] == "3 + 4 = 7."
+    assert served.reply["choices"][0]["message"]["content"] == "3 + 4 = 7."
+
+
+def test_the_tutorial_does_not_show_the_metrics_and_the_trace(served: Served) -> None:
+    shown = [block.text for block in blocks(TUTORIAL)]
+    (metrics,) = (text for text in shown if "attention.paged.ascend" in text)
+    assert unseen(metrics, served.metrics) == []
+    tokens = served.reply["usage"]
+    assert f"The prompt ({tokens['prompt_tokens']} tokens) ran eagerly, each of the" in TUTORIAL.read_text()
+    assert f"{tokens['completion_tokens'] - 1} further tokens" in TUTORIAL.read_text()
+    (count,) = (command.text for command in commands(TUTORIAL) if "/tmp/trace.jsonl" in command.text[-20:])
+    done = subprocess.run(
+        ["sh", "-c", count.replace("/tmp/trace.jsonl", str(served.trace))], capture_output=True, text=True
+    )
+    (operators,) = (text for text in shown if text.startswith("('aten::addmm'"))
+    assert done.stdout == operators
 
 
 def log_of(served: Served) -> str:
@@ -69,6 +99,7 @@ def test_it_really_is_vllm_ascend_with_graphs(served: Served) -> None:
     assert log.count("keeps heads apart") == 1
     assert "Platform plugin ascend is activated" in log
     assert "mixed prefill-decode, PIECEWISE" in log
+    assert "npu-gptoss computes attention by ascend and the experts by ascend" in served.printed
 
 
 def test_metrics_tell_replays_from_eager_steps(served: Served) -> None:
@@ -82,6 +113,8 @@ def test_metrics_tell_replays_from_eager_steps(served: Served) -> None:
     assert server.metric("npu_gptoss_tokens_total", mode="piecewise") - before["piecewise"] == 5
     assert server.metric("npu_gptoss_tokens_total", mode="eager") - before["eager"] == 517
     assert server.metric("npu_gptoss_kernel_info", operation="attention.paged", solution="ascend") == 1
+    others = server.metric("npu_gptoss_kernel_info") - server.metric("npu_gptoss_kernel_info", solution="ascend")
+    assert others == 0, "what the start check forces does not serve"
 
     # three requests whose tokens meet in one step are padded to the next captured size
     padding = server.metric("npu_gptoss_padding_tokens_total", mode="piecewise")
