@@ -99,6 +99,7 @@ group=$(stat -c %g /dev/davinci_manager 2>/dev/null || echo 1000)
 [ "$group" = 1000 ] || set -- --group-add "$group" "$@"
 # by name: its value is in no command line
 [ -z "${VLLM_API_KEY:-}" ] || set -- --env VLLM_API_KEY "$@"
+[ -z "${NPU_GPTOSS_EXPERT_WEIGHTS:-}" ] || set -- --env NPU_GPTOSS_EXPERT_WEIGHTS "$@"
 # Nothing of the image is written to. What CANN, torch and vLLM write (logs, compiled kernels, caches, sockets) goes into
 # memory and ends with the container; compiled kernels are loaded from there, hence exec.
 for folder in /tmp:mode=1777 /home/HwHiAiUser:uid=1000,gid=1000,mode=700; do

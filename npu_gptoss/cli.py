@@ -40,9 +40,19 @@ def _usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 success, 1 the command's own 'no', 2 input that cannot be used."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(arguments)
         sys.stdout.flush()
+    except RuntimeError as error:
+        if "backend extension" not in str(error):  # of torch, which loads torch_npu when it is imported
+            raise
+        print(
+            f"npu-gptoss {arguments[0]}: torch_npu does not load ({error.__cause__ or error}). It needs CANN and the "
+            "driver of a 910B, which docker/run-910b.sh mounts; TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves torch_npu out.",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:  # `npu-gptoss kernels list | head`: the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

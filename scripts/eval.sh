@@ -103,10 +103,18 @@ if [ "$effort" = high ] && [ -n "$longest" ] && [ "${tokens:-$longest}" -lt "$LO
     say "an answer ends after ${tokens:-$longest} tokens. At high effort thoughts get longer; start the server with \
 --max-model-len $LONG where its memory allows. The report counts what was cut."
 fi
+named=$out
 if [ -z "$out" ]; then
     out=outputs/$benchmark-$model-$effort
     [ -z "$gate" ] || out=$out-gate
     [ -z "$limit" ] || out=$out-limit$limit
+fi
+# evalscope goes on with the answers of the same address alone
+asked=$(sed -n 's/^api_url: *//p' "$out/configs/task_config.yaml" 2>/dev/null || true)
+if [ -n "$asked" ] && [ "$asked" != "$url/v1" ]; then
+    [ -z "$named" ] || fail "$out holds answers of $asked, and this server is $url/v1; name another folder with --out."
+    say "$out holds answers of $asked; this run gets a folder of its own."
+    out=$out-$(printf %s "${url#*://}" | tr -c 'A-Za-z0-9._\n-' -)
 fi
 
 set -- --work-dir "$out" --no-timestamp "$@"

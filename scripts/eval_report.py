@@ -1,4 +1,4 @@
-"""The report of a run of scripts/eval.sh: score with its noise, what was cut, beside published ones, against a run.
+"""The report of a run of scripts/eval.sh: score with its interval, what was cut, beside published ones, against a run.
 
     eval_report.py RUN [--against RUN] [--size 20b|120b] [--plot FILE.svg]
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval_answers import Answer, EvalRun, ReportError, read_run
-from eval_statistics import Paired, pair, sigma
+from eval_statistics import Paired, mean_interval, pair, wilson
 
 OPENAI, ASCEND = "OpenAI's figure, as the Ascend article quotes it", "the Ascend article, on 910B3"
 VLLM = "vLLM's recipe, gpt_oss.evals at temperature 1"
@@ -39,7 +39,11 @@ def guess_size(model: str) -> str:
 
 
 def percent(right: int, total: int) -> str:
-    return f"{100 * right / total:.2f} ± {100 * sigma(right, total):.2f}"
+    return f"{100 * right / total:.2f} ({interval(*wilson(right, total))})"
+
+
+def interval(low: float, high: float) -> str:
+    return f"{100 * low:.1f} to {100 * high:.1f}"
 
 
 def count_right(answers: Sequence[Answer]) -> int:
@@ -62,26 +66,25 @@ def head(run: EvalRun) -> list[str]:
         + (f"all of {asked.title}.  " if complete else f"a part of {asked.title}'s {whole}.  "),
         "Settings: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + ".",
         "",
-        f"* **mean over questions: {percent(right, total)} %** ({right} right)",
+        f"* **mean over questions: {percent(right, total)} %**, {right} right",
         *over_subjects(run),
         cut_off(run),
         f"* no answer found in {sum(not a.found for a in run.answers)} replies; "
         f"{sum(a.ended == 'model_length' for a in run.answers)} refused as too long, "
         f"{sum(not a.scored for a in run.answers)} that evalscope could not compare: all of these count as wrong",
         "",
-        "± is one binomial σ.",
+        "In brackets: Wilson's interval of 95 %.",
     ]
 
 
 def over_subjects(run: EvalRun) -> list[str]:
     """The mean in which each of MMLU's subjects weighs the same."""
-    subjects = run.subjects
     if run.benchmark.subjects == 1:
         return []
-    shares = [count_right(run.of(subject)) / len(run.of(subject)) for subject in subjects]
     # the subjects are given, the questions in them are the sample
-    variance = sum(sigma(count_right(run.of(s)), len(run.of(s))) ** 2 for s in subjects) / len(subjects) ** 2
-    return [f"* mean over subjects: {100 * sum(shares) / len(shares):.2f} ± {100 * variance**0.5:.2f} %"]
+    scores = [(count_right(run.of(subject)), len(run.of(subject))) for subject in run.subjects]
+    mean = sum(right / total for right, total in scores) / len(scores)
+    return [f"* mean over subjects: {100 * mean:.2f} ({interval(*mean_interval(scores))}) %"]
 
 
 def cut_off(run: EvalRun) -> str:
@@ -103,17 +106,18 @@ def cut_off(run: EvalRun) -> str:
 def published(run: EvalRun, figures: Sequence[tuple[str, float]]) -> list[str]:
     """Side by side with the published figures of that benchmark, effort and size."""
     total, right = len(run.answers), count_right(run.answers)
-    titles = "| | % | this run less that, points | in σ of this run |"
+    titles = "| | % | this run less that, points | in this run's interval |"
     lines = ["", "## Beside published figures", "", titles, "|---|---|---|---|"]
     for name, figure in figures:
-        difference, noise = 100 * right / total - figure, 100 * sigma(right, total)
-        lines.append(f"| {name} | {figure:g} | {difference:+.2f} | {f'{difference / noise:+.1f}' if noise else '–'} |")
+        low, high = wilson(right, total)
+        inside = "yes" if low <= figure / 100 <= high else "no"
+        lines.append(f"| {name} | {figure:g} | {100 * right / total - figure:+.2f} | {inside} |")
     lines.append(f"| **this run** | **{percent(right, total)}** | | |")
     if total != run.benchmark.questions:
         lines += [
             "",
-            f"The figures are of all {run.benchmark.questions} questions; this run asked {total} of them, and σ is for "
-            "so many.",
+            f"The figures are of all {run.benchmark.questions} questions; this run asked {total} of them, and its "
+            "interval is for so many.",
         ]
     return lines
 
@@ -171,7 +175,7 @@ def against(run: EvalRun, other: EvalRun) -> list[str]:
 
 
 def plot(run: EvalRun, path: Path) -> None:
-    """One bar for each subject with its σ, the mean as a line. PNG, SVG, … by the name's ending; appears whole."""
+    """A bar for each subject with its interval, the mean as a line. PNG, SVG, … by the name's ending; appears whole."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -179,7 +183,8 @@ def plot(run: EvalRun, path: Path) -> None:
             "--plot needs matplotlib; run this with .venv-evalscope/bin/python (make setup-evalscope)"
         ) from None
     scores = sorted((count_right(run.of(s)) / len(run.of(s)), s) for s in run.subjects)
-    noise = [100 * sigma(count_right(run.of(s)), len(run.of(s))) for _, s in scores]
+    ends = [wilson(count_right(run.of(s)), len(run.of(s))) for _, s in scores]
+    noise = [[100 * abs(end[side] - share) for (share, _), end in zip(scores, ends, strict=True)] for side in (0, 1)]
     mean = 100 * count_right(run.answers) / len(run.answers)
     figure = Figure(figsize=(8, 1.5 + 0.2 * len(scores)), layout="constrained")
     axes = figure.subplots()
@@ -188,7 +193,7 @@ def plot(run: EvalRun, path: Path) -> None:
     axes.axvline(mean, color="#e45756", label=f"mean over questions: {mean:.2f} %")
     axes.axvline(run.benchmark.chance, color="#999999", linestyle=":", label="chance")
     title = f"{run.benchmark.title} of {run.model}"
-    axes.set(xlim=(0, 100), xlabel="% right, with one binomial σ", title=title, ylim=(-1, len(scores)))
+    axes.set(xlim=(0, 100), xlabel="% right, with Wilson's interval of 95 %", title=title, ylim=(-1, len(scores)))
     figure.legend(loc="outside lower center", ncols=2)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:

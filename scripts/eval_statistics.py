@@ -1,28 +1,40 @@
-"""The statistics of eval.sh's report: the binomial σ of a score, and McNemar's exact test of two runs. Exact integers.
+"""The statistics of eval.sh's report: Wilson's interval of a score, and McNemar's exact test of two runs.
 
-A score p of n questions has the standard error sqrt(p (1 - p) / n): what the score would vary by if as many other
-questions of the same kind were asked. It is the noise in a comparison of two means, and it is large. Two runs on the
-same questions are compared far more sharply in pairs: only the questions count that one run got right and the other
-wrong, and if both are equally good, each of those falls to either side like a coin (McNemar 1947; the exact binomial
-form).
+A score of n questions would be another for as many other questions of the same kind. Wilson's interval (1927) has the
+true share in 95 % of cases, also where all answers are right: 60 of 60 is 94.0 to 100 %. Of two means it says little:
+it is wide. Two runs on the same questions are compared far more sharply in pairs: only the questions count that one
+run got right and the other wrong, and if both are equally good, each of those falls to either side like a coin
+(McNemar 1947; the exact binomial form).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from eval_answers import Answer
 
+Z = 1.959964  # of 95 %
 
-def sigma(right: int, total: int) -> float:
-    """The binomial standard error of right / total, as a fraction (0.01 is one percentage point)."""
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The ends of Wilson's interval of right / total, as fractions (0.01 is one percentage point)."""
     if not 0 <= right <= total or total == 0:
         raise ValueError(f"{right} of {total} is no score")
-    share = right / total
-    return math.sqrt(share * (1 - share) / total)
+    share, spread = right / total, Z * Z / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(scores: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Of the mean of shares (right, total): the distances to Wilson's ends, squared and added (Newcombe 1998)."""
+    mean = sum(right / total for right, total in scores) / len(scores)
+    ends = [(right / total, *wilson(right, total)) for right, total in scores]
+    low, high = (math.sqrt(sum((share[0] - share[end]) ** 2 for share in ends)) / len(scores) for end in (1, 2))
+    return mean - low, mean + high
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

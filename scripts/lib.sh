@@ -70,7 +70,7 @@ quoted() {
 
 # tell_exposure HOST FLAG-OF-VLLM…: on standard error, what an address means that others reach, and a key in a command
 tell_exposure() {
-    reached=$1 key=${VLLM_API_KEY:+set} before=''
+    reached=$1 key=${VLLM_API_KEY:+set} before=''  # `key` is read by serve.sh, too
     shift
     for word in "$@"; do
         case $before$word in
@@ -81,8 +81,22 @@ tell_exposure() {
     done
     [ "$key" != shown ] || say "everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead."
     case $reached,$key in 127.*,* | localhost,* | ::1,* | *,?*) return ;; esac
-    say "whoever reaches $reached can use the server: it asks for no key, and vLLM 0.11.0 has known holes."
-    say "Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or listen on 127.0.0.1."
+    if [ -n "${container:-}" ] || [ -e /.dockerenv ]; then
+        say "whoever reaches the published port can use the server: it asks for no key, and vLLM has known holes."
+        say "Publish the port on 127.0.0.1, or set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md)."
+    else
+        say "whoever reaches $reached can use the server: it asks for no key, and vLLM has known holes."
+        say "Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or listen on 127.0.0.1."
+    fi
+}
+
+# tell_when_ready FOLDER-OF-SCRIPTS PYTHON HOST PORT NAME KEY: waits beside the server, which takes the place of this
+# shell, until it answers; then prints a request to try. Ends with the server. KEY: not empty where it asks for one.
+tell_when_ready() {
+    (
+        cd "$1/.." || exit
+        "$2" -m scripts.when_ready $$ "$3" "$4" "$5" "$6" 2>/dev/null &
+    )
 }
 
 # port_is_free HOST PORT: whether a server could listen there; yes where no Python can tell

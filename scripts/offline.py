@@ -4,7 +4,8 @@
     offline.py --model DIR --mode eager --profile traces
 
 Prints what the model thought and answered. `--profile DIR` runs the prompt once to warm up and once under vLLM's
-profiler; the trace goes to DIR. On the emulated 910B: npu-gptoss emulate -- python scripts/offline.py --model DIR
+profiler; the trace goes to DIR. Exit status 1 when the profiler wrote none. On the emulated 910B: npu-gptoss emulate --
+python scripts/offline.py --model DIR
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from openai_harmony import Role
 from npu_gptoss.frontend.turn import Turn
 from npu_gptoss.harmony.library import load_encoding
 from npu_gptoss.harmony.parser import Kind, TolerantParser
+from npu_gptoss.serving.lines import here
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -30,6 +32,10 @@ PROMPT = "Who are you? Please introduce yourself and analyze your relationship w
 GRAPHS = {"piecewise": "PIECEWISE", "full": "FULL_DECODE_ONLY"}
 CAPTURE_SIZES = [16, 4, 2, 1]
 PROFILER_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+NO_TRACE = (
+    "no trace: vLLM's profiler wrote nothing to {folder}; its lines above say why. On the emulated 910B the emulator "
+    "writes one: npu-gptoss emulate --trace FILE -- python scripts/offline.py …"
+)
 
 
 def engine_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
@@ -43,6 +49,7 @@ def engine_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         "max_num_batched_tokens": 4096,
         "gpu_memory_utilization": 0.95,
         **({"enforce_eager": True} if mode == "eager" else graphs),
+        **(here().module("vllm").profiler_options(str(options.profile.resolve())) if options.profile else {}),
     }
 
 
@@ -85,7 +92,18 @@ def show(output: RequestOutput, directory: Path) -> None:
     print(f"{tokens} tokens in, {len(completion.token_ids)} out, ended by {completion.finish_reason}")
 
 
-def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+def profiled(llm: Any, folder: Path, run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, called under vLLM's profiler, and the number of files that the profiler wrote."""
+    before = set(folder.rglob("*"))
+    llm.start_profile()
+    result = run()
+    llm.stop_profile()
+    written = [path for path in folder.rglob("*") if path not in before and path.is_file() and path.stat().st_size]
+    return result, len(written)
+
+
+def generate(options: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Returns the exit status."""
     from vllm import LLM, SamplingParams
 
     from npu_gptoss.serving.openai.engine import checkpoint_directory
@@ -93,14 +111,17 @@ def generate(options: argparse.Namespace, settings: dict[str, Any]) -> None:
     llm = LLM(**settings)
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens, skip_special_tokens=False)
     messages = [{"role": "user", "content": options.prompt}]
+
+    def run() -> RequestOutput:
+        return llm.chat(messages, sampling, use_tqdm=False)[0]
+
+    output, files = run(), 1  # under the profiler again: what happens only once does not belong into the trace
     if options.profile:
-        llm.chat(messages, sampling, use_tqdm=False)  # what happens only once does not belong into the trace
-        llm.start_profile()
-    (output,) = llm.chat(messages, sampling, use_tqdm=False)
-    if options.profile:
-        llm.stop_profile()
-        print(f"trace: in {os.environ[PROFILER_VARIABLE]}")
+        folder = Path(os.environ.get(PROFILER_VARIABLE) or options.profile.resolve())
+        output, files = profiled(llm, folder, run)
+        print(f"trace: {files} files in {folder}" if files else NO_TRACE.format(folder=folder), flush=True)
     show(output, checkpoint_directory(llm.llm_engine.model_config) or Path(options.model))
+    return 0 if files else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(" ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()), as_call(settings), flush=True)
     if not options.dry_run:
         os.environ.update(variables)
-        generate(options, settings)
+        return generate(options, settings)
     return 0
 
 

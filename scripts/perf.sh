@@ -10,7 +10,8 @@ usage() {
 usage: scripts/perf.sh [options] [-- flags of evalscope perf]
 
 Measures a running server with evalscope perf: random prompts of 128 tokens, answers of 128 tokens (ignore_eos), one
-request at a time and ten at a time. Then prints a table with its definitions and the Ascend article's numbers.
+request at a time and ten at a time. Then prints a table with its definitions and the Ascend article's numbers. What
+evalscope says goes to evalscope.log in the folder of the results.
 
   --url URL              the server; default http://127.0.0.1:8085
   --model NAME           the served model; default the only one there
@@ -72,5 +73,7 @@ set -- env HF_HUB_OFFLINE=1 "$@"
 quoted "$@"
 [ -z "$dry" ] || exit 0
 [ ! -e "$out" ] || fail "$out exists already; name another folder with --out."
-"$@"
+log=$out/evalscope.log
+mkdir -p "$out"
+{ "$@" && status=0 || status=$?; printf '\nexit %s\n' "$status"; } 2>&1 | "$python" "$here/perf_progress.py" "$log"
 exec "$python" "$here/perf_report.py" "$out" --output "$output"

@@ -9,7 +9,8 @@ usage() {
     cat <<'END'
 usage: scripts/serve.sh --model CHECKPOINT [options] [-- flags of vllm serve]
 
-Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or eight.
+Serves gpt-oss with stock vllm serve: 20b on one 910B of 64 GB, 120b on four or eight; on two with
+NPU_GPTOSS_EXPERT_WEIGHTS=packed. When the server answers, the script prints a request to try.
 
   --model CHECKPOINT     folder in the official layout, MXFP4 or BF16, or a name on the hub
   --on npu|cpu|emulated  where: an Ascend 910B (default), the CPU, the emulated 910B of `make setup-emulated`, or with
@@ -107,7 +108,9 @@ count=''
 [ -z "$count" ] || [ "$count" = "$cards" ] || fail "--devices names $count NPUs and --cards says $cards."
 case $cards in 1 | 2 | 4 | 8) ;; *) fail "gpt-oss has 8 key heads: --cards wants 1, 2, 4 or 8, got $cards." ;; esac
 if [ "$size" = 120b ] && [ "$where" = npu ] && [ "$cards" -lt 4 ]; then
-    fail "120b takes 234 GB as BF16, and $cards of 64 GB have $((64 * cards)): use --cards 4 or 8."
+    packed=${NPU_GPTOSS_EXPERT_WEIGHTS:-}
+    [ "$cards,$packed" = 2,packed ] || fail "120b takes 234 GB as BF16, and $cards of 64 GB have $((64 * cards)): use \
+--cards 4 or 8. On two cards it fits with NPU_GPTOSS_EXPERT_WEIGHTS=packed, which needs Triton-Ascend."
 fi
 [ "$where" != cpu ] || [ "$cards" = 1 ] || fail "on a CPU there is one card; leave out --cards and --devices."
 
@@ -154,11 +157,12 @@ emulated)
     emulate=${ASCEND_EMULATOR_VENV:-$root/.venv-emulated$stack}/bin/npu-gptoss
     [ -n "$dry" ] || [ -x "$emulate" ] ||
         fail "there is no emulated environment; make it once with: make setup-emulated$stack"
+    python=${emulate%/*}/python
     set -- "$emulate" emulate --devices "$cards" -- vllm "$@"
     ;;
 *)
-    vllm=vllm
-    [ "$where" = npu ] || [ ! -x "$root/.venv/bin/vllm" ] || vllm=$root/.venv/bin/vllm
+    vllm=vllm python=python3
+    [ "$where" = npu ] || [ ! -x "$root/.venv/bin/vllm" ] || vllm=$root/.venv/bin/vllm python=$root/.venv/bin/python
     [ -n "$dry" ] || command -v "$vllm" >/dev/null ||
         fail "vllm is not there. On a 910B: docs/running-on-910b.md; for the CPU: make setup"
     set -- "$vllm" "$@"
@@ -196,4 +200,5 @@ set -- env "$@"
 quoted "$@"
 [ -z "$dry" ] || exit 0
 port_is_free "$host" "$port" || fail "the server cannot listen on $host port $port; choose another with --port."
+tell_when_ready "$here" "$python" "$host" "$port" "$name" "$key"
 exec "$@"

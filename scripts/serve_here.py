@@ -112,10 +112,11 @@ def ensure_vocabulary(model: Path) -> Path:
     return found
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ServeError unless the server could listen there."""
+def check_port(host: str, given: str) -> int:
+    """The port as a number. Raises ServeError unless the server could listen there."""
+    port = int(given) if re.fullmatch("[0-9]{1,5}", given) else 0
     if not 0 < port < 65536:
-        raise ServeError(f"PORT={port} is not between 1 and 65535.")
+        raise ServeError(f"PORT={given} is not a number between 1 and 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -126,6 +127,12 @@ def check_port(host: str, port: int) -> None:
             f"Choose another port: make {TARGET} PORT={port + 1}" if error.errno == errno.EADDRINUSE else "Check HOST."
         )
         raise ServeError(f"the server cannot listen on {host} port {port}: {error.strerror}. {remedy}") from None
+    return port
+
+
+def local_url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serving_environment(
@@ -194,13 +201,16 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
     flags: of `vllm serve`, where a --host wins. key: VLLM_API_KEY.
     """
     told = []
+    in_container = "container" in os.environ or Path("/.dockerenv").exists()
     for flag, value in zip(flags, [*flags[1:], ""][: len(flags)], strict=True):
         host = value if flag == "--host" else flag.removeprefix("--host=") if flag.startswith("--host=") else host
     if masked(flags) != list(flags):
         told.append("everybody on this machine can read a key in a command (ps); set VLLM_API_KEY instead.")
     if not (host.startswith("127.") or host in ("localhost", "::1") or key or told):
-        told.append(f"whoever reaches {host} can use the server: it asks for no key, and vLLM has known holes.")
-        told.append("Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or leave HOST out.")
+        reached = "the published port" if in_container else host
+        told.append(f"whoever reaches {reached} can use the server: it asks for no key, and vLLM has known holes.")
+        instead = "publish the port on 127.0.0.1" if in_container else "leave HOST out"
+        told.append(f"Set VLLM_API_KEY and put a proxy before it (docs/exposing-the-server.md), or {instead}.")
     return told
 
 
@@ -339,15 +349,15 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_port(options.host, options.port)
+    port = check_port(options.host, options.port)
     envs.get("NPU_GPTOSS_DRAIN_SECONDS")
     model = own_checkpoint(options.model) if options.model else tiny_checkpoint()
     name, question = (model.name, OWN_QUESTION) if options.model else (TINY_NAME, TINY_QUESTION)
     environment = serving_environment(model, ensure_vocabulary(model), on=options.on)
     flags = [*(EMULATED_FLAGS if EMULATED else ()), *words(options.flags), *options.vllm]
-    command = serve_command(model, name, options.host, options.port, flags, options.on)
-    log = Path(options.log) if options.log else log_of(options.port)
-    url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{options.port}"
+    command = serve_command(model, name, options.host, port, flags, options.on)
+    log = Path(options.log) if options.log else log_of(port)
+    url = local_url(options.host, port)
     key = environment.get("VLLM_API_KEY", "")
     keyed = bool(key) or any(re.match("--api[-_]k", flag) for flag in flags)
     for sentence in exposure(options.host, flags, key):
@@ -382,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="directory of a checkpoint; without it the trained tiny one")
     parser.add_argument("--on", choices=PLACES, default="cpu", help="where: what this Python's vLLM is built for")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", default="8000")
     parser.add_argument("--log", default="", help="file for the server's output; by default one for each port")
     parser.add_argument(
         "--flags", default="", help="flags for `vllm serve` as one text with a shell's quotes: make's ARGS"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -64,3 +65,18 @@ def test_without_openai_harmony_a_chat_command_ends_with_a_sentence(
     monkeypatch.setattr(importlib, "import_module", absent)
     assert main(["generate"]) == 2
     assert "pip install openai-harmony" in capsys.readouterr().err
+
+
+def test_a_torch_npu_without_its_driver_ends_a_command_with_a_sentence(tmp_path):
+    """As `kernels explain` in the 910B's image on a machine without one: torch loads such a package by itself."""
+    (tmp_path / "broken.py").write_text("raise ImportError('libascend_hal.so: cannot open shared object file')")
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    (tmp_path / "broken-1.0.dist-info/METADATA").write_text("Name: broken\nVersion: 1.0\n")
+    (tmp_path / "broken-1.0.dist-info/entry_points.txt").write_text("[torch.backends]\nbroken = broken:load\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "npu_gptoss.cli", "kernels", "list"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "libascend_hal.so" in done.stderr
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -206,6 +206,7 @@ def test_the_preflight_says_what_is_missing_and_ends_the_start(tmp_path: Path, c
     told = capsys.readouterr().err
     assert "CANN" in told
     assert "/dev/davinci" in told
+    assert int(re.search(r"(\d+) ok, ", told)[1]) > 3
 
 
 def test_the_preflight_opens_no_device_and_imports_no_torch() -> None:

@@ -105,6 +105,19 @@ def test_a_work_directory_with_answers_is_resumed(scripts: Path, tmp_path: Path)
     assert following(words, "--use-cache") == following(words, "--work-dir") == str(out)
 
 
+def test_answers_of_another_address_are_not_gone_on_with(scripts: Path, tmp_path: Path) -> None:
+    """evalscope ends with "Cached evaluation identity does not match"."""
+    out = scripts.parent / "outputs/mmlu-gpt-oss-20b-medium"
+    (out / "configs").mkdir(parents=True)
+    (out / "configs/task_config.yaml").write_text("api_key: EMPTY\napi_url: http://127.0.0.1:8000/v1\n")
+    elsewhere = dry(scripts, "mmlu")[1]
+    assert following(elsewhere, "--work-dir") == "outputs/mmlu-gpt-oss-20b-medium-127.0.0.1-8085"
+    assert following(dry(scripts, "mmlu", "--url", "http://127.0.0.1:8000")[1], "--work-dir") == str(out)[-31:]
+    done = run("eval.sh", "mmlu", "--model", "gpt-oss-20b", "--dry-run", "--out", out, scripts=scripts)
+    assert done.returncode == 2
+    assert "name another folder with --out" in done.stderr
+
+
 def test_runs_that_ask_other_things_get_other_folders(scripts: Path) -> None:
     variants = ("", "--gate", "--limit 2", "--effort low", "--effort low --gate")
     folders = [following(dry(scripts, "mmlu", *options.split())[1], "--work-dir") for options in variants]

@@ -1,4 +1,4 @@
-"""The figures of eval.sh's report against known answers: σ, McNemar's exact p, pairing by prompt."""
+"""The figures of eval.sh's report against known answers: Wilson's interval, McNemar's exact p, pairing by prompt."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from eval_answers import Answer
-from eval_statistics import Paired, mcnemar, pair, sigma
+from eval_statistics import Paired, mcnemar, mean_interval, pair, wilson
 
 
 @pytest.mark.parametrize(
-    ("right", "total", "points"), [(11_795, 14_042, 0.31), (840, 1_000, 1.16), (95, 100, 2.18), (2, 4, 25.0), (7, 7, 0)]
+    ("right", "total", "ends"),
+    # 81 of 263 and 0 of 20 of Newcombe, Statistics in Medicine 17 (1998), table I
+    [(81, 263, (25.53, 36.62)), (0, 20, (0.0, 16.11)), (60, 60, (93.98, 100.0)), (3, 12, (8.89, 53.23))],
 )
-def test_sigma_is_the_published_one(right: int, total: int, points: float) -> None:
-    assert 100 * sigma(right, total) == pytest.approx(points, abs=0.005)
-    assert sigma(total - right, total) == pytest.approx(sigma(right, total))
+def test_the_interval_is_not_wilsons(right: int, total: int, ends: tuple[float, float]) -> None:
+    assert [100 * end for end in wilson(right, total)] == pytest.approx(ends, abs=0.005)
+    assert mean_interval([(right, total)]) == pytest.approx(wilson(right, total))
+    # four alike: a mean of independent shares has half the interval
+    assert mean_interval([(right, total)] * 4)[0] == pytest.approx((right / total + wilson(right, total)[0]) / 2)
 
 
 @pytest.mark.parametrize(("right", "total"), [(1, 0), (-1, 5), (6, 5)])
 def test_an_impossible_score_is_refused(right: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"{right} of {total}"):
-        sigma(right, total)
+        wilson(right, total)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def mmlu(server: Server, folder: Path, out: str, *options: str) -> subprocess.Co
 
 def score(printed: str) -> tuple[float, int]:
     """The percentage and the count of right answers in a report."""
-    found = re.search(r"mean over questions: ([\d.]+) ± [\d.]+ %\*\* \((\d+) right\)", printed)
+    found = re.search(r"mean over questions: ([\d.]+) \(.*?\) %\*\*, (\d+) right", printed)
     assert found, printed
     return float(found[1]), int(found[2])
 

@@ -49,11 +49,12 @@ def read_when_written(log: Path) -> str:
         ("127.0.0.1", None, "make serve PORT="),
         ("127.0.0.1", 99999, "PORT=99999"),
         ("127.0.0.1", 0, "PORT=0"),
+        ("127.0.0.1", "abc", "PORT=abc"),
         ("no.such.host.invalid", 8000, "HOST"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused(
-    host: str, port: int | None, words: str, capsys: pytest.CaptureFixture
+    host: str, port: int | str | None, words: str, capsys: pytest.CaptureFixture
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -103,6 +104,11 @@ def test_two_servers_started_together_write_the_tiny_checkpoint_once(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(serve_here.tiny_checkpoint, [place, place])) == [place, place]
     assert written == [str(place)]
+
+
+def test_in_a_container_the_hint_is_not_to_leave_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("container", "docker")
+    assert "publish the port on 127.0.0.1" in serve_here.exposure("0.0.0.0", [], "")[-1]
 
 
 def test_a_ctrl_c_before_the_server_starts_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.scripts.shell import ROOT, following, printed_command, run, write_program
+from tests.scripts.shell import ROOT, SCRIPTS, environment, following, printed_command, run, write_program
+from tests.serving.server import free_port, wait_for
 
 GRAPHS, BINDING, AIV = "--compilation-config", "--additional-config", "HCCL_OP_EXPANSION_MODE"
 HUB = ("--model", "openai/gpt-oss-20b")
@@ -52,6 +54,35 @@ def test_the_defaults_are_the_flags_of_the_ascend_article() -> None:
 def test_cards_fit_the_model(layers: int, options: tuple[str, ...], cards: str, tmp_path: Path) -> None:
     _, words = serve("--model", checkpoint(tmp_path / "model", layers), *options)
     assert following(words, "--tensor-parallel-size") == cards
+
+
+def test_120b_is_refused_on_two_cards_though_it_fits_packed(tmp_path: Path) -> None:
+    options = ("--model", checkpoint(tmp_path / "model", 36), "--cards", "2")
+    _, words = serve(*options, NPU_GPTOSS_EXPERT_WEIGHTS="packed")
+    assert following(words, "--tensor-parallel-size") == "2"
+    for cards, weights in (("2", "auto"), ("1", "packed")):
+        done = run("serve.sh", *options[:3], cards, "--dry-run", NPU_GPTOSS_EXPERT_WEIGHTS=weights)
+        assert (done.returncode, "NPU_GPTOSS_EXPERT_WEIGHTS=packed" in done.stderr) == (2, True)
+
+
+def test_a_ready_server_offers_no_request_to_try(tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/health").touch()
+    port = free_port()
+    server = f"sleep 1; exec python3 -m http.server --directory {tmp_path}/web --bind 127.0.0.1 {port}"
+    write_program(tmp_path / "vllm", server)
+    command = ["sh", str(SCRIPTS / "serve.sh"), "--model", str(checkpoint(tmp_path / "gpt-oss-20b", 24))]
+    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([*command, "--port", str(port)], env=environment(PATH=path), stdout=out)
+    try:
+        assert wait_for(lambda: "ready after" in (tmp_path / "out").read_text(), 30)
+    finally:
+        process.terminate()
+        process.wait(30)
+    said = (tmp_path / "out").read_text()
+    assert f"curl -s http://127.0.0.1:{port}/v1/chat/completions" in said
+    assert '"model": "gpt-oss-20b"' in said
 
 
 def test_devices_are_made_visible_and_a_folder_needs_no_hub(tmp_path: Path) -> None:
@@ -232,6 +263,12 @@ def test_a_public_address_without_a_key_is_warned_of(options: str, key: str, tol
     assert ("docs/exposing-the-server.md" in done.stderr) is told
     assert ("VLLM_API_KEY" in done.stderr) is told
     assert SECRET not in done.stdout + done.stderr
+
+
+def test_in_a_container_the_hint_is_to_listen_where_nobody_reaches_it() -> None:
+    done = run("serve.sh", "--dry-run", *HUB, "--host", "0.0.0.0", container="docker")
+    assert "Publish the port on 127.0.0.1" in done.stderr
+    assert "listen on" not in done.stderr
 
 
 @pytest.mark.parametrize(
