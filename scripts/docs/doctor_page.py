@@ -6,6 +6,7 @@ python scripts/docs/doctor_page.py --write
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def silent() -> str:
 
 
 def presets() -> str:
-    return "\n".join(f"* {line}." for line in preset_lines(16384))
+    return "\n".join(
+        textwrap.fill(f"* {line}.", 150, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in preset_lines(16384)
+    )
 
 
 TABLES = Tables(
