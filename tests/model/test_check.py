@@ -42,6 +42,17 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
+def test_a_folder_of_modelscope_cannot_be_read(directory: Path) -> None:
+    """Its download writes files of its own beside the checkpoint, and keeps OpenAI's and Apple's forms below it."""
+    for name in (".msc", ".mv", "configuration.json", "original/config.json", "metal/model.bin", "._____temp/part"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    (directory / "original/model.safetensors").write_bytes(b"of other names")
+    plain = Engine(shutil.copytree(directory, directory.parent / "gpt-oss-20b___BF16"), device="cpu", num_blocks=8)
+    check_directory(directory)
+    assert plain.logits([1, 2, 3]).isfinite().all()
+
+
 # What the tools write beside the published fields
 FINE_TUNES: dict[str, dict[str, Any]] = {
     "unsloth": {"unsloth_version": "2025.9.1", "unsloth_fixed": True, "use_cache": True, "torch_dtype": "bfloat16"},
