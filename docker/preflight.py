@@ -1,6 +1,6 @@
-"""Before a server starts on a 910B: those checks of `npu-gptoss doctor` that take no time and open no device.
+"""Run, before a server starts on a 910B, the checks of `npu-gptoss doctor` that take no time and open no device.
 
-Prints what is not well, with its remedy, and exits with 1 when something failed. `npu-gptoss doctor` does the rest.
+Prints each failure with its remedy, and exits with 1 when something failed. `npu-gptoss doctor` does the rest.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python docker/replay.py build docker/cpu.Dockerfile ROOT
     python docker/replay.py run ROOT serve
 
-`build` takes ROOT for what FROM names and executes ARG, ENV, SHELL, WORKDIR, USER, COPY and RUN in their order; `run`
+`build` takes ROOT for the image of FROM and executes ARG, ENV, SHELL, WORKDIR, USER, COPY and RUN in their order; `run`
 starts the entry point as the image's user. Isolation is chroot's: network, processes and devices are the host's.
 """
 
@@ -34,7 +34,7 @@ PASSED_ON = (*PROXIES, "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS",
 
 
 class ReplayError(Exception):
-    """What was expected, what was got, what to do."""
+    """The sentence names the expected value, the found value and the remedy."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The answers of a run of scripts/eval.sh, read from the files that evalscope 1.14 writes. Standard library only.
 
-A work directory holds `reviews/MODEL/BENCHMARK_PART.jsonl` (one line for each answer: the prompt, what is right, what
-was found in the reply, its score), `predictions/…` beside it (the reply with the reason for its end),
+A work directory holds `reviews/MODEL/BENCHMARK_PART.jsonl` (one line for each answer: the prompt, the right answer,
+the answer found in the reply, its score), `predictions/…` (the reply with the reason for its end),
 `reports/MODEL/BENCHMARK.json` (written once all is answered) and `configs/task_config.yaml`. The parts of MMLU are its
 subjects; the others have one.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class ReportError(Exception):
-    """What was expected, what was found, what to do."""
+    """The sentence names the expected value, the found value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ BENCHMARKS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's outcome. `found` is what evalscope took from the reply, "" when there was nothing.
+    """One question's outcome. `found`: the answer that evalscope took from the reply, "" when there was none.
 
-    `prompt` is everything that was asked, worked examples included; two runs are compared question by question on it.
+    `prompt`: the whole question, worked examples included; two runs are compared question by question on it.
     `ended` is why the reply ended: "stop", "max_tokens", … `scored`: False where evalscope gave up on comparing, and
-    leaves the question out of its own mean.
+    leaves the question out of its mean.
     """
 
     subject: str
@@ -60,13 +60,13 @@ class Answer:
 
     @property
     def cut(self) -> bool:
-        """Whether a token limit ended the reply."""
+        """True when a token limit ended the reply."""
         return self.ended == "max_tokens"
 
 
 @dataclass(frozen=True)
 class EvalRun:
-    """A finished run. `settings`: those of evalscope's configuration that decide what was asked and how."""
+    """A finished run. `settings`: from evalscope's configuration, for questions and decoding."""
 
     folder: Path
     benchmark: Benchmark
@@ -94,7 +94,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _only_run(folder: Path) -> tuple[Benchmark, str]:
-    """What was asked, of which model."""
+    """The benchmark and the model."""
     runs = [
         (benchmark, path.parent.name)
         for benchmark in BENCHMARKS
@@ -141,7 +141,7 @@ def _read_part(benchmark: Benchmark, path: Path, predictions: Path) -> Iterator[
 
 
 def _settings(path: Path) -> dict[str, str]:
-    """What decides the questions and the decoding, from evalscope's YAML, of which a few plain lines are enough."""
+    """Settings of questions and decoding, from a few plain lines of evalscope's YAML."""
     wanted = ("evalscope_version", "reasoning_effort", "temperature", "max_tokens", "few_shot_num", "shuffle", "limit")
     found: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():

@@ -1,4 +1,4 @@
-"""The report of a run of scripts/eval.sh: score with its interval, what was cut, beside published ones, against a run.
+"""The report of a run of scripts/eval.sh: the score, its interval, cut replies, published scores, a paired run.
 
     eval_report.py RUN [--against RUN] [--size 20b|120b] [--plot FILE.svg]
 
@@ -51,7 +51,7 @@ def count_right(answers: Sequence[Answer]) -> int:
 
 
 def head(run: EvalRun) -> list[str]:
-    """What was asked, how, the mean, in MMLU also that over its subjects, and what has no answer."""
+    """Questions, settings, the mean (in MMLU also over its subjects), and replies without an answer."""
     total, right, asked = len(run.answers), count_right(run.answers), run.benchmark
     shown = {name: value for name, value in run.settings.items() if value != "null"}
     several = asked.subjects > 1
@@ -88,7 +88,7 @@ def over_subjects(run: EvalRun) -> list[str]:
 
 
 def cut_off(run: EvalRun) -> str:
-    """How many replies a token limit ended, and between what the score lies without it."""
+    """The number of replies that a token limit ended, and the bounds of the score without it."""
     total, right = len(run.answers), count_right(run.answers)
     cut = [answer for answer in run.answers if answer.cut]
     if not cut:

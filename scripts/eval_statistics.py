@@ -3,8 +3,8 @@
 A score of n questions would be another for as many other questions of the same kind. Wilson's interval (1927) has the
 true share in 95 % of cases, also where all answers are right: 60 of 60 is 94.0 to 100 %. Of two means it says little:
 it is wide. Two runs on the same questions are compared far more sharply in pairs: only the questions count that one
-run got right and the other wrong, and if both are equally good, each of those falls to either side like a coin
-(McNemar 1947; the exact binomial form).
+run got right and the other wrong. If both runs are equally good, each such question is a fair coin (McNemar 1947;
+the exact binomial form).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class Paired:
 
     @property
     def difference(self) -> float:
-        """Score of the first less that of the second, on the pairs, as a fraction."""
+        """Score of the first less the score of the second, on the pairs, as a fraction."""
         return (self.only_first - self.only_second) / self.pairs
 
     @property
     def difference_sigma(self) -> float:
-        """Standard error of `difference`: that of a mean of values +1, 0 and -1."""
+        """Standard error of `difference`, a mean of values +1, 0 and -1."""
         mean_square = (self.only_first + self.only_second) / self.pairs
         return math.sqrt(max(0.0, mean_square - self.difference**2) / self.pairs)
 
 
 def _keyed(answers: Iterable[Answer]) -> dict[tuple[str, str, int], bool]:
-    """Questions by subject and full prompt. MMLU has a few twice in a subject: those are told apart by their order."""
+    """Questions by subject and full prompt. MMLU has a few twice in a subject: their order tells them apart."""
     keyed: dict[tuple[str, str, int], bool] = {}
     for answer in answers:
         count = 0

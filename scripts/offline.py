@@ -3,7 +3,7 @@
     offline.py --model DIR                      graphs captured PIECEWISE (on a CPU: eager)
     offline.py --model DIR --mode eager --profile traces
 
-Prints what the model thought and answered. `--profile DIR` runs the prompt once to warm up and once under vLLM's
+Prints the model's thought and answer. `--profile DIR` runs the prompt once to warm up and once under vLLM's
 profiler; the trace goes to DIR. Exit status 1 when the profiler wrote none. On the emulated 910B: npu-gptoss emulate --
 python scripts/offline.py --model DIR
 """
@@ -54,12 +54,12 @@ def engine_options(options: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def as_call(options: dict[str, Any]) -> str:
-    """The call as Python: what --dry-run prints."""
+    """The call as Python, for --dry-run."""
     return "LLM(" + ", ".join(f"{name}={value!r}" for name, value in options.items()) + ")"
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """What has to stand in the environment before vLLM is imported; what the user has set stays."""
+    """Variables to set before vLLM is imported; the user's own stay."""
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(options.model).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"
@@ -71,7 +71,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def refusal(options: argparse.Namespace) -> str | None:
-    """Why the request cannot be met, in words."""
+    """The reason why the options cannot be served; None where they can."""
     if options.on == "cpu" and options.mode in GRAPHS:
         return f"there are no graphs on a CPU; leave out --mode {options.mode}"
     if not Path(options.model).is_dir():
@@ -93,7 +93,7 @@ def show(output: RequestOutput, directory: Path) -> None:
 
 
 def profiled(llm: Any, folder: Path, run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run` returns, called under vLLM's profiler, and the number of files that the profiler wrote."""
+    """The result of `run` under vLLM's profiler, and the number of files that the profiler wrote."""
     before = set(folder.rglob("*"))
     llm.start_profile()
     result = run()

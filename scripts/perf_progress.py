@@ -1,8 +1,8 @@
-"""Read what evalscope perf prints: into a log, and of it only the progress for the user. Used by scripts/perf.sh.
+"""Write the output of evalscope perf to a log and show its progress: the quiet part of scripts/perf.sh.
 
     { evalscope perf …; echo "exit $?"; } 2>&1 | perf_progress.py LOG
 
-Exits with evalscope's status, which the last line says; with the end of the log where that is not 0.
+Exits with evalscope's status, from the last line, and prints the end of the log when it is not 0.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ answers over the time of the run. prompt tok: tokens of a prompt as the server c
 
 
 class ReportError(Exception):
-    """What was expected, what was found, what to do."""
+    """The sentence names the expected value, the found value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def objections(runs: Sequence[Run], output: int) -> list[str]:
-    """Why the times are not those of `output` tokens for every request."""
+    """Reasons why the times are not for `output` tokens of every request."""
     found = [
         f"{run.failed} of {run.requests} requests failed at {run.parallel} at a time" for run in runs if run.failed
     ]

@@ -1,4 +1,4 @@
-"""Serve a gpt-oss checkpoint with stock `vllm serve`, on the CPU or an NVIDIA GPU: what `make serve` runs once set up.
+"""Serve a gpt-oss checkpoint with stock `vllm serve`, on the CPU or an NVIDIA GPU: the server of `make serve`.
 
 Without a checkpoint it serves the trained tiny one, made on first use. It sets the few environment variables and flags
 that the place wants (each can be overridden), starts the server in its own process group, waits for `/health`, prints
@@ -56,11 +56,11 @@ LAST_WORD = re.compile(r"(?:npu-gptoss: (?=the engine died)|(?:^|\) )vllm serve:
 
 
 class ServeError(InputError):
-    """What keeps the server from starting, in words."""
+    """The server does not start; the sentence says why."""
 
 
 def tiny_checkpoint(directory: Path = TINY) -> Path:
-    """The trained tiny checkpoint; written anew when it is missing, incomplete, or what it is made from has changed.
+    """The trained tiny checkpoint; written anew when it is missing, incomplete, or its sources have changed.
 
     Another process that wants it meanwhile waits: `make serve` and `make serve-emulated` may be started together.
     """
@@ -138,7 +138,7 @@ def local_url(host: str, port: int) -> str:
 def serving_environment(
     model: Path, vocabulary: Path, base: Mapping[str, str] = os.environ, on: str = "cpu"
 ) -> dict[str, str]:
-    """`base` plus what serving there wants (on: of PLACES); what the user has set stays."""
+    """`base` plus the variables for serving there (on: of PLACES); the user's own stay."""
     own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", BASE_VARIABLE: str(vocabulary)}
     if on == "cuda":
         # vLLM would look for FlashInfer, which its environment lacks; its own sampler does the same
@@ -165,7 +165,7 @@ def serve_command(
 ) -> list[str]:
     """The stock command of that Python's vLLM. `extra` comes last, so that a user's flag overrides ours.
 
-    A vLLM on PYTHONPATH, or installed elsewhere than its Python, has no script beside it; its module does the same.
+    A vLLM on PYTHONPATH, or installed elsewhere than its Python, has no script there; its module does the same.
     """
     script = python.parent / "vllm"
     return [
@@ -196,7 +196,7 @@ def masked(command: Sequence[str]) -> list[str]:
 
 
 def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
-    """What an address means that others reach, and a key in a command: sentences for the user; as in lib.sh.
+    """Warnings about an address that others reach and about a key in a command; as in lib.sh.
 
     flags: of `vllm serve`, where a --host wins. key: VLLM_API_KEY.
     """
@@ -215,7 +215,7 @@ def exposure(host: str, flags: Sequence[str], key: str) -> list[str]:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts the server in a process group of its own, with its output in `log`, which is the server's for its life.
+    """Starts the server in a new process group, with its output in `log`, which it locks.
 
     Raises ServeError when the log cannot be written, or belongs to another server.
     """
@@ -244,7 +244,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
 
 
 def stop(process: subprocess.Popen[bytes], patience: float | None = None) -> None:
-    """Asks the server to stop; after `patience` seconds kills what is left of its group. Doing it twice is fine."""
+    """Asks the server to stop; after `patience` seconds kills the rest of its group. A second call does no harm."""
     if patience is None:
         patience = envs.get("NPU_GPTOSS_DRAIN_SECONDS") + PATIENCE
     try:
@@ -279,7 +279,7 @@ def likely_reason(log: Path) -> str:
 
 
 def ours(log: Path) -> list[str]:
-    """What the log says of our kernels, once: each rank says it."""
+    """The log's lines on our kernels, each once: every rank prints them."""
     return sorted({found[0] for line in tail(log) if (found := OURS.search(line))})
 
 

@@ -2,8 +2,7 @@
 
     served_model.py URL [NAME]
 
-perf.sh and eval.sh ask it before they start a long run: without an answer it says in words what is wrong. Standard
-library only.
+perf.sh and eval.sh run it before a long run: without an answer it names the fault. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ TIMEOUT = 20  # seconds
 
 
 class ServerError(Exception):
-    """What was asked, what came back, what to do."""
+    """The sentence names the question, the answer and the remedy."""
 
 
 def served_models(url: str) -> dict[str, tuple[str, str]]:
-    """name -> checkpoint and longest context in tokens, "" where they are not told.
+    """name -> checkpoint and longest context in tokens, "" where the server does not name them.
 
     url: `http://host:port`, with or without `/v1`.
     """
@@ -47,7 +46,7 @@ def served_models(url: str) -> dict[str, tuple[str, str]]:
 
 
 def proxy_of(address: str) -> str:
-    """What to say when a proxy was asked in the server's place; evalscope asks it too."""
+    """The hint for a proxy that answers in the server's place; evalscope asks it too."""
     parts = urllib.parse.urlsplit(address)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy is None or urllib.request.proxy_bypass(parts.netloc):

@@ -1,4 +1,4 @@
-"""Wait beside a starting server until it answers, then print a request to try: serve.sh, `make serve` does it itself.
+"""Wait until a starting server answers, then print a request to try: the last part of serve.sh.
 
     python -m scripts.when_ready PID HOST PORT NAME KEYED
 
@@ -15,7 +15,7 @@ from scripts.serve_here import DIRECT, OWN_QUESTION, TINY_NAME, TINY_QUESTION, e
 
 
 def alive(pid: str) -> bool:
-    """Not a process either that has ended and whose parent has not looked."""
+    """False also for a process that has ended and waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

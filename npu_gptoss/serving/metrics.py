@@ -60,7 +60,7 @@ def metrics() -> Metrics:
 
 @functools.cache
 def refusals() -> Counter:
-    """Of the server's process: the admission stands before vLLM's own counter of HTTP answers (http_requests_total)."""
+    """Of the server's process: vLLM's own counter, http_requests_total, does not see what the admission refuses."""
     return Counter(
         "npu_gptoss_refused_requests",
         "Requests that were refused before they reached vLLM, by HTTP status.",
@@ -84,7 +84,7 @@ class StatLogger(StatLoggerBase):
             metrics().steps.labels(*self._labels, EAGER, NO_BUCKET)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Called by vLLM for each output of the engine; what follows the two statistics differs between releases."""
+        """Called by vLLM for each output of the engine; later arguments differ between releases."""
         step = step_of(scheduler_stats) if self._active else None
         if step is not None:
             self._count(step)

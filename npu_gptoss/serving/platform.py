@@ -48,7 +48,7 @@ def no_compiled_operators() -> None:
 
 
 def _build() -> str:
-    """What follows the release in vLLM's version."""
+    """The local part of vLLM's version, such as `empty`."""
     return (installed_vllm() or "").partition("+")[2]
 
 

@@ -1,7 +1,7 @@
-"""What each step of the model was, and its way from the worker to the server's /metrics.
+"""The record of each step of the model, and its way from the worker to the server's /metrics.
 
-A worker knows whether a step replayed a graph, which one, and how many rows were padding; /metrics is answered by
-another process. What a worker observes travels on vLLM's own road, so any number of engines, hosts and API servers do:
+A worker knows the graph that a step replayed and the rows that were padding; another process answers /metrics. The
+record travels on vLLM's own road, so any number of engines, hosts and API servers do:
 
     worker: ModelRunnerOutput → scheduler: SchedulerStats → API server: the stat logger (`metrics.py`)
 
@@ -46,7 +46,7 @@ class Step:
 
 
 class StepObserver:
-    """Listens to one model runner: which graph its dispatcher chooses is what the graph wrappers of vLLM replay."""
+    """Listens to one model runner: vLLM's graph wrappers replay the graph that its dispatcher chooses."""
 
     def __init__(self, dispatcher: Any, selected_kernels: Callable[[], Kernels]) -> None:
         self._selected_kernels = selected_kernels
@@ -62,7 +62,7 @@ class StepObserver:
         dispatcher.dispatch = dispatch
 
     def observe(self, execute: Callable[[], Any], tokens: int) -> Any:
-        """The output of `execute`, with what the step was attached. An output that carries no tokens is left alone."""
+        """The output of `execute`, with the record of the step. An output that carries no tokens is left alone."""
         self._dispatched = None
         output = execute()
         # with asynchronous scheduling vLLM wraps the output until its tokens are on the host
@@ -88,7 +88,7 @@ def put(step: Step, outputs: dict[int, Any]) -> None:
 
 
 def take(stats: Any) -> Step | None:
-    """Takes a step out of a SchedulerStats, so that what remains is vLLM's."""
+    """Takes a step out of a SchedulerStats, so that vLLM's own remain."""
     if stats is None or not stats.kv_connector_stats or KEY not in stats.kv_connector_stats:
         return None
     rest = dict(stats.kv_connector_stats)

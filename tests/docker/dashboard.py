@@ -79,7 +79,7 @@ def series(expression: str) -> list[Series]:
 
 
 def kept_labels(expression: str) -> frozenset[str]:
-    """Labels of the result: those of the outermost aggregations."""
+    """Labels of the result, from the outermost aggregations."""
 
     def walk(node: Any) -> frozenset[str]:
         if isinstance(node, promql_parser.AggregateExpr):
@@ -90,7 +90,7 @@ def kept_labels(expression: str) -> frozenset[str]:
 
 
 def missing(expression: str, exposed: dict[str, set[str]]) -> list[str]:
-    """What a query asks for and a server does not have. `exposed`: sample name -> names of its labels."""
+    """Series and labels of a query that a server lacks. `exposed`: sample name -> names of its labels."""
     wrong = []
     for wanted in series(expression):
         if wanted.metric not in exposed:

@@ -1,4 +1,4 @@
-"""The dashboard asks for what exists; tests/serving/test_metrics.py compares it with a live server."""
+"""The dashboard's and the alerts' queries; tests/serving/test_openai_api.py compares them with a live server."""
 
 from __future__ import annotations
 

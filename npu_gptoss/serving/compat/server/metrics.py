@@ -25,7 +25,7 @@ OBSERVER = "_npu_gptoss_observer"
     until="0.23",
 )
 def install_stat_logger(module: ModuleType) -> None:
-    """vLLM loads no stat loggers of plugins, so that /metrics tells neither kernels nor replays nor padding."""
+    """vLLM loads no stat loggers of plugins, so that /metrics has no kernels, replays and padding."""
     manager = module.StatLoggerManager
     expect_parameters(manager, "vllm_config", "engine_idxs", "custom_stat_loggers")
     # ours comes first, before vLLM's own loggers see the statistics
@@ -58,7 +58,7 @@ def install_stat_logger(module: ModuleType) -> None:
     until="0.23",
 )
 def install_statistics(module: ModuleType) -> None:
-    """The statistics that travel from the scheduler to /metrics do not say whether a step replayed a graph."""
+    """The statistics that travel from the scheduler to /metrics do not say which steps replayed a graph."""
     from npu_gptoss.serving import compat
 
     scheduler = module.Scheduler
@@ -84,7 +84,7 @@ def install_statistics(module: ModuleType) -> None:
     "step-report", f"{RUNNER}:GPUModelRunner.execute_model", lines=("0.11",), upstream="vllm PR 29825", until="0.23"
 )
 def install_report(module: ModuleType) -> None:
-    """The worker does not tell which graph a step replayed, and how many of its rows were padding."""
+    """The worker does not report the graph that a step replayed, and its rows of padding."""
     _install(module.GPUModelRunner, "cudagraph_dispatcher")
 
 
