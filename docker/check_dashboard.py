@@ -70,9 +70,10 @@ def load(server: str, seconds: float) -> int:
             response.read()
 
     def ask_wrongly() -> None:
-        with contextlib.suppress(urllib.error.HTTPError):
-            headers = {"Content-Type": "application/json"}
-            urllib.request.urlopen(urllib.request.Request(f"{server}/v1/completions", b"{}", headers), timeout=30)
+        headers = {"Content-Type": "application/json"}
+        for body in (b"no json", b"{}"):  # refused by the admission, and by vLLM
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(urllib.request.Request(f"{server}/v1/completions", body, headers), timeout=30)
 
     with ThreadPoolExecutor(4) as pool:
         while time.monotonic() < end:
