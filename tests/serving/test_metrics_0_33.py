@@ -77,18 +77,3 @@ def test_kernels_travel_behind_the_mode_of_a_step_and_vllm_does_not_see_them() -
     assert REGISTRY.get_sample_value("npu_gptoss_kernel_info", info) == 1
     assert value("steps", "kernels", mode="full", bucket="8") == 1
     assert told.cudagraph_stats.runtime_mode == str(CUDAGraphMode.FULL)
-
-
-def test_the_worker_of_gpus_reports_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, make_cudagraph_stats
-
-    from npu_gptoss.serving.compat.server.metrics import install_kernel_report_0_33
-    from npu_gptoss.serving.steps import without_kernels
-
-    monkeypatch.setattr(model_runner, "make_cudagraph_stats", make_cudagraph_stats)
-    monkeypatch.setattr("npu_gptoss.kernels.selected_kernels", lambda: (("a", "a.b", "b"),))
-    install_kernel_report_0_33(model_runner)
-    made = model_runner.make_cudagraph_stats(BatchExecutionDescriptor(CUDAGraphMode.NONE, 8, None), 5)
-    assert without_kernels(made.runtime_mode) == (str(CUDAGraphMode.NONE), (("a", "a.b", "b"),))
-    assert made.num_unpadded_tokens == 5
