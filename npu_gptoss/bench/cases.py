@@ -1,12 +1,8 @@
-"""The calls that `bench kernel` times: every operation at gpt-oss's shapes.
-
-Inputs are drawn on the device, in the dtype that is measured: `verify.cases` draws small ones in fp32 on the CPU.
-"""
+"""The calls that `bench kernel` times: every operation at gpt-oss's shapes, with inputs of `verify.cases`."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,11 +11,9 @@ from typing import Any
 import torch
 
 from npu_gptoss import dense, moe
-from npu_gptoss.attention import AttentionMetadata, DecodeMetadata, paged_attention, paged_call, write_kv_cache
+from npu_gptoss.attention import paged_attention, paged_call, write_call, write_kv_cache
 from npu_gptoss.attention.operations import PAGED, WRITE_KV
-from npu_gptoss.attention.padding import with_slack
 from npu_gptoss.bench.measure import rotation
-from npu_gptoss.bench.random_checkpoint import STD, random_mxfp4
 from npu_gptoss.bench.roofline import (
     BF16_BYTES,
     FP32_BYTES,
@@ -46,14 +40,25 @@ from npu_gptoss.dense.operations import (
 )
 from npu_gptoss.kernels import Described, Operation, Signature, signature
 from npu_gptoss.model.config import GptOssConfig
-from npu_gptoss.model.rope import cos_sin_cache
 from npu_gptoss.moe import mxfp4, packed
-from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call
+from npu_gptoss.moe.operations import EXPERTS, ROUTE, experts_call, route_call
+from npu_gptoss.verify.cases import (
+    DENSE_INPUTS,
+    STD,
+    InputFactory,
+    Shape,
+    Sizes,
+    Step,
+    as_decode,
+    make_step,
+    random_experts,
+    random_mxfp4,
+)
 
 Calls = list[Callable[[], object]]
 LAYERS = 8  # whose experts a rotation walks over on a GPU, where a step is small
 FEWEST = 8  # calls of a rotation of experts
-ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # what a kernel's weight role calls them
+ROLES = {"mxfp4": moe.Mxfp4Experts.format, "fp8": moe.Fp8Experts.format}  # the names of formats in a weight role
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Points:
-    """What is measured: sizes of decode batches, keys of each request, tokens of prompts, formats of the experts."""
+    """The measured points: sizes of decode batches, keys of each request, tokens of prompts, formats of the experts."""
 
     batches: Sequence[int]
     contexts: Sequence[int] = ()
@@ -85,40 +90,49 @@ class Points:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Draws random tensors of one model's shapes."""
+    """Makes the inputs of one model's shapes, on the device."""
 
     config: GptOssConfig
     device: torch.device
     dtype: torch.dtype
     block_size: int = 16
 
-    def normal(self, *shape: int, std: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(0.0, std)
+    @functools.cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
 
-    def queries(self, rows: int) -> torch.Tensor:
-        return self.normal(rows, self.config.num_attention_heads, self.config.head_dim)
+    @property
+    def sizes(self) -> Sizes:
+        c = self.config
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        return Sizes(c.hidden_size, *heads, c.num_local_experts, c.num_experts_per_tok, c.vocab_size)
 
-    def caches(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (blocks, self.block_size, self.config.num_key_value_heads, self.config.head_dim)
-        return self.normal(*shape), self.normal(*shape)
+    def step(self, requests: Sequence[tuple[int, int]]) -> Step:
+        """One attention step in the dtype that is measured; blocks scattered over a cache of its own."""
+        sizes = self.sizes
+        shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, self.block_size)
+        return make_step(requests, shape, self.generator).to(self.device, self.dtype)
 
-    def blocks(self, count: int) -> torch.Tensor:
-        """Their numbers in random order."""
-        return torch.randperm(count, device=self.device).to(torch.int32)
+    def dense(self, operation: Operation, rows: int) -> dict[str, Any]:
+        name = str(self.dtype).removeprefix("torch.")
+        roles = dict.fromkeys(("hidden", "weight", "kv", "logits"), name)
+        make = InputFactory(self.generator, roles, edges=False)
+        return DENSE_INPUTS[operation.name](make, rows, self.sizes, operation is not ROUTER)
 
-    def one_token_each(self, requests: int) -> AttentionMetadata:
-        """The first token of each request, in a block of its own."""
-        table = self.blocks(requests)[:, None]
-        slots = table[:, 0].long() * self.block_size
-        return AttentionMetadata(tuple(range(requests + 1)), (1,) * requests, table, slots)
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(generator=self.generator)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A shape for the description of a call."""
+        return torch.empty(shape, device="meta", dtype=self.dtype)
 
 
 def paged_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """Decode at every context and batch, prefill of every prompt; each as a full layer and as a window layer."""
-    config = inputs.config
+    config, sizes = inputs.config, inputs.sizes
     windows = {"full": None, "window": config.sliding_window}
-    on_meta = Inputs(config, torch.device("meta"), inputs.dtype, inputs.block_size)
-    query, cache = on_meta.queries(1), on_meta.caches(1)[0]
+    query = inputs.empty(1, sizes.heads, sizes.head_dim)
+    cache = inputs.empty(1, inputs.block_size, sizes.kv_heads, sizes.head_dim)
     for context, batch, (kind, window) in product(points.contexts, points.batches, windows.items()):
         work = attention_decode_work(config, [context] * batch, window)
         build = functools.partial(_decode, inputs, rotation(work.kv_bytes, inputs.device), batch, context, window)
@@ -126,76 +140,55 @@ def paged_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
         yield Case(PAGED, f"decode {kind} ctx={context} B={batch}", *called, work, build)
     for tokens, (kind, window) in product(points.prompts, windows.items()):
         # queries and results count as bytes
-        rows = Work(activation_bytes=2 * tokens * config.num_attention_heads * config.head_dim * BF16_BYTES)
+        rows = Work(activation_bytes=2 * tokens * sizes.query * BF16_BYTES)
         work = attention_prefill_work(config, tokens, window) + rows
         called = paged_call(tokens, query, cache, query, window)
-        yield Case(
-            PAGED, f"prefill {kind} {tokens}", *called, work, functools.partial(_prefill, inputs, tokens, window)
-        )
+        build = functools.partial(_prefill, inputs, tokens, window)
+        yield Case(PAGED, f"prefill {kind} {tokens}", *called, work, build)
 
 
 def _decode(inputs: Inputs, sets: int, batch: int, context: int, window: int | None, kernel: str) -> Calls:
-    """Every call reads other blocks of one cache, scattered over it; lengths are on the device, as in a graph."""
-    size = inputs.block_size
-    blocks = math.ceil(context / size)
-    caches = inputs.caches(sets * batch * blocks)
-    attend = _attend(inputs, window, kernel)
-    calls: Calls = []
-    for table in inputs.blocks(sets * batch * blocks).view(sets, batch, blocks):
-        metadata = DecodeMetadata(
-            lengths=torch.full((batch,), context, device=inputs.device, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=table[:, -1].long() * size + (context - 1) % size,
-            max_seq_len=context,
-        )
-        query = inputs.queries(batch)
-        calls.append(functools.partial(attend, query, *caches, metadata, out=torch.empty_like(query)))
-    return calls
+    """Every call reads another cache; lengths are on the device, as in a graph."""
+    steps = (as_decode(inputs.step([(1, context)] * batch), context) for _ in range(sets))
+    return [_attend(step, window, kernel) for step in steps]
 
 
 def _prefill(inputs: Inputs, tokens: int, window: int | None, kernel: str) -> Calls:
     """One prompt from an empty cache; its keys and values lie in the cache already."""
-    size = inputs.block_size
-    blocks = math.ceil(tokens / size)
-    table = inputs.blocks(blocks)[None]
-    positions = torch.arange(tokens, device=inputs.device)
-    slots = table[0].long()[positions // size] * size + positions % size
-    metadata, query = AttentionMetadata((0, tokens), (tokens,), table, slots), inputs.queries(tokens)
-    attend = _attend(inputs, window, kernel)
-    return [functools.partial(attend, query, *inputs.caches(blocks), metadata, out=torch.empty_like(query))]
+    return [_attend(inputs.step([(tokens, tokens)]), window, kernel)]
 
 
-def _attend(inputs: Inputs, window: int | None, kernel: str) -> Callable[..., torch.Tensor]:
-    sinks, scale = with_slack(inputs.normal(inputs.config.num_attention_heads)), inputs.config.head_dim**-0.5
-    return functools.partial(paged_attention, sinks=sinks, scale=scale, sliding_window=window, kernel=kernel)
+def _attend(step: Step, window: int | None, kernel: str) -> Callable[[], object]:
+    out = torch.empty_like(step.query)
+    return functools.partial(paged_attention, **step.inputs(window), out=out, kernel=kernel)
 
 
 def write_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """The keys and values of a step's rows into the cache, each row into a block of its own."""
-    config, dtype = inputs.config, inputs.dtype
-    traits = {"head_dim": config.head_dim, "block_size": inputs.block_size}
+    sizes = inputs.sizes
+    heads = sizes.kv_heads, sizes.head_dim
+    called = write_call(inputs.empty(1, *heads), inputs.empty(1, inputs.block_size, *heads))
 
     def build(rows: int, kernel: str) -> Calls:
-        new = [inputs.normal(rows, config.num_key_value_heads, config.head_dim) for _ in range(2)]
-        metadata = inputs.one_token_each(rows)
-        return [functools.partial(write_kv_cache, *new, *inputs.caches(rows), metadata, kernel=kernel)]
+        step = inputs.step([(1, 1)] * rows)
+        new = [cache.flatten(0, 1)[step.metadata.slot_mapping].clone() for cache in (step.key_cache, step.value_cache)]
+        return [functools.partial(write_kv_cache, *new, step.key_cache, step.value_cache, step.metadata, kernel=kernel)]
 
     for rows in points.rows:
-        work = Work(kv_bytes=2 * rows * kv_bytes_per_token(config))  # read once, written once
-        called = signature(key=dtype, kv=dtype), traits
+        work = Work(kv_bytes=2 * rows * kv_bytes_per_token(inputs.config))  # read once, written once
         yield Case(WRITE_KV, f"rows={rows}", *called, work, functools.partial(build, rows))
 
 
 def route_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     """The top-k of a step's router logits."""
-    experts, top_k = inputs.config.num_local_experts, inputs.config.num_experts_per_tok
+    experts, top_k = inputs.sizes.experts, inputs.sizes.top_k
 
     def build(rows: int, kernel: str) -> Calls:
         return [functools.partial(moe.route, inputs.normal(rows, experts), top_k, kernel=kernel)]
 
     for rows in points.rows:
         work = Work(activation_bytes=rows * (experts * BF16_BYTES + top_k * 8))
-        called = signature(logits=inputs.dtype), {}
+        called = route_call(inputs.dtype)
         yield Case(ROUTE, f"rows={rows} of {experts}", *called, work, functools.partial(build, rows))
 
 
@@ -205,9 +198,7 @@ def expand_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
     experts, columns, depth = config.num_local_experts, 2 * config.intermediate_size, config.hidden_size
 
     def build(slots: int, kernel: str) -> Calls:
-        generator = torch.Generator(device=inputs.device).manual_seed(0)
-        drawn = random_mxfp4((experts, columns, depth), STD, generator, inputs.device)
-        weights = packed.pack(*drawn, halves=True)
+        weights = packed.pack(*random_mxfp4((experts, columns, depth), STD, inputs.generator), halves=True)
         ids = torch.arange(slots, dtype=torch.int32, device=inputs.device)
         ring = torch.empty(slots, depth, columns, dtype=torch.bfloat16, device=inputs.device)
         return [functools.partial(packed.expand, weights, ids, ring, kernel=kernel)]
@@ -236,8 +227,8 @@ def experts_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
 def routed_ids(sets: int, tokens: int, experts: int, top_k: int, seed: int = 0) -> torch.Tensor:
     """ids [sets, tokens, k] of uniform independent routing.
 
-    Single tokens of consecutive sets take disjoint experts for as long as there are any, so that a rotation reads
-    other weights in every call.
+    Single tokens of consecutive sets take disjoint experts as long as there are any, so that a rotation reads other
+    weights in every call.
     """
     generator = torch.Generator().manual_seed(seed)
     if tokens == 1 and sets * top_k <= experts:
@@ -248,138 +239,70 @@ def routed_ids(sets: int, tokens: int, experts: int, top_k: int, seed: int = 0) 
 def _experts(inputs: Inputs, ids: torch.Tensor, form: str, kernel: str) -> Calls:
     """Calls of a rotation; each has the weights of another layer, up to LAYERS, as a model's layers have.
 
-    One layer's weights are larger than the cache already; but their addresses fit the tables that translate them, and
-    a model's do not.
+    One layer's weights are larger than the cache already. But their addresses fit the tables that translate them, and
+    a model's addresses do not.
     """
-    tokens, top_k = ids.shape[1:]
+    config, (tokens, top_k) = inputs.config, ids.shape[1:]
     layers = min(LAYERS, len(ids)) if inputs.device.type == "cuda" else 1
-    stack = [moe.prepare_experts(random_experts(inputs, form), top_k=top_k, kernel=kernel) for _ in range(layers)]
+    sizes = config.num_local_experts, config.hidden_size, config.intermediate_size
+    name = ROLES.get(form, str(inputs.dtype).removeprefix("torch."))
+    drawn = (random_experts(name, inputs.dtype, inputs.generator, *sizes) for _ in range(layers))
+    stack = [moe.prepare_experts(weights, top_k=top_k, kernel=kernel) for weights in drawn]
     calls: Calls = []
     for number, each in enumerate(ids.to(inputs.device)):
-        hidden = inputs.normal(tokens, inputs.config.hidden_size)
+        hidden = inputs.normal(tokens, config.hidden_size)
         share = torch.softmax(torch.randn(tokens, top_k, device=inputs.device), dim=-1)
         calls.append(functools.partial(moe.expert_mlp, hidden, stack[number % layers], share, each))
     return calls
 
 
-def random_experts(inputs: Inputs, form: str) -> moe.AnyExperts:
-    """One layer's experts, normal weights: mxfp4, fp8, or for bf16 whatever the dtype is."""
-    config = inputs.config
-    experts, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-    normal = functools.partial(inputs.normal, experts, std=STD)
-    biases = {"gate_up_proj_bias": normal(2 * inner), "down_proj_bias": normal(hidden)}
-    if form == "bf16":
-        return moe.ExpertWeights(normal(hidden, 2 * inner), down_proj=normal(inner, hidden), **biases)
-    generator = torch.Generator(device=inputs.device).manual_seed(0)
-    gate_up, down = (
-        random_mxfp4((experts, rows, columns), STD, generator, inputs.device)
-        for rows, columns in ((2 * inner, hidden), (hidden, inner))
-    )
-    official = moe.Mxfp4Experts(gate_up[0], gate_up[1], biases["gate_up_proj_bias"], *down, biases["down_proj_bias"])
-    return official if form == "mxfp4" else moe.quantize_fp8(official)
+def _described(operation: Operation, inputs: Inputs, rows: int) -> tuple[Described, Work]:
+    """How a call of one of the other operations is described, and its work."""
+    sizes, dtype, weight = inputs.sizes, inputs.dtype, inputs.empty
+    # the residual stream is float32: one reader of it and its norm
+    stream = Work(activation_bytes=rows * sizes.hidden * (FP32_BYTES + BF16_BYTES))
+    if operation == QKV:
+        called = qkv_call(rows, dtype, weight(sizes.packed, sizes.hidden), dtype, sizes.head_dim)
+        keys = Work(kv_bytes=rows * kv_bytes_per_token(inputs.config))
+        return called, linear_work(rows, sizes.hidden, sizes.packed) + keys
+    if operation == OUTPUT:
+        return output_call(rows, dtype, weight(sizes.hidden, sizes.query)), linear_work(rows, sizes.query, sizes.hidden)
+    if operation == ROUTER:
+        work = linear_work(rows, sizes.hidden, sizes.experts) + stream
+        return router_call(rows, dtype, weight(sizes.experts, sizes.hidden)), work
+    if operation == LOGITS:
+        called = logits_call(rows, dtype, weight(sizes.vocab, sizes.hidden))
+        return called, linear_work(rows, sizes.hidden, sizes.vocab)
+    if operation == ADD_NORM:  # both inputs read, the sum and its norm written
+        return (signature(hidden=dtype), {}), stream + stream
+    return (signature(logits=dtype), {}), Work(activation_bytes=rows * sizes.vocab * BF16_BYTES)
 
 
-@dataclass(frozen=True)
-class Dense:
-    """How one of the other operations is described, what it must do, and what makes a call without its kernel."""
-
-    called: Described
-    work: Work
-    make: Callable[[], functools.partial[object]]
-
-
-def _dense(inputs: Inputs, rows: int) -> dict[Operation, Dense]:
-    """What a layer computes besides attention and experts."""
-    config, dtype, device, normal, partial = (
-        inputs.config,
-        inputs.dtype,
-        inputs.device,
-        inputs.normal,
-        functools.partial,
-    )
-    hidden, experts, vocabulary = config.hidden_size, config.num_local_experts, config.vocab_size
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    projected = query + 2 * kv
-    states, draw = partial(normal, rows), partial(normal, std=STD)
-    # the residual stream is float32; a reader of it and what it norms
-    stream = Work(activation_bytes=rows * hidden * (FP32_BYTES + BF16_BYTES))
-
-    def residual() -> torch.Tensor:
-        return states(hidden).float()
-
-    cached = Inputs(config, device, dtype)  # in blocks of 16
-
-    def weight(*shape: int) -> torch.Tensor:
-        """As its shape alone."""
-        return torch.empty(shape, device="meta", dtype=dtype)
-
-    def norm() -> tuple[torch.Tensor, float]:
-        return torch.ones(hidden, device=device), config.rms_norm_eps
-
-    def angles() -> tuple[torch.Tensor, torch.Tensor]:
-        return _cos_sin(config, device), torch.randint(0, 1024, (rows,), device=device)
-
-    def qkv() -> functools.partial[object]:
-        drawn = residual(), states(hidden), *norm(), draw(projected, hidden), draw(projected), *angles()
-        return partial(dense.qkv, *drawn, *cached.caches(rows), cached.one_token_each(rows))
-
-    def router() -> functools.partial[object]:
-        weights = draw(experts, hidden), draw(experts)
-        return partial(dense.router, residual(), None, *norm(), *weights, config.num_experts_per_tok)
-
-    def logits() -> functools.partial[object]:
-        out = torch.empty(rows, vocabulary, device=device, dtype=dtype)
-        return partial(dense.logits, states(hidden), draw(vocabulary, hidden), out=out)
-
-    return {
-        QKV: Dense(
-            qkv_call(rows, dtype, weight(projected, hidden), dtype, config.head_dim),
-            linear_work(rows, hidden, projected) + Work(kv_bytes=rows * kv_bytes_per_token(config)),
-            qkv,
-        ),
-        OUTPUT: Dense(
-            output_call(rows, dtype, weight(hidden, query)),
-            linear_work(rows, query, hidden),
-            lambda: partial(dense.output, states(query), draw(hidden, query), draw(hidden), residual()),
-        ),
-        ROUTER: Dense(
-            router_call(rows, dtype, weight(experts, hidden)), linear_work(rows, hidden, experts) + stream, router
-        ),
-        ADD_NORM: Dense(
-            (signature(hidden=dtype), {}),
-            stream + stream,  # both inputs read, the sum and its norm written
-            lambda: partial(dense.add_norm, residual(), states(hidden), *norm(), dtype),
-        ),
-        LOGITS: Dense(
-            logits_call(rows, dtype, weight(vocabulary, hidden)),
-            linear_work(rows, hidden, vocabulary),
-            logits,
-        ),
-        GREEDY: Dense(
-            (signature(logits=dtype), {}),
-            Work(activation_bytes=rows * vocabulary * BF16_BYTES),
-            lambda: partial(dense.greedy, states(vocabulary)),
-        ),
-    }
-
-
-@functools.lru_cache(maxsize=1)
-def _cos_sin(config: GptOssConfig, device: torch.device) -> torch.Tensor:
-    """Of the first positions: all that a case turns by."""
-    return cos_sin_cache(config, 1024, torch.float32, device)
+DENSE = {
+    QKV: dense.qkv,
+    OUTPUT: dense.output,
+    ROUTER: dense.router,
+    ADD_NORM: dense.add_norm,
+    LOGITS: dense.logits,
+    GREEDY: dense.greedy,
+}
 
 
 def dense_cases(operation: Operation, inputs: Inputs, points: Points) -> Iterator[Case]:
     """One of these operations for every number of rows; each set of a rotation has tensors of its own."""
 
-    def calls(found: Dense, kernel: str) -> Calls:
-        return [
-            functools.partial(found.make(), kernel=kernel) for _ in range(rotation(found.work.bytes, inputs.device))
-        ]
+    def build(rows: int, sets: int, kernel: str) -> Calls:
+        run = DENSE[operation]
+        calls = [functools.partial(run, **inputs.dense(operation, rows), kernel=kernel) for _ in range(sets)]
+        if operation == LOGITS:  # into a buffer, as the engine does
+            out = torch.empty(rows, inputs.sizes.vocab, device=inputs.device, dtype=inputs.dtype)
+            calls = [functools.partial(call, out=out) for call in calls]
+        return calls
 
     for rows in points.rows:
-        found = _dense(inputs, rows)[operation]
-        yield Case(operation, f"rows={rows}", *found.called, found.work, functools.partial(calls, found))
+        called, work = _described(operation, inputs, rows)
+        sets = rotation(work.bytes, inputs.device)
+        yield Case(operation, f"rows={rows}", *called, work, functools.partial(build, rows, sets))
 
 
 CASES: dict[str, Callable[[Inputs, Points], Iterator[Case]]] = {
@@ -388,5 +311,5 @@ CASES: dict[str, Callable[[Inputs, Points], Iterator[Case]]] = {
     EXPERTS.name: experts_cases,
     ROUTE.name: route_cases,
     packed.EXPAND.name: expand_cases,
-    **{each.name: functools.partial(dense_cases, each) for each in (QKV, OUTPUT, ROUTER, ADD_NORM, LOGITS, GREEDY)},
+    **{each.name: functools.partial(dense_cases, each) for each in DENSE},
 }

@@ -1,6 +1,6 @@
 """`bench kernel`: each registered kernel of an operation alone at gpt-oss's shapes, beside the floor of the same work.
 
-What can run a case is told by the registry, as selection does it; the fp32 reference is left out unless it is named.
+The registry says which kernels can run a case. The fp32 reference is left out unless it is named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from npu_gptoss.bench.measure import measure
 from npu_gptoss.bench.profile import as_records, device_kernels
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config
 from npu_gptoss.bench.roofline import WEIGHT_BYTES, Ceilings, beside_floor
-from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
+from npu_gptoss.engine.device import kernels_for, limit_threads, resolve_device, resolve_dtype
 from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelSpec, Priority, current_platform, load_kernels
 from npu_gptoss.kernels.registry import registry
@@ -38,7 +38,7 @@ DEFINITIONS = {
     "TBps": "bytes / time",
     "TFLOPs": "flops / time",
     "percent_of_floor": "100 * floor / time",
-    "selected": "whether this is the kernel that a call of the case gets",
+    "selected": "this is the kernel that a call of the case gets",
     "inside": "the device's kernels in one call, from torch's profiler: name, calls, microseconds in all",
 }
 HEAD = f" {'kernel (* selected)':<44} {'case':<34} {'us':>10} {'floor us':>9} {'floor':>7} {'TB/s':>6} {'TFLOP/s':>8}"
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     session.check_output(args)
     device = resolve_device(args.device)
     config = full_config(args.size) if args.model is None else GptOssConfig.from_directory(args.model)
+    limit_threads(config, device)
     inputs = Inputs(config, device, resolve_dtype(args.dtype, config), args.block_size)
     points = Points(args.batch, args.context, args.tokens, args.weights)
     operations = args.operation or sorted(CASES)

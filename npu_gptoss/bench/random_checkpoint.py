@@ -9,7 +9,6 @@ The checkpoint has no tokenizer: it is for token ids.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +20,12 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import write_checkpoint
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.layout import expected_tensors
-from npu_gptoss.moe.mxfp4 import E2M1, GROUP
+from npu_gptoss.moe.mxfp4 import GROUP
 from npu_gptoss.tiny.checkpoint import tiny_config
+from npu_gptoss.verify.cases import STD, random_mxfp4
 
 SHAPES = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
 LAYOUTS = ("mxfp4", "bf16")
-STD = 0.02  # `initializer_range` of the published config
-# E8M0 bytes of 2 ** -7 and 2 ** -6: normal weights of STD reach 2.3 and 4.7 deviations under them, as trained ones do.
-# Those of another deviation have others, so that their codes are spread alike.
-SCALES = (120, 121)
-EXPERTS_AT_ONCE = 8  # of one layer; bounds the memory that making them takes
 
 
 def full_config(size: str, *, mxfp4: bool = True) -> GptOssConfig:
@@ -53,34 +48,6 @@ def model_name(config: GptOssConfig) -> str:
     return f"{config.num_hidden_layers}x{config.hidden_size}x{config.num_local_experts}e"
 
 
-def scales_of(std: float) -> tuple[int, ...]:
-    """SCALES moved by whole powers of two to where they are to `std` what SCALES are to STD."""
-    return tuple(scale + round(math.log2(std / STD)) for scale in SCALES)
-
-
-def random_mxfp4(
-    shape: tuple[int, int, int], std: float, generator: torch.Generator, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal values rounded to E2M1 under a drawn scale a group: blocks [..., groups, 16], scales [..., groups].
-
-    shape: [experts, rows, columns], of which a few experts are drawn at once.
-    """
-    experts, rows, columns = shape
-    choice = torch.tensor(scales_of(std), device=device, dtype=torch.uint8)
-    steps = torch.tensor(E2M1, device=device)
-    parts = []
-    for first in range(0, experts, EXPERTS_AT_ONCE):
-        groups = (min(EXPERTS_AT_ONCE, experts - first), rows, columns // GROUP)
-        scales = choice[torch.randint(0, len(choice), groups, generator=generator, device=device)]
-        values = torch.randn((*groups, GROUP), generator=generator, device=device)
-        values *= std * torch.exp2(127.0 - scales[..., None].float())
-        sizes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
-        codes = sizes | torch.signbit(values).to(torch.uint8) << 3
-        parts.append((codes[..., 0::2] | (codes[..., 1::2] << 4), scales))
-    blocks, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
-    return blocks, scales
-
-
 def random_tensors(
     config: GptOssConfig, seed: int, device: torch.device, deviations: Mapping[str, float] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +64,7 @@ def random_tensors(
             yield name, torch.ones(spec.shape, device=device, dtype=torch.bfloat16)
         elif stem != name:
             experts, rows, groups, _ = spec.shape
-            blocks, scales = random_mxfp4((experts, rows, groups * GROUP), std, generator, device)
+            blocks, scales = random_mxfp4((experts, rows, groups * GROUP), std, generator)
             yield name, blocks
             yield f"{stem}_scales", scales
         elif not name.endswith("_scales"):

@@ -1,4 +1,4 @@
-"""What the actions share: options, the engine, ceilings, the printed head, and the loop over the points measured."""
+"""Parts that the actions share: options, the engine, ceilings, the printed head, and the loop over the points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from npu_gptoss.bench.roofline import NOMINAL, Ceilings, Work, beside_floor, dol
 from npu_gptoss.bench.routing import expert_format
 from npu_gptoss.engine import Engine
 from npu_gptoss.engine.decode import AUTO, MODES
-from npu_gptoss.engine.device import resolve_device
+from npu_gptoss.engine.device import limit_threads, resolve_device
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0, only_rank_0_speaks
 from npu_gptoss.errors import InputError
 from npu_gptoss.model import assembly
@@ -47,14 +47,14 @@ def significant(value: Any, digits: int = 5) -> Any:
 
 
 def count(text: str) -> int:
-    """Of what there has to be at least one; for argparse, which prints the sentence."""
+    """A whole number of at least 1; for argparse, which prints the sentence."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
 
 
 class Once(argparse.Action):
-    """Values of an option, each one once: a point that is named twice is one point, and its records would be equal."""
+    """Keeps each value of an option once: a point that is named twice is one point with one record."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -67,9 +67,9 @@ COUNTS = {"nargs": "+", "action": Once, **COUNT}
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--device": {"default": "auto", "metavar": "auto|cpu|cuda|npu"},
-    "--dtype": {"default": "auto", "metavar": "auto|float32|bfloat16"},
-    "--max-batch-tokens": {"default": 16384, "help": "of a step", **COUNT},
+    "--device": {"default": "auto", "metavar": "auto|cpu|cuda|npu", "help": "where to measure"},
+    "--dtype": {"default": "auto", "metavar": "auto|float32|bfloat16", "help": "of weights and activations"},
+    "--max-batch-tokens": {"default": 16384, "help": "most tokens of a step", **COUNT},
     "--block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
     "--num-blocks": {"help": "blocks of the cache (default: what memory allows)", **COUNT},
     "--weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
 
 
 def engine_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """What every action with an engine takes, and these options."""
+    """The options of every action with an engine, and these."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="directory of a gpt-oss checkpoint")
     source.add_argument("--size", choices=SHAPES, help="random weights of a published shape, made on the device")
@@ -203,6 +203,7 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Ite
             progress=is_rank_0(),
             **{option: getattr(args, option) for option in options},
         )
+        limit_threads(engine.config, device)
         yield Running(args, engine, device, expert_format(engine), ceilings)
         engine.close()
 
@@ -252,7 +253,7 @@ class Records:
         """Lays the peer's records beside, and says what was written."""
         if peer is not None and self._rows:
             self._rows = records.beside(self._rows, peer, self._what)
-            measured = records.KINDS[self._what].measured
+            measured = records.KINDS[self._what].times[0]
             print(f"beside {peer['engine']}:")
             for row in self._rows:
                 if row["peer"]:
@@ -268,7 +269,7 @@ class Records:
         if args.json is None or not is_rank_0():
             return
         left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
-        content = records.document(
+        content = records.Document.measured(
             self._what,
             self._device,
             self._rows,
@@ -277,11 +278,11 @@ class Records:
             price_per_hour=args.gpu_price,
             settings={name: value for name, value in vars(args).items() if name not in left_out},
         )
-        records.write(args.json, content)
+        content.write(args.json)
 
 
 def read_peer(args: argparse.Namespace, what: str) -> Record | None:
-    """What --peer names, before anything is measured."""
+    """The file of --peer, read before anything is measured."""
     path = getattr(args, "peer", None)
     return None if path is None else records.read_peer(path, what)
 
@@ -292,7 +293,7 @@ def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
 
 
 def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
-    """At which the floors are: nominal ones of a known GPU, with those measured here behind; else only the latter.
+    """The ceilings of the floors: nominal ones of a known GPU, then those measured here; else only the latter.
 
     count: of devices like this one that share the work; the ceilings are those of all.
     """
@@ -304,7 +305,7 @@ def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
 def print_head(
     definitions: Mapping[str, str], device: torch.device, ceilings: Sequence[Ceilings], price: float
 ) -> None:
-    """What stands above a table of numbers: where they come from, and what each means."""
+    """Prints the head of a table: where its numbers come from, and what each means."""
     found = provenance.machine(device)
     print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in provenance.versions().items())}")
     for each in ceilings:

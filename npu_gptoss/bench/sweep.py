@@ -1,7 +1,7 @@
-"""`bench sweep`: decode and prefill of one model over ways to share it among GPUs, as one set of records with tables.
+"""`bench sweep`: decode and prefill of one model over ways to share it among GPUs: records and tables.
 
-Each layout is measured by processes of its own, `bench engine`, alone or under torchrun: what a layout leaves behind in
-a GPU's memory is gone before the next one starts, and one that fails takes none of the others with it.
+Each layout is measured by `bench engine` in a process of its own, under torchrun if it has several ranks. So a layout
+leaves nothing in a GPU's memory for the next one, and a layout that fails ends no other.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def run(args: argparse.Namespace) -> int:
     for kind in engine.KINDS:
         print("\n".join(f"  {name}: {meaning}" for name, meaning in kind.definitions.items()))
     options = {name: value for name, value in vars(args).items() if name not in ("action", "layouts", "out")}
-    # paths belong to one machine
     settings = {**options, "layouts": [each.name for each in args.layouts]}
-    del settings["model"]
-    found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}  # as the page shows them
+    del settings["model"]  # paths belong to one machine
+    found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}  # in the order of the page
     status, page = 0, ""
     with tempfile.TemporaryDirectory() as folder:
         for number, each in enumerate(layouts, 1):
@@ -92,19 +91,19 @@ def run(args: argparse.Namespace) -> int:
             reason: str | None = "was ended before all of it was measured"
             try:
                 reason = run_layout(each, options, Path(folder) / each.name)
-            finally:  # what has been measured is kept, also of a layout that is ended
+            finally:  # keep the measurements, also of a layout that is ended
                 if reason is not None:
                     missing[each.name] = reason
                 for what, documents in found.items():
                     file = Path(folder) / each.name / f"{what}.json"
                     if file.is_file():
                         documents.append(read_json(file))
-                page = _write(args.out, found, settings, missing)  # the next layout may take long and be ended
+                page = _write(args.out, found, settings, missing)
             if reason is not None:
                 status = 1
-                print(f"{each.name}: {reason}; what it said stands above", file=sys.stderr)
+                print(f"{each.name}: {reason}; its own output is above", file=sys.stderr)
     if not page:
-        raise InputError("no layout could be measured; what each said stands above")
+        raise InputError("no layout could be measured; the output of each is above")
     print(page, end="")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
     return status
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def split_by_devices(
     layouts: Sequence[Layout], device: torch.device, count: int | None
 ) -> tuple[list[Layout], dict[str, str]]:
-    """Those that this machine has the devices for, once each; and a sentence for each other.
+    """The layouts that this machine has the devices for, once each; and a sentence for each other.
 
     count: devices of that type; None on a CPU, where ranks are processes and any number of them starts.
     """
@@ -129,7 +128,7 @@ def split_by_devices(
 
 
 def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
-    """What measures one layout. options: of `bench engine`, by their names in the namespace."""
+    """The command that measures one layout. options: of `bench engine`, by their names in the namespace."""
     words = [sys.executable]
     if each.gpus > 1:
         ranks = ["--nproc-per-node", str(each.gpus), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
@@ -145,7 +144,7 @@ def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
 
 def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | None:
     """Measures one layout, its output beside ours; None or why there are no records."""
-    # a sweep that is ended (by a batch system, by Ctrl-C) must leave no ranks behind on the GPUs
+    # a sweep that a batch system or Ctrl-C ends must leave no ranks on the GPUs
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(command(each, options, out))
     try:
@@ -160,25 +159,25 @@ def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | Non
 def _write(
     folder: Path, found: Mapping[str, list[dict[str, Any]]], settings: Mapping[str, Any], missing: Mapping[str, str]
 ) -> str:
-    """The records so far, a file a kind, and their tables, which are returned; nothing while there are none."""
-    merged_files = {what: merged(each, settings) | {"not_measured": missing} for what, each in found.items() if each}
-    for what, content in merged_files.items():
-        records.write(folder / f"{what}.json", content)
-    if not merged_files:
+    """Writes the records so far, a file a kind, and their tables, which it returns; nothing while there are none."""
+    files = {what: merged(each, settings, missing) for what, each in found.items() if each}
+    for what, content in files.items():
+        records.Document(**content).write(folder / f"{what}.json")
+    if not files:
         return ""
-    page = "\n".join(tables.page(list(merged_files.values()), missing)) + "\n"
+    page = "\n".join(tables.page(list(files.values()))) + "\n"
     write_atomically(folder / PAGE, page.encode())
     return page
 
 
-def merged(documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One file's content of several of the same kind, in which `layout` tells the records apart.
-
-    settings: of the sweep. Everything else is the first's, with the ceilings of all.
-    """
+def merged(
+    documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], missing: Mapping[str, str]
+) -> dict[str, Any]:
+    """The first document with the rows and ceilings of all, in which `layout` tells the rows apart."""
     return {
         **documents[0],
         "settings": dict(settings),
+        "not_measured": dict(missing),
         "ceilings": {name: value for document in documents for name, value in document["ceilings"].items()},
-        "records": [record for document in documents for record in document["records"]],
+        "records": [row for document in documents for row in document["records"]],
     }

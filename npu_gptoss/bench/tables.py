@@ -1,7 +1,7 @@
-"""What decode and prefill cost and how fast they are, by how many GPUs share the model and how: two tables in Markdown.
+"""Prints records of decode, prefill and sweep as Markdown tables of speed and cost by layout.
 
-The form is that of Perplexity's article on gpt-oss: prefill as seconds and dollars a million input tokens, layouts by
-input lengths; decode as tokens a second of each user and dollars a million output tokens, batches by layouts.
+Prefill: seconds and dollars a million input tokens, layouts by lengths. Decode: tokens a second of each user and
+dollars a million output tokens, batches by layouts.
 """
 
 from __future__ import annotations
@@ -13,97 +13,79 @@ from pathlib import Path
 from typing import Any
 
 from npu_gptoss.bench import records
-from npu_gptoss.bench.records import ABSENT
+from npu_gptoss.bench.records import ABSENT, Record
 from npu_gptoss.tables import markdown
 
-Record = Mapping[str, Any]
-
-NOT_MEASURED = "–"  # the layout was measured, this point of it was not
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json and --out wrote")
-
-
-def run(args: argparse.Namespace) -> int:
-    contents = [records.read(file, SHOWN) for file in args.files]
-    missing = {name: reason for content in contents for name, reason in content.get("not_measured", {}).items()}
-    print("\n".join(page(contents, missing)))
-    return 0
-
-
-def page(documents: Sequence[Mapping[str, Any]], not_measured: Mapping[str, str]) -> list[str]:
-    """The two tables, with what they were measured on and what is not in them; lines of Markdown."""
-    lines: list[str] = []
-    for document in documents:
-        head = _measured_on(document)
-        if head not in lines:
-            lines += [head, ""]
-        lines += tables_of(document["what"], document["records"])
-    for name, reason in not_measured.items():
-        lines += [f"{name}: {reason}.", ""]
-    return lines[:-1]
-
-
-def _measured_on(document: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    price = document.get("dollars_per_gpu_hour")
-    said = "" if price is None else f"; a GPU hour at ${price:.2f}"
-    return f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}{said}."
-
-
-# title of a table, the field beside the layout, and what a cell shows before the price
+NOT_MEASURED = "–"
+# title, the field beside the layout, a cell without its price
 SHOWN: dict[str, tuple[str, str, Callable[[Record], str]]] = {
     "prefill": (
         "Prefill, {}: time to the first token, $ a million input tokens.",
         "prompt_tokens",
-        lambda record: f"{record['prefill_s']:.3f} s",
+        lambda row: f"{row['prefill_s']:.3f} s",
     ),
     "decode": (
         "Decode, {}: tokens/s of each user, $ a million output tokens.",
         "batch",
-        lambda record: f"{1e3 / record['tpot_ms']:.0f} tok/s",
+        lambda row: f"{1e3 / row['tpot_ms']:.0f} tok/s",
     ),
 }
 
 
-def tables_of(what: str, records: Iterable[Record]) -> list[str]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="files of --json and --out")
+
+
+def run(args: argparse.Namespace) -> int:
+    print("\n".join(page([records.read(file, SHOWN) for file in args.files])))
+    return 0
+
+
+def page(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tables of all files, each under the machine that it was measured on, then layouts that were not measured."""
+    lines: list[str] = []
+    for document in documents:
+        versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+        price = document.get("dollars_per_gpu_hour")
+        head = f"{document['engine']} on {document['machine']['device']}, {document['date'][:10]}, {versions}"
+        head += "." if price is None else f"; a GPU hour at ${price:.2f}."
+        lines += [] if head in lines else [head, ""]
+        lines += tables_of(document["what"], document["records"])
+    missing = {n: reason for document in documents for n, reason in document.get("not_measured", {}).items()}
+    return [*lines, *(line for name, reason in missing.items() for line in (f"{name}: {reason}.", ""))][:-1]
+
+
+def tables_of(what: str, rows: Iterable[Record]) -> list[str]:
     """One table for each model, format and context: of prefill layouts by lengths, of decode batches by layouts."""
     title, field, cell = SHOWN[what]
+    groups: dict[str, list[Record]] = {}
+    for row in rows:
+        context = f", context {row['context']}" if "context" in row else ""
+        groups.setdefault(f"{row['model']}, {row['weights']} experts{context}", []).append(row)
     lines: list[str] = []
-    for of, rows in _groups(records).items():
-        layouts, points = _layouts(rows), sorted({row[field] for row in rows})
-        cells = {(_layout(row), row[field]): cell(row) + _dollars(row) for row in rows}
-        grid = [[cells.get((layout, point), NOT_MEASURED) for point in points] for layout in layouts]
-        head, names = ["layout", *(f"{point} tokens" for point in points)], layouts
+    for name, members in groups.items():
+        layouts = sorted({_layout(row) for row in members}, key=_by_gpus)
+        points = sorted({row[field] for row in members})
+        cells = {(_layout(row), row[field]): cell(row) + _dollars(row) for row in members}
+        head = ["layout", *(f"{point} tokens" for point in points)]
+        grid = [[layout, *(cells.get((layout, point), NOT_MEASURED) for point in points)] for layout in layouts]
         if what == "decode":
-            grid, head, names = zip(*grid, strict=True), ["batch", *layouts], points
-        lines += [title.format(of), "", *markdown(head, ([n, *row] for n, row in zip(names, grid, strict=True))), ""]
+            head = ["batch", *layouts]
+            grid = [[point, *(cells.get((layout, point), NOT_MEASURED) for layout in layouts)] for point in points]
+        lines += [title.format(name), "", *markdown(head, grid), ""]
     return lines
 
 
-def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """By model, format and, of decode, context, in words; in the order in which they appear."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        words = [record["model"], f"{record['weights']} experts"]
-        words += [f"context {record['context']}"] if "context" in record else []
-        found.setdefault(", ".join(words), []).append(record)
-    return found
+def _layout(row: Record) -> str:
+    return row.get("layout", ABSENT["layout"])
 
 
-def _layout(record: Record) -> str:
-    return record.get("layout", ABSENT["layout"])
+def _by_gpus(layout: str) -> tuple[int, bool]:
+    """By GPUs; of equally many, tensor parallel before expert parallel."""
+    return int(re.sub(r"\D", "", layout)), layout.startswith("ep")
 
 
-def _layouts(rows: Iterable[Record]) -> list[str]:
-    """By GPUs; of as many, tensor parallel before expert parallel."""
-    return sorted(
-        {_layout(row) for row in rows}, key=lambda name: (int(re.sub(r"\D", "", name)), name.startswith("ep"))
-    )
-
-
-def _dollars(record: Record) -> str:
-    """Another engine's records may have no price."""
-    dollars = record.get("dollars_per_million_tokens")
+def _dollars(row: Record) -> str:
+    """Empty for a peer's row without a price."""
+    dollars = row.get("dollars_per_million_tokens")
     return "" if dollars is None else f", ${dollars:.3f}"

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from npu_gptoss.engine.chat import Chats, Reading
 from npu_gptoss.engine.decode import AUTO, MODES
+from npu_gptoss.engine.device import limit_threads
 from npu_gptoss.engine.engine import MAX_BATCH_SIZE, Engine
 from npu_gptoss.engine.launched import device_and_ranks, is_rank_0
 from npu_gptoss.engine.prompts import PromptEntry, read_prompts_file
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="the date that chats show the model (default: today)")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of this probability"
+    )
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0 (default) takes all tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="of every prompt; the same seed gives the same tokens")
     parser.add_argument("--logprobs", type=int, metavar="K", help="report each token's log-probability and the K best")
@@ -108,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             ranks=ranks,
             progress=speaks,
         )
+        limit_threads(engine.config, engine.device)
         if speaks:
             _say(f"loaded {args.model} on {engine.device} in {time.perf_counter() - start:.1f} s")
         prompts, each, readings = [], [], []

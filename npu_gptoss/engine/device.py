@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.transformer import check_dtype
 
 AUTO = "auto"
+SMALL = 512  # hidden size; gpt-oss has 2880
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,6 +61,16 @@ def resolve_dtype(name: str | torch.dtype, config: GptOssConfig) -> torch.dtype:
         name = _DTYPES[name]
     check_dtype(name)
     return name
+
+
+def limit_threads(config: GptOssConfig, device: torch.device) -> None:
+    """One thread for a small model on a CPU, unless OMP_NUM_THREADS is set.
+
+    Such a model gains nothing from a second thread, and OpenMP threads that wait spin: beside other work a step takes
+    ten times as long.
+    """
+    if device.type == "cpu" and config.hidden_size < SMALL and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
 
 
 @contextmanager

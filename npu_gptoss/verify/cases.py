@@ -139,28 +139,28 @@ def make_step(
     spare_columns: int = 0,
     key_sizes: tuple[float, float] = (1.0, 1.0),
 ) -> Step:
-    """Random float32 contents on the CPU; blocks out of order; padded rows hold NaN, which must reach nothing.
+    """Random float32 contents; blocks out of order; padded rows hold NaN, which must reach nothing.
 
-    unused: what cache slots hold that no key lies in. spare_columns: of the block table, behind the longest request.
+    unused: the content of cache slots without a key. spare_columns: of the block table, behind the longest request.
     key_sizes: of a request's first key and of its last; with growing keys the running maximum moves in every tile.
     """
-    size = shape.block_size
+    size, device = shape.block_size, generator.device
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator)
+        return torch.randn(*sizes, generator=generator, device=device)
 
     blocks = [-(-keys // size) for _, keys in requests]
     total = sum(blocks) + 2
-    order = (torch.randperm(total - 2, generator=generator) + 1).tolist()
-    table = torch.zeros(len(requests), max(blocks) + spare_columns, dtype=torch.int32)
-    caches = torch.full((2, total * size, shape.kv_heads, shape.head_dim), unused)
+    order = (torch.randperm(total - 2, generator=generator, device=device) + 1).tolist()
+    table = torch.zeros(len(requests), max(blocks) + spare_columns, dtype=torch.int32, device=device)
+    caches = torch.full((2, total * size, shape.kv_heads, shape.head_dim), unused, device=device)
     start, slots = [0], []
     for request, (rows, keys) in enumerate(requests):
-        mine = torch.tensor([order.pop() for _ in range(blocks[request])], dtype=torch.int64)
+        mine = torch.tensor([order.pop() for _ in range(blocks[request])], dtype=torch.int64, device=device)
         table[request, : len(mine)] = mine
-        places = (mine[:, None] * size + torch.arange(size)).flatten()[:keys]
+        places = (mine[:, None] * size + torch.arange(size, device=device)).flatten()[:keys]
         caches[:, places] = normal(keys, 2, shape.kv_heads, shape.head_dim).transpose(0, 1)
-        caches[0, places] *= torch.linspace(*key_sizes, keys).view(-1, 1, 1)
+        caches[0, places] *= torch.linspace(*key_sizes, keys, device=device).view(-1, 1, 1)
         slots.append(places[keys - rows :])
         start.append(start[-1] + rows)
     query = normal(start[-1] + padding, shape.heads, shape.head_dim)
@@ -168,7 +168,7 @@ def make_step(
     metadata = AttentionMetadata(tuple(start), tuple(keys for _, keys in requests), table, torch.cat(slots))
     caches = caches.view(2, total, size, shape.kv_heads, shape.head_dim)
     # Sinks from -1 to 4: each head has its own, and some outweigh all keys.
-    return Step(query, caches[0], caches[1], metadata, torch.linspace(-1, 4, shape.heads))
+    return Step(query, caches[0], caches[1], metadata, torch.linspace(-1, 4, shape.heads, device=device))
 
 
 def plant(step: Step, window: int) -> None:
@@ -221,21 +221,54 @@ def random_experts(
     """Gate and up reach beyond the clamp of 7 for a visible share; biases are as large as the products."""
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator, device=generator.device) * std).to(dtype)
+        return torch.empty(shape, dtype=dtype, device=generator.device).normal_(0.0, std, generator=generator)
 
-    floats = ExpertWeights(
-        normal(experts, hidden, 2 * inner, std=4 * hidden**-0.5),
-        normal(experts, 2 * inner, std=4),
-        normal(experts, inner, hidden, std=inner**-0.5),
-        normal(experts, hidden),
-    )
+    wide, narrow = 4 * hidden**-0.5, inner**-0.5
+    biases = {"gate_up_proj_bias": normal(experts, 2 * inner, std=4), "down_proj_bias": normal(experts, hidden)}
     if weight_format == "mxfp4":
-        gate_up, down = (mxfp4.compress(w.mT.contiguous()) for w in (floats.gate_up_proj, floats.down_proj))
-        return Mxfp4Experts(*gate_up, floats.gate_up_proj_bias, *down, floats.down_proj_bias)
+        gate_up = random_mxfp4((experts, 2 * inner, hidden), wide, generator)
+        down = random_mxfp4((experts, hidden, inner), narrow, generator)
+        names = ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
+        return Mxfp4Experts(**dict(zip(names, (*gate_up, *down), strict=True)), **biases)
+    matrices = normal(experts, hidden, 2 * inner, std=wide), normal(experts, inner, hidden, std=narrow)
+    floats = ExpertWeights(matrices[0], down_proj=matrices[1], **biases)
     if weight_format == Fp8Experts.format:
         return quantize_fp8(floats)
     matrices = {n: getattr(floats, n).to(getattr(torch, weight_format)) for n in ("gate_up_proj", "down_proj")}
     return dataclasses.replace(floats, **matrices)
+
+
+# E8M0 bytes of 2 ** -7 and 2 ** -6: normal weights of STD reach 2.3 and 4.7 deviations under them, as trained ones do
+STD, SCALES = 0.02, (120, 121)
+EXPERTS_AT_ONCE = 8  # bounds the memory that drawing them takes
+
+
+def scales_of(std: float) -> tuple[int, ...]:
+    """SCALES moved by whole powers of two, so that weights of another deviation have codes that are spread alike."""
+    return tuple(scale + round(math.log2(std / STD)) for scale in SCALES)
+
+
+def random_mxfp4(
+    shape: tuple[int, int, int], std: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal values rounded to E2M1 under a drawn scale a group: blocks [..., groups, 16], scales [..., groups].
+
+    shape: [experts, rows, columns], of which a few experts are drawn at once.
+    """
+    (experts, rows, columns), device = shape, generator.device
+    choice = torch.tensor(scales_of(std), device=device, dtype=torch.uint8)
+    steps = torch.tensor(mxfp4.E2M1, device=device)
+    parts = []
+    for first in range(0, experts, EXPERTS_AT_ONCE):
+        groups = (min(EXPERTS_AT_ONCE, experts - first), rows, columns // mxfp4.GROUP)
+        scales = choice[torch.randint(0, len(choice), groups, generator=generator, device=device)]
+        values = torch.randn((*groups, mxfp4.GROUP), generator=generator, device=device)
+        values *= std * torch.exp2(127.0 - scales[..., None].float())
+        sizes = torch.bucketize(values.abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
+        codes = sizes | torch.signbit(values).to(torch.uint8) << 3
+        parts.append((codes[..., 0::2] | (codes[..., 1::2] << 4), scales))
+    blocks, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    return blocks, scales
 
 
 def expert_map(experts: int, first: int, last: int) -> torch.Tensor:
@@ -293,7 +326,7 @@ def expert_inputs(
 # --- the rest of a layer
 
 EPS = 1e-5
-BLOCKS, BLOCK_SIZE, UNTOUCHED = 80, 4, 7.0  # of the caches that QKV writes to; what a slot holds that nobody wrote
+BLOCKS, BLOCK_SIZE, UNTOUCHED = 80, 4, 7.0  # of the caches that QKV writes to; the content of an unwritten slot
 
 
 @dataclass(frozen=True)
@@ -320,10 +353,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class InputFactory:
-    """Random tensors of one call, float32 drawn and then rounded to the role's dtype."""
+    """Random tensors of one call, float32 drawn and then rounded to the role's dtype.
+
+    edges: rows that are padding, ties, NaN, a router whose choice survives rounding. Benchmarks go without.
+    """
 
     generator: torch.Generator
     roles: Mapping[str, str]
+    edges: bool = True
 
     def normal(self, *shape: int, std: float = 1.0, role: str = "hidden") -> torch.Tensor:
         drawn = torch.randn(shape, generator=self.generator, device=self.generator.device) * std
@@ -356,19 +393,20 @@ def _stream(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 def _qkv(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
     """The last of many rows are padding, whose keys go nowhere; slots in any order."""
-    real = rows if rows < 3 else rows - 2
-    kv = getattr(torch, make.roles["kv"])
+    real = rows if rows < 3 or not make.edges else rows - 2
+    kv, device, blocks = getattr(torch, make.roles["kv"]), make.generator.device, max(BLOCKS, rows)
     stream = _stream(make, rows, sizes, delta)
     cos_sin = make.cos_sin(64, sizes.head_dim)
-    caches = torch.full((2, BLOCKS, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim), UNTOUCHED, dtype=kv)
-    slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=make.generator)[:real]
-    table = torch.zeros(real, 1, dtype=torch.int32)
+    shape = (2, blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+    caches = torch.full(shape, UNTOUCHED, dtype=kv, device=device)
+    slots = torch.randperm(blocks * BLOCK_SIZE, generator=make.generator, device=device)[:real]
+    table = torch.zeros(real, 1, dtype=torch.int32, device=device)
     return {
         **stream,
         "weight": make.matrix(sizes.packed, sizes.hidden),
         "bias": make.normal(sizes.packed, std=0.5),
         "cos_sin": cos_sin,
-        "positions": torch.randint(1, 64, (rows,), generator=make.generator),
+        "positions": torch.randint(1, 64, (rows,), generator=make.generator, device=device),
         "key_cache": caches[0],
         "value_cache": caches[1].clone(),
         "metadata": AttentionMetadata(tuple(range(real + 1)), (1,) * real, table, slots),
@@ -386,7 +424,7 @@ def _output(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 def _router(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
     """Of many drawn rows those whose chosen logits lie furthest apart: rounding must not change the choice."""
-    drawn = _stream(make, 12 * rows, sizes, delta)
+    drawn = _stream(make, 12 * rows if make.edges else rows, sizes, delta)
     shared = {
         "norm_weight": drawn["norm_weight"],
         "eps": EPS,
@@ -394,6 +432,8 @@ def _router(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
         "bias": make.normal(sizes.experts, std=1.0),
         "top_k": sizes.top_k,
     }
+    if not make.edges:
+        return {**drawn, **shared}
     stream = drawn["residual"].float() + (drawn["delta"].float() if delta else 0.0)
     normed = stream / (stream.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * shared["norm_weight"]
     values = (normed @ shared["weight"].float().T + shared["bias"].float()).sort(-1, descending=True).values
@@ -420,14 +460,15 @@ def _logits(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 
 def _greedy(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """Equal largest ones in some rows, tokens that a grammar forbids, damage; more logits than one program of a kernel
-    takes."""
-    drawn = make.normal(rows, sizes.vocab * 9, role="logits")
+    """Equal largest logits in some rows, tokens that a grammar forbids, NaN and Inf."""
+    drawn, ninth = make.normal(rows, sizes.vocab, role="logits"), sizes.vocab // 9
+    if not make.edges:
+        return {"logits": drawn}
     for row in range(0, rows, 2):
-        drawn[row, [sizes.vocab * 8, sizes.vocab * 5, sizes.vocab * 7]] = 9.0
+        drawn[row, [ninth * 8, ninth * 5, ninth * 7]] = 9.0
     for row, value in zip(range(1, rows, 3), (math.nan, math.inf), strict=False):
-        drawn[row, sizes.vocab * 6] = value
-    drawn[2::5, : sizes.vocab * 7] = drawn[2::5, sizes.vocab * 7 + 1 :] = -math.inf
+        drawn[row, ninth * 6] = value
+    drawn[2::5, : ninth * 7] = drawn[2::5, ninth * 7 + 1 :] = -math.inf
     drawn[10:11] = -math.inf
     return {"logits": drawn}
 

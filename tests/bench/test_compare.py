@@ -1,4 +1,4 @@
-"""Which rows belong together, what is noise, and what is never compared."""
+"""Rows that belong together, noise, warnings, and files that are never compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from npu_gptoss.bench import compare, records
+from npu_gptoss.bench import compare
 from npu_gptoss.bench.compare import DEFAULT, FASTER, SLOWER, SMALLEST, WITHIN_NOISE
 from npu_gptoss.cli import main
 from npu_gptoss.errors import InputError
@@ -32,8 +32,12 @@ def content(*rows: dict[str, object], what: str = "decode", **changes: object) -
     return {**header, "records": list(rows), **changes}
 
 
+def printed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return compare.table(old, new, compare.compare(old, new))
+
+
 def only_row(old: dict[str, object], new: dict[str, object], what: str = "decode") -> compare.Row:
-    (row,) = compare.compare(content(old, what=what), content(new, what=what)).rows
+    (row,) = compare.compare(content(old, what=what), content(new, what=what))
     return row
 
 
@@ -49,7 +53,7 @@ def only_row(old: dict[str, object], new: dict[str, object], what: str = "decode
         (2.021, 0.0001, SLOWER),
     ],
 )
-def test_the_band_is_of_both_files_spreads_and_never_below_the_smallest(new, half, verdict):
+def test_band_comes_from_both_spreads_and_never_below_the_smallest(new, half, verdict):
     """Two per cent in each add to 2.83, up and, as a ratio, down."""
     row = only_row(decode_row(2.0, half), decode_row(new, half))
     assert row.band == pytest.approx(max(SMALLEST, math.hypot(half, half)))
@@ -63,8 +67,8 @@ def test_a_record_without_a_spread_gets_the_default_and_says_so(pair):
     row = only_row(*(decode_row(2.0, half) for half in pair))
     assert row.band == DEFAULT
     assert row.assumed
-    lines = compare.table(compare.compare(content(decode_row(2.0, pair[0])), content(decode_row(2.0, pair[1]))))
-    assert "* a record tells no spread: 5% is assumed" in lines
+    lines = printed(content(decode_row(2.0, pair[0])), content(decode_row(2.0, pair[1])))
+    assert "* a record has no spread: 5% is assumed" in lines
     assert any("±5.0%*" in line for line in lines)
 
 
@@ -92,10 +96,8 @@ def test_rows_belong_together_by_all_that_tells_them_apart():
     old = content(decode_row(1.0), *(decode_row(2.0 + n, **change) for n, change in enumerate(changes)))
     new = content(*(decode_row(2.0 + n, **change) for n, change in enumerate(changes)), decode_row(9.0, batch=64))
     found = compare.compare(old, new)
-    assert [row.ratio for row in found.rows] == [1.0] * len(changes)
-    assert found.only_old == (("20b", "mxfp4", "tp1", 8, 1024),)
-    assert found.only_new == (("20b", "mxfp4", "tp1", 64, 1024),)
-    lines = compare.table(found)
+    assert [row.ratio for row in found] == [1.0] * len(changes)
+    lines = printed(old, new)
     assert "only in the old file: 20b mxfp4 tp1 8 1024" in lines
     assert "only in the new file: 20b mxfp4 tp1 64 1024" in lines
 
@@ -113,44 +115,36 @@ def test_a_file_from_before_layouts_is_of_one_gpu():
         ({"machine": {"device": "NVIDIA H200", "driver": "580"}}, "driver: 570, then 580"),
         ({"versions": {"torch": "2.12.0"}}, "torch: 2.11.0, then 2.12.0"),
         ({"engine": "vLLM 0.25.1"}, "engine: npu_gptoss, then vLLM 0.25.1"),
-        ({"machine": {"device": "NVIDIA H200"}}, "only one of the files tells its driver"),
+        ({"machine": {"device": "NVIDIA H200"}}, "only one of the files has driver"),
         ({"environment": {"NPU_GPTOSS_KERNEL_MOE_EXPERTS": "x"}}, "NPU_GPTOSS_KERNEL_MOE_EXPERTS: unset, then x"),
         ({"definitions": {"tpot_ms": "median"}}, "the definitions of tpot_ms differ: read both"),
     ],
 )
-def test_what_else_differs_is_a_warning(change, warning):
-    found = compare.compare(content(decode_row(2.0)), content(decode_row(2.0), **change))
-    assert len(found.warnings) == 1
-    assert found.warnings[0].startswith(warning)
-    assert compare.table(found)[0].startswith(f"warning: {warning}")
-    assert not compare.compare(content(decode_row(2.0)), content(decode_row(2.0))).warnings
-    assert not compare.compare(content(decode_row(2.0)), content(decode_row(2.0), environment={})).warnings
+def test_other_differences_are_warnings(change, warning):
+    lines = printed(content(decode_row(2.0)), content(decode_row(2.0), **change))
+    assert lines[0].startswith(f"warning: {warning}")
+    assert not lines[1].startswith("warning")
+    for same in (content(decode_row(2.0)), content(decode_row(2.0), environment={})):
+        assert "warning" not in "".join(printed(content(decode_row(2.0)), same))
 
 
-def test_what_measures_different_things_is_refused():
+def test_files_of_different_measurements_are_refused():
     prefill = content(prefill_row(1.0, 0.01, 3), what="prefill")
     with pytest.raises(InputError, match="records of decode and of prefill measure different things"):
         compare.compare(content(decode_row(1.0)), prefill)
-    same = content({"model": "20b", "weights": "mxfp4", "top1_agreement": 1.0}, what="agreement")
-    with pytest.raises(InputError, match="records of agreement hold no times to compare"):
-        compare.compare(same, same)
     with pytest.raises(InputError, match="no record of decode in common"):
         compare.compare(content(decode_row(1.0)), content(decode_row(1.0, batch=1)))
-
-
-def test_every_kind_with_times_can_be_compared():
-    assert set(compare.MEASURES) == set(records.KINDS) - {"agreement"}
 
 
 def test_graphs_have_two_times_of_unknown_spread():
     row = {"model": "20b", "weights": "mxfp4", "graphs": "full", "batch": 1, "context": 20, "tpot_ms": 2.0}
     old, new = (content({**row, "eager_tpot_ms": eager}, what="graphs") for eager in (3.0, 4.0))
     found = compare.compare(old, new)
-    assert [(each.measure, each.verdict, each.assumed) for each in found.rows] == [
+    assert [(each.measure, each.verdict, each.assumed) for each in found] == [
         ("tpot_ms", WITHIN_NOISE, True),
         ("eager_tpot_ms", SLOWER, True),
     ]
-    assert len(compare.compare(content(row, what="graphs"), new).rows) == 1
+    assert len(compare.compare(content(row, what="graphs"), new)) == 1
 
 
 # -- the command, on committed records
@@ -159,7 +153,7 @@ def test_graphs_have_two_times_of_unknown_spread():
 COMMITTED = ROOT / "docs" / "benchmarks" / "h200_decode_20b.json"
 
 
-def test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_status(tmp_path, capsys):
+def test_file_against_itself_is_within_noise_and_a_slower_row_fails(tmp_path, capsys):
     assert main(["bench", "compare", str(COMMITTED), str(COMMITTED), "--fail-on-slower"]) == 0
     assert "0 slower, 0 faster" in capsys.readouterr().out
     worse = json.loads(COMMITTED.read_text())
@@ -184,7 +178,7 @@ def test_a_file_against_itself_is_within_noise_and_one_slower_row_is_the_exit_st
         ('{"what": "decode", "engine": "x", "records": []}', "machine, versions, date missing"),
     ],
 )
-def test_a_file_that_holds_no_records_is_told(text, message, tmp_path, capsys):
+def test_file_without_records_is_refused(text, message, tmp_path, capsys):
     file = tmp_path / "bad.json"
     file.write_text(text)
     assert main(["bench", "compare", str(COMMITTED), str(file)]) == 2

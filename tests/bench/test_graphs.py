@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_gptoss.bench import graphs, records
+from npu_gptoss.bench import graphs
 from npu_gptoss.bench.session import Running
 from npu_gptoss.cli import main
 from npu_gptoss.engine import Engine
@@ -55,5 +55,4 @@ def test_real_graphs_give_the_tokens_of_eager_steps(directory: Path, tmp_path: P
     options = ("--device", "cuda", "--num-blocks", "40", "--context", "20", "--steps", "8", "--json", str(file))
     assert main(["bench", "graphs", "--model", str(directory), *options]) == 0
     content = json.loads(file.read_text())
-    assert records.problems(content) == []
     assert content["records"][0]["tokens_identical"] == content["records"][0]["tokens_compared"] == 8

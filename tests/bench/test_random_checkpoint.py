@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from npu_gptoss.bench import random_checkpoint
-from npu_gptoss.bench.random_checkpoint import STD, full_config, model_name, random_mxfp4, random_tensors, scales_of
+from npu_gptoss.bench.random_checkpoint import full_config, model_name, random_tensors
 from npu_gptoss.cli import main
 from npu_gptoss.errors import InputError
 from npu_gptoss.model.checkpoint import check_checkpoint, iterate_tensors
 from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.moe.mxfp4 import expand
+from npu_gptoss.verify.cases import STD, random_mxfp4, scales_of
 from tests.checkpoints import random_config
 from tests.model.published import published_config
 
@@ -35,7 +36,7 @@ def test_a_model_is_named_by_all_of_its_shape():
 
 @pytest.mark.parametrize("std", [STD, 4 * STD, STD / 128, 4 * 2880**-0.5, 2**-7 * 2880**-0.5])
 def test_values_are_normal_and_codes_of_any_deviation_are_spread_alike(std):
-    blocks, scales = random_mxfp4((1, 512, 96), std, torch.Generator().manual_seed(0), CPU)
+    blocks, scales = random_mxfp4((1, 512, 96), std, torch.Generator().manual_seed(0))
     values = expand(blocks, scales, torch.float32)
     assert values.shape == (1, 512, 96)
     assert set(scales.unique().tolist()) == set(scales_of(std))

@@ -1,6 +1,7 @@
+"""Files of records: what they hold, which rows are refused, and that all committed files can be read."""
+
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -14,34 +15,19 @@ from npu_gptoss.bench.roofline import H200
 from npu_gptoss.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-# soak/ has a form of its own (tests/soak/report.py), the others that of scripts in the tag research-2026-11
-OTHERS = ("soak", "host", "agreement_0_33")
-# of research/bench_serving.py, whose records no command of the package reads
-SERVING = ("model", "weights", "layout", "streams", "output_tokens_per_s", "ttft_p99_ms", "itl_p99_ms")
-COMMITTED = sorted(path for path in (ROOT / "docs/benchmarks").rglob("*.json") if path.parent.name not in OTHERS)
+COMMITTED = {path: json.loads(path.read_text()) for path in sorted((ROOT / "docs/benchmarks").rglob("*.json"))}
+OF_BENCH = [
+    path for path, content in COMMITTED.items() if isinstance(content, dict) and content.get("what") in records.KINDS
+]
 
 
 def decode_row(**changes: object) -> dict[str, object]:
-    row = {
-        "model": "20b",
-        "weights": "mxfp4",
-        "batch": 1,
-        "context": 1024,
-        "tpot_ms": 1.5,
-        "steps": 128,
-        "floor_ms": 0.78,
-        "bytes": 3_740_000_000,
-        "flops": 7_000_000_000,
-        "TBps": 2.49,
-        "TFLOPs": 4.67,
-        "percent_of_floor": 52.0,
-        "tokens_per_s": 666.7,
-    }
+    row = {"model": "20b", "weights": "mxfp4", "batch": 1, "context": 1024, "tpot_ms": 1.5, "steps": 128}
     return {**row, **changes}
 
 
-def document(*rows: dict[str, object]) -> dict[str, object]:
-    return records.document(
+def document(*rows: dict[str, object]) -> records.Document:
+    return records.Document.measured(
         "decode",
         torch.device("cpu"),
         rows or [decode_row()],
@@ -52,10 +38,9 @@ def document(*rows: dict[str, object]) -> dict[str, object]:
     )
 
 
-def test_a_file_says_what_ran_where_and_when(tmp_path):
-    records.write(tmp_path / "deeper" / "decode.json", document())
-    content = json.loads((tmp_path / "deeper" / "decode.json").read_text())
-    assert records.problems(content) == []
+def test_file_says_what_ran_where_and_when(tmp_path):
+    document().write(tmp_path / "deeper" / "decode.json")
+    content = records.read(tmp_path / "deeper" / "decode.json")
     assert content["engine"] == "npu_gptoss"
     assert content["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", content["versions"]["commit"])
@@ -64,50 +49,54 @@ def test_a_file_says_what_ran_where_and_when(tmp_path):
     assert content["date"][:2] == "20"
 
 
-def test_a_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
-    """Two files of one machine and commit would else differ for no reason that they tell."""
+def test_file_says_which_kernels_were_chosen_by_hand(monkeypatch):
+    """Two files of one machine and commit would otherwise differ without a reason."""
     for name in os.environ:
         if name.startswith("NPU_GPTOSS_"):
             monkeypatch.delenv(name)
-    assert document()["environment"] == {}
+    assert document().environment == {}
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPERTS", "small_ops")
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_ROUTE", "")
     monkeypatch.setenv("NPU_GPTOSS_DISABLE_PLUGINS", "1")
     monkeypatch.setenv("ASCEND_EMULATOR_VENV", "/a/path/of/this/machine")
     want = {"NPU_GPTOSS_DISABLE_PLUGINS": "1", "NPU_GPTOSS_KERNEL_MOE_EXPERTS": "small_ops"}
-    assert document()["environment"] == want
+    assert document().environment == want
 
 
 MISTAKES = {
-    "no record": (lambda c: c["records"].clear(), "at least one record"),
-    "another kind": (lambda c: c.update(what="speed"), "what must be one of decode"),
-    "no definitions": (lambda c: c.pop("definitions"), "definitions is missing"),
-    "another schema": (lambda c: c.update(schema=2), "schema must be 1"),
-    "NaN": (lambda c: c["records"][0].update(tpot_ms=float("nan")), "tpot_ms must be a finite number above 0"),
-    "no time": (lambda c: c["records"][0].update(tpot_ms=0.0), "tpot_ms must be a finite number above 0"),
-    "half a batch": (lambda c: c["records"][0].update(batch=0.5), "batch must be a whole number from 1"),
-    "True for 1": (lambda c: c["records"][0].update(batch=True), "batch must be a whole number from 1"),
-    "a share that does not follow": (lambda c: c["records"][0].update(percent_of_floor=80.0), "its numbers give 52.0"),
-    "seconds for milliseconds": (lambda c: c["records"][0].update(floor_ms=0.00078), "its numbers give 0.1"),
-    "twice the same": (lambda c: c["records"].append(decode_row()), "record 1: repeats .*1, 1024"),
-    "no object": (lambda c: c.update(records=["fast"]), "record 0: expected an object, got 'fast'"),
+    "NaN": (decode_row(tpot_ms=float("nan")), "tpot_ms must be a finite number above 0, got nan"),
+    "no time": (decode_row(tpot_ms=0.0), "tpot_ms must be a finite number above 0, got 0.0"),
+    "a text for a time": (decode_row(tpot_ms="0.1"), "tpot_ms must be a finite number above 0, got '0.1'"),
+    "half a batch": (decode_row(batch=0.5), "batch must be a whole number from 1, got 0.5"),
+    "True for 1": (decode_row(batch=True), "batch must be a whole number from 1, got True"),
+    "no model": (decode_row(model=""), "model must be a text, got ''"),
+    "no object": ("fast", "expected an object, got 'fast'"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_wrong_file_is_told_and_not_written(name, tmp_path):
-    content = document()
-    change, message = MISTAKES[name]
-    change(content)
-    with pytest.raises(AssertionError, match=message):
-        records.write(tmp_path / "decode.json", content)
+def test_row_without_its_key_or_time_is_neither_written_nor_read(name, tmp_path):
+    """A peer's file is read before hours of measuring, and laid beside them after."""
+    row, message = MISTAKES[name]
+    with pytest.raises(AssertionError, match=re.escape(f"record 1: {message}")):
+        document(decode_row(), row).write(tmp_path / "decode.json")
     assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "peer.json"
+    content = {"what": "decode", "engine": "vLLM", "records": [row], "machine": {}, "versions": {}, "date": ""}
+    file.write_text(json.dumps(content))
+    for read in (records.read, lambda file: records.read_peer(file, "decode")):
+        with pytest.raises(InputError, match=re.escape(f"record 0: {message}")):
+            read(file)
 
 
-def test_a_peers_number_stands_beside_the_same_point_and_no_other():
+def test_two_rows_of_one_point_are_not_written(tmp_path):
+    with pytest.raises(AssertionError, match="two rows of decode have the same"):
+        document(decode_row(), decode_row()).write(tmp_path / "decode.json")
+
+
+def test_peer_is_beside_the_same_point_and_no_other():
     others = ({"batch": 8}, {"weights": "bf16"}, {"layout": "tp2"}, {"layout": "ep2"})
     ours = [decode_row(), *(decode_row(**change) for change in others)]
-    assert records.problems(document(*ours)) == []
     peer = {"engine": "vLLM 0.25.1", "records": [decode_row(tpot_ms=3.0), decode_row(batch=32, tpot_ms=4.0)]}
     beside = records.beside(ours, peer, "decode")
     assert beside[0]["peer"] == {"engine": "vLLM 0.25.1", "tpot_ms": 3.0, "times_as_long": 2.0}
@@ -115,7 +104,7 @@ def test_a_peers_number_stands_beside_the_same_point_and_no_other():
     assert "peer" not in ours[0]
 
 
-def test_a_peers_kernel_stands_beside_all_of_ours_of_the_same_case():
+def test_peer_kernel_is_beside_all_of_ours_of_the_same_case():
     case = {"operation": "attention.paged", "case": "prefill full 8192"}
     ours = [{**case, "kernel": name, "us": us} for name, us in (("triton", 2000.0), ("small_ops", 4000.0))]
     peer = {"engine": "vLLM 0.25.1", "records": [{**case, "kernel": "FlashAttention-3", "us": 1000.0}]}
@@ -124,46 +113,33 @@ def test_a_peers_kernel_stands_beside_all_of_ours_of_the_same_case():
     assert records.beside(other, peer, "kernel")[0]["peer"] is None
 
 
-def test_a_peers_file_needs_the_keys_and_the_number_only(tmp_path):
+def test_peer_file_needs_the_keys_and_the_time_only(tmp_path):
     file = tmp_path / "peer.json"
     point = {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": 0.117}
     file.write_text(json.dumps({"what": "prefill", "engine": "vLLM 0.25.1", "records": [point]}))
     assert records.read_peer(file, "prefill")["records"] == [point]
     with pytest.raises(InputError, match="records of decode, got 'prefill'"):
         records.read_peer(file, "decode")
-    lacking = copy.deepcopy(point)
-    del lacking["prefill_s"]
-    file.write_text(json.dumps({"what": "prefill", "engine": "vLLM 0.25.1", "records": [point, lacking]}))
-    with pytest.raises(InputError, match="record 1: lacks prefill_s"):
+    file.write_text(json.dumps({"what": "prefill", "engine": "vLLM 0.25.1", "records": [{**point, "prefill_s": None}]}))
+    with pytest.raises(InputError, match="record 0: prefill_s must be"):
         records.read_peer(file, "prefill")
+    with pytest.raises(
+        InputError, match=r"no.json: there is no such file; `npu-gptoss bench … --json FILE` writes one"
+    ):
+        records.read(tmp_path / "no.json")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"prefill_s": None}, "record 0: prefill_s must be a finite number above 0, got None"),
-        ({"prefill_s": "0.1"}, "record 0: prefill_s must be a finite number above 0, got '0.1'"),
-        ({"prompt_tokens": "8192"}, "record 0: prompt_tokens must be a whole number from 1, got '8192'"),
-    ],
-)
-def test_what_cannot_be_computed_with_is_told_when_the_file_is_read(changed, message, tmp_path):
-    """A peer's file is read before hours of measuring, and laid beside them after."""
-    point = {"model": "20b", "weights": "mxfp4", "prompt_tokens": 8192, "prefill_s": 0.117, **changed}
-    content = {"what": "prefill", "engine": "vLLM", "records": [point], "machine": {}, "versions": {}, "date": ""}
-    file = tmp_path / "peer.json"
-    file.write_text(json.dumps(content))
-    for read in (records.read, lambda file: records.read_peer(file, "prefill")):
-        with pytest.raises(InputError, match=re.escape(message)):
-            read(file)
-
-
-@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.name)
-def test_committed_records_can_be_read_without_asking(file):
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if content.get("engine") == records.OURS:
-        assert records.problems(content) == []
-    else:
-        needed = SERVING if content["what"] == "serving" else None
-        assert records.read_peer(file, content["what"], needed=needed)["versions"]
-    assert content["machine"]
+@pytest.mark.parametrize("file", OF_BENCH, ids=lambda file: file.name)
+def test_committed_records_can_still_be_read(file):
+    content = records.read(file)
+    assert content["records"]
     assert content["definitions"]
+    assert content["machine"]
+
+
+def test_committed_records_are_found():
+    assert {records.KINDS[COMMITTED[path]["what"]] for path in OF_BENCH} >= {
+        records.KINDS["decode"],
+        records.KINDS["prefill"],
+    }
+    assert len(OF_BENCH) >= 20

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from npu_gptoss.bench import records
 from npu_gptoss.engine import Engine, SamplingParams
 from npu_gptoss.engine import engine as engine_module
 from npu_gptoss.engine.launched import device_and_ranks
@@ -128,7 +127,6 @@ def test_bench_under_torchrun_prints_and_writes_one_table_that_names_its_layout(
     assert run.stdout.count("one GPU hour") == 1
     assert run.stderr.count("batch 2, context 300: not measured") == 1
     content = json.loads((tmp_path / "decode.json").read_text())
-    assert records.problems(content) == []
     (record,) = content["records"]
     assert (record["layout"], record["gpus"], record["weights"]) == ("ep2", 2, "bf16")
     assert list(content["ceilings"]) == ["2 x measured here"]
