@@ -108,7 +108,7 @@ class Inputs:
         return Sizes(c.hidden_size, *heads, c.num_local_experts, c.num_experts_per_tok, c.vocab_size)
 
     def step(self, requests: Sequence[tuple[int, int]]) -> Step:
-        """One attention step in the dtype that is measured; blocks scattered over a cache of its own."""
+        """One attention step in the measured dtype; its blocks are scattered over a separate cache."""
         sizes = self.sizes
         shape = Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, self.block_size)
         return make_step(requests, shape, self.generator).to(self.device, self.dtype)
@@ -164,7 +164,7 @@ def _attend(step: Step, window: int | None, kernel: str) -> Callable[[], object]
 
 
 def write_cases(inputs: Inputs, points: Points) -> Iterator[Case]:
-    """The keys and values of a step's rows into the cache, each row into a block of its own."""
+    """The keys and values of a step's rows into the cache, one block a row."""
     sizes = inputs.sizes
     heads = sizes.kv_heads, sizes.head_dim
     called = write_call(inputs.empty(1, *heads), inputs.empty(1, inputs.block_size, *heads))
@@ -289,7 +289,7 @@ DENSE = {
 
 
 def dense_cases(operation: Operation, inputs: Inputs, points: Points) -> Iterator[Case]:
-    """One of these operations for every number of rows; each set of a rotation has tensors of its own."""
+    """One of these operations for every number of rows; each set of a rotation has separate tensors."""
 
     def build(rows: int, sets: int, kernel: str) -> Calls:
         run = DENSE[operation]

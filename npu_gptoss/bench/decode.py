@@ -50,7 +50,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """What was observed: the seconds between steps, and the keys that each request saw in the middle one."""
+    """The observation: the seconds between steps, and the keys that each request saw in the middle step."""
 
     step_s: tuple[float, ...]
     contexts: tuple[int, ...]
@@ -66,7 +66,7 @@ class _Enough(Exception):
 
 
 class SteadySteps:
-    """Watches an engine's steps (`on_step`) and keeps the ends of those in which all requests advance by one."""
+    """Watches an engine's steps (`on_step`) and keeps the ends of steps in which all requests advance by one."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
         self._engine = engine
@@ -108,7 +108,7 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 
 def check_fits(engine: Engine, batch: int, tokens: int) -> None:
-    """Refuses a batch whose keys do not fit the cache at once, or that the engine would not run together."""
+    """Refuses a batch that does not fit the cache at once, or that the engine would not run together."""
     scheduler = engine.scheduler
     blocks = batch * math.ceil(tokens / engine.block_size)
     if blocks > scheduler.allocator.num_blocks:
@@ -172,7 +172,7 @@ def measure(running: Running, batch: int, context: int) -> dict[str, Any]:
 
 
 def record(running: Running, run: DecodeRun, batch: int, context: int) -> dict[str, Any]:
-    """The run beside its floors, as `records` wants it."""
+    """A row of `records`: the run and its floors."""
     config, seconds = running.engine.config, run.mean_s
     work = decode_work(config, run.contexts, running.form, run.distinct)
     uniform = decode_work(config, [context] * batch, running.form)

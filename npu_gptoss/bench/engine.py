@@ -1,4 +1,4 @@
-"""`bench engine`: decode and prefill on one engine; what `bench sweep` runs for each layout."""
+"""`bench engine`: decode and prefill on one engine. `bench sweep` runs it for each layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_points(parser: argparse.ArgumentParser) -> None:
-    """All that is measured and with what; without how the ranks share the model."""
+    """The options of the points and of the engine, without the layout of the ranks."""
     defaults = {"context": [1024, 8192], "tokens": [8192, 32768], "steps": 64}
     session.engine_arguments(parser, "--batch", "--context", "--steps", "--tokens", "--repeats", "--out", **defaults)
 

@@ -130,7 +130,7 @@ def run_kernels(
 def _record(
     case: Case, kernel: KernelSpec, device: torch.device, ceilings: Sequence[Ceilings], samples: int
 ) -> dict[str, Any]:
-    """One kernel's time beside the floor, as `records` wants it."""
+    """A row of `records`: one kernel's time and its floor."""
     calls = case.calls(kernel.name)
     timing = measure(calls, device, samples=samples)
     record = {

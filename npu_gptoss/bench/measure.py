@@ -1,9 +1,9 @@
-"""Times calls: warmed up, many times, on cold caches where the data would not be warm in a model either.
+"""Times calls: warmed up, many times, on caches that are as cold as in a model.
 
-On CUDA the calls of a rotation are captured into one graph and the graph is replayed, so that what is timed is the
-device's work and not Python; a call that cannot be captured (it waits for the device) is timed with events around
-a loop, and the result says so. Each call of a rotation has tensors of its own; a rotation that touches more than
-the cache holds finds none of them there. On other devices the host's clock is read around the loop.
+On CUDA the calls of a rotation are captured into one graph, which is replayed, so that the time is the device's and not
+Python's. A call that cannot be captured, because it waits for the device, is timed with events around a loop, and the
+result says so. Each call of a rotation has separate tensors; a rotation that touches more than the cache holds finds
+none of them there. On other devices the host's clock is read around the loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """What a rotation must exceed on a CUDA device."""
+    """The size of the cache that a rotation must exceed on a CUDA device."""
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 

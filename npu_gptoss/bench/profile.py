@@ -40,7 +40,7 @@ def recording(device: torch.device) -> profile:
 
 
 def kernels_of(recorded: profile, device: torch.device, repeats: int) -> list[DeviceKernel]:
-    """What was recorded, longest first, divided by the number of times that it ran."""
+    """The recorded kernels, longest first, divided by the number of repeats."""
     found = []
     for event in recorded.key_averages():
         on_device = str(event.device_type).endswith("CUDA")

@@ -60,9 +60,9 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str:
-    """What NPU_GPTOSS_COMMIT says, else git of the checkout that this package lies in; "unknown" where there is none.
+    """NPU_GPTOSS_COMMIT, else the commit of the checkout that holds this package; "unknown" without either.
 
-    A checkout whose tracked files were changed since says so: "<commit>-dirty".
+    A checkout with changed tracked files gives "<commit>-dirty".
     """
     told = envs.get("NPU_GPTOSS_COMMIT")
     if told:
@@ -74,7 +74,7 @@ def commit() -> str:
 
 
 def _output(command: list[str]) -> str:
-    """What it prints; nothing where it is not there, fails or hangs."""
+    """The command's output; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

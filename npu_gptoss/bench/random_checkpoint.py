@@ -1,9 +1,9 @@
-"""Random gpt-oss weights of full size in the official layout, made on the device: something to measure with.
+"""Random gpt-oss weights of full size in the official layout, made on the device, for measurements.
 
-Speed depends on shapes, on how many experts the tokens of a step are spread over and on values not being all alike;
-it does not depend on what a model has learned. Normal weights of the published initializer's size give router logits
-of unit scale, so that a step's tokens spread over the experts almost evenly, as an upper estimate of real traffic.
-The checkpoint has no tokenizer: it is for token ids.
+Speed depends on shapes, on how many experts the tokens of a step are spread over, and on values that differ; it does
+not depend on training. Normal weights of the published initializer's size give router logits of unit scale, so a step's
+tokens spread over the experts almost evenly, an upper estimate of real traffic. The checkpoint has no tokenizer: it is
+for token ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def full_config(size: str, *, mxfp4: bool = True) -> GptOssConfig:
 
 
 def model_name(config: GptOssConfig) -> str:
-    """20b or 120b, or what tells another shape apart."""
+    """20b or 120b, or the numbers of another shape."""
     for size in SHAPES:
         other = full_config(size, mxfp4=config.quantization is not None)
         if replace(other, dtype=config.dtype, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id) == (

@@ -1,8 +1,8 @@
 """Records of measurements: one JSON file an action, with enough to read its rows alone.
 
-A file says what ran (engine, versions, machine, date), what each number means (`definitions`), at which ceilings the
-floors are, and at which price of a GPU hour tokens were priced. Another engine's file of the same form, measured on the
-same machine and checkpoint, is laid beside ours row by row (`beside`).
+A file holds the engine, versions, machine and date, the meaning of each number (`definitions`), the ceilings of the
+floors, and the price of a GPU hour. Another engine's file of the same form, measured on the same machine and
+checkpoint, is joined to ours row by row (`beside`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _ACTIVATION_PASSES = 12  # reads and writes of [tokens, hidden] in bfloat16 in a
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine can do at most: bytes/s of its memory, operations/s of its matrix units in bfloat16."""
+    """The most that a machine can do: bytes/s of its memory, operations/s of its matrix units in bfloat16."""
 
     name: str
     bytes_per_s: float
@@ -48,7 +48,7 @@ NOMINAL = {_H200: H200}
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step or one call: bytes by what they are for, and operations."""
+    """The bytes of one step or call by purpose, and its operations."""
 
     expert_bytes: float = 0.0
     dense_bytes: float = 0.0  # attention's projections, norms, sinks, router, head
@@ -69,9 +69,9 @@ class Work:
 
 
 def beside_floor(work: Work, seconds: float, ceilings: Sequence[Ceilings], unit: str) -> dict[str, float | int]:
-    """The fields of a record that say what a time is worth: work, rates, floors in `unit` ("ms" or "us").
+    """The fields of a record that rate a time: work, rates, floors in `unit` ("ms" or "us").
 
-    ceilings: those that the floor is at; behind them, where these are nominal, those measured in the same run.
+    ceilings: the first gives the floor; after nominal ceilings come the ceilings measured in the same run.
     """
     scale = {"ms": 1e3, "us": 1e6}[unit]
     floors = [work.floor_s(each) for each in ceilings]
@@ -192,7 +192,7 @@ def _step(config: GptOssConfig, tokens: int, logits: int, weights: str, distinct
 
 
 def experts_work(config: GptOssConfig, tokens: int, weights: str, distinct: float) -> Work:
-    """The routed experts of one layer alone, without activations: what a fused kernel must read and compute."""
+    """The routed experts of one layer, without activations: the least that a fused kernel must read and compute."""
     matrix, _ = expert_parameters(config)
     return Work(
         expert_bytes=distinct * expert_bytes(config, weights), flops=2 * tokens * config.num_experts_per_tok * matrix

@@ -1,4 +1,4 @@
-"""Which experts a step's tokens are routed to, seen in the calls of the experts' kernels."""
+"""Counts the experts that a step's tokens are routed to, in the calls of the experts' kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distinct_experts(engine: Engine) -> tuple[int, ...] | None:
 
 
 def expert_format(engine: Engine) -> str:
-    """The format in which the first layer's experts lie in memory, told by their bytes: what `roofline` counts in."""
+    """The format of the first layer's experts in memory, by their bytes, as `roofline` names it."""
     config, ranks = engine.config, engine.model.ranks
     matrix, _ = expert_parameters(config)
     held = [tensor.untyped_storage() for tensor in _tensors(engine.model.layers[0].moe.experts.weights)]

@@ -127,7 +127,7 @@ class Running:
     ceilings: Sequence[Ceilings]
 
     def priced(self, work: Work, seconds: float, tokens: int) -> dict[str, Any]:
-        """Fields of a record of `tokens` in `seconds`: what ran, beside its floors, and what it cost."""
+        """Fields of a record of `tokens` in `seconds`: model, layout, floors and cost."""
         ranks = self.engine.model.ranks
         layout, gpus = ("tp1", 1) if ranks is None else (ranks.shard.layout, ranks.shard.size)
         return {
@@ -145,8 +145,9 @@ class Running:
 class Kind:
     """An action that measures an engine.
 
-    head, line: of the printed table. points: name of each point -> its arguments. measure, profile: called with what
-    runs and a point's arguments, for a record and for the device's kernels inside. options, defaults: as `add_options`.
+    head, line: of the printed table. points: name of each point -> its arguments. measure, profile: called with a
+    `Running` or its engine and a point's arguments; they return a record and the device's kernels. options, defaults:
+    as `add_options`.
     """
 
     what: str
@@ -175,7 +176,7 @@ class Kind:
 def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Iterator[Running]:
     """An engine with graphs of exactly these batch sizes, by default --batch; under torchrun this rank's.
 
-    Every rank must do the same inside; what they print is rank 0's only.
+    Every rank must do the same inside. Only rank 0 prints.
     """
     check_output(args)
     batches = batches or getattr(args, "batch", [1])
@@ -209,7 +210,7 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Ite
 
 
 def measure_kind(kind: Kind, running: Running, peer: Record | None = None) -> list[Record]:
-    """A record of each point, printed as it is measured; a point that does not fit is left out."""
+    """Measures each point, prints it at once, and leaves out a point that does not fit."""
     kept = Records(running.args, kind.what, kind.definitions, running.device, running.ceilings)
     if kind.head:
         print(kind.head)
@@ -250,7 +251,7 @@ class Records:
         self._write()
 
     def finish(self, peer: Record | None = None, line: Callable[[Record], str] = str) -> list[Record]:
-        """Lays the peer's records beside, and says what was written."""
+        """Joins the peer's records, and names the written file."""
         if peer is not None and self._rows:
             self._rows = records.beside(self._rows, peer, self._what)
             measured = records.KINDS[self._what].times[0]
@@ -293,9 +294,9 @@ def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
 
 
 def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
-    """The ceilings of the floors: nominal ones of a known GPU, then those measured here; else only the latter.
+    """The ceilings for floors: a known GPU's nominal ones, then the ones measured here; else only the latter.
 
-    count: of devices like this one that share the work; the ceilings are those of all.
+    count: of equal devices that share the work; the ceilings are their sums.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     own = Ceilings("measured here", *measure_ceilings(device))
@@ -305,7 +306,7 @@ def ceilings_of(device: torch.device, count: int = 1) -> list[Ceilings]:
 def print_head(
     definitions: Mapping[str, str], device: torch.device, ceilings: Sequence[Ceilings], price: float
 ) -> None:
-    """Prints the head of a table: where its numbers come from, and what each means."""
+    """Prints the head of a table: machine, versions, ceilings, definitions and price."""
     found = provenance.machine(device)
     print(f"on {found['device']}, {', '.join(f'{k} {v}' for k, v in provenance.versions().items())}")
     for each in ceilings:

@@ -1,7 +1,7 @@
-"""`bench sweep`: decode and prefill of one model over ways to share it among GPUs: records and tables.
+"""`bench sweep`: decode and prefill of one model for each way to share it among GPUs: records and tables.
 
-Each layout is measured by `bench engine` in a process of its own, under torchrun if it has several ranks. So a layout
-leaves nothing in a GPU's memory for the next one, and a layout that fails ends no other.
+Each layout is measured by a separate `bench engine` process, under torchrun if it has several ranks. So a layout leaves
+nothing in a GPU's memory for the next one, and a layout that fails ends no other.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def command(each: Layout, options: Mapping[str, Any], out: Path) -> list[str]:
 
 
 def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | None:
-    """Measures one layout, its output beside ours; None or why there are no records."""
+    """Measures one layout and shows its output; None, or the reason why there are no records."""
     # a sweep that a batch system or Ctrl-C ends must leave no ranks on the GPUs
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(command(each, options, out))
@@ -173,7 +173,7 @@ def _write(
 def merged(
     documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], missing: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The first document with the rows and ceilings of all, in which `layout` tells the rows apart."""
+    """The first document with the rows and ceilings of all; rows differ by `layout`."""
     return {
         **documents[0],
         "settings": dict(settings),

@@ -1,8 +1,8 @@
 """Measure the sizes of kernels' tiles on this GPU at gpt-oss's shapes, and write them as a table.
 
-Of each tile one number after the other is varied; another is kept only where it is faster by more than noise and
-computes the same. The file is complete after each tile, so the command can be stopped. NPU_GPTOSS_TILES=FILE takes what
-it wrote. Tiles of FP8 and BF16 experts stay as they were.
+Each number of a tile is varied in turn. Another value is kept only if it is faster by more than noise and computes the
+same. The file is complete after each tile, so the command can be stopped. NPU_GPTOSS_TILES=FILE uses the table. Tiles
+of FP8 and BF16 experts stay as before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DOWN_ONE: Choices = {**TRITON, "splits": (1, 2, 4)}
 
 @dataclass(frozen=True)
 class Site:
-    """A tile, the kernel that reads it, and the cases that decide. part: how the names of those begin."""
+    """A tile, the kernel that reads it, and the cases that decide. part: the beginning of the cases' names."""
 
     name: str
     kernel: str
@@ -112,13 +112,13 @@ def best(start: Row, choices: Choices, time: Callable[[Row], float]) -> tuple[Ro
 
 
 def tensors(result: object) -> list[torch.Tensor]:
-    """Copies of what a call returned."""
+    """Copies of a call's results."""
     parts = result if isinstance(result, tuple) else (result,)
     return [part.float().clone() for part in parts if isinstance(part, torch.Tensor)]
 
 
 def same(result: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Whether results differ by rounding alone; NaN does not."""
+    """The results differ by rounding alone. NaN is no rounding."""
     pairs = zip(result, wanted, strict=True)
     return all(bool((a - b).norm() <= ROUNDING * b.norm()) for a, b in pairs)
 

@@ -1,8 +1,7 @@
-"""What Huawei's installers leave behind: the CANN toolkit, its NNAL package, the driver and its device files.
+"""Checks the CANN toolkit, its NNAL package, the driver and its device files.
 
-Read from their version files, without loading a library (`npu_gptoss.cann`; of NNAL here):
-`nnal/atb/latest/version.info` with `Ascend-cann-atb : 8.3.RC1`; its `set_env.sh` sets ATB_HOME_PATH to
-`nnal/atb/latest/atb/cxx_abi_<n>`.
+Reads their version files, without loading a library (`npu_gptoss.cann`; of NNAL here): `nnal/atb/latest/version.info`
+with `Ascend-cann-atb : 8.3.RC1`; its `set_env.sh` sets ATB_HOME_PATH to `nnal/atb/latest/atb/cxx_abi_<n>`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def series(here: Machine) -> tuple[int, int] | None:
 
 
 def _script(folder: Path) -> Path:
-    """The set_env.sh to source for what lies in this folder."""
+    """The set_env.sh of this folder."""
     return next((f / "set_env.sh" for f in (folder, folder.parent) if (f / "set_env.sh").is_file()), folder)
 
 
@@ -204,7 +203,7 @@ def device_files(here: Machine) -> Finding:
 
 
 def _can_be_chosen(visible: str, cards: int) -> bool:
-    """Whether CANN takes a value of ASCEND_RT_VISIBLE_DEVICES: the rules of its error EE1001, by reports of users."""
+    """CANN takes this value of ASCEND_RT_VISIBLE_DEVICES: the rules of its error EE1001, by reports of users."""
     numbers = visible.split(",")
     if not all(re.fullmatch(r" *\d+ *", number) for number in numbers):
         return False

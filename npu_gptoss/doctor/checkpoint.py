@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete, and which format it has, from the headers of its files."""
+"""Checks that a checkpoint is complete, and names its format, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """An InputError says what to do in its last sentence (sentences end in a full stop and a space)."""
+    """(sentence, remedy) of an InputError: the remedy is its last sentence."""
     head, separator, last = text.rpartition(". ")
     return (f"{head}.", last) if separator else (text, "Check that config.json and the weights belong together.")

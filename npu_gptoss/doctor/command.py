@@ -1,7 +1,7 @@
 """Check this machine for gpt-oss: packages, driver, plugins, memory and kernels, each finding with its remedy.
 
-Findings are printed as they are made. It takes ten to thirty seconds on a CPU and about a minute on a card. The exit
-code is 1 when a check failed, and 0 when all is well or there are warnings only.
+Findings are printed at once. It takes ten to thirty seconds on a CPU and about a minute on a card. The exit code is 1
+when a check failed, and 0 when all is well or there are warnings only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def diagnose(
     max_num_seqs: int,
     card_memory: int | None = None,
 ) -> Iterator[Finding]:
-    """Every finding as it is made, in the order of `checks.CHECKS`. Never raises: a check that breaks is a finding."""
+    """Yields every finding at once, in the order of `checks.CHECKS`. A check that raises becomes a finding."""
     found: list[Finding] = []
     devices: list[Device] = []
 

@@ -1,6 +1,6 @@
-"""Who can reach the servers that run here, and whether a key keeps the others out.
+"""Checks who can reach the running servers, and that a key protects them.
 
-Read from /proc: the command and the environment of each `vllm serve`, as far as this user may see them. No key is told.
+Reads the command and the environment of each `vllm serve` from /proc, as far as this user may. Reports no key.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def servers(here: Machine) -> list[Server]:
 
 
 def _serves(words: Sequence[str]) -> bool:
-    """Whether a command is a server itself, and no program that has started one, such as `env` or a shell."""
+    """The command is a server, not a program that has started one, such as `env` or a shell."""
     program = PurePath(words[0]).name
     if program == "vllm":
         return words[1:2] == ("serve",)
@@ -120,7 +120,7 @@ def _judged(here: Machine, server: Server) -> Finding:
 
 
 def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool = False) -> Finding | None:
-    """What a key does not keep out; None where it keeps out all, or there is none."""
+    """The routes that a key leaves open; None where it protects all, or there is no key."""
     if not (keyed or environ.get("VLLM_API_KEY")):
         return None
     loaded = environ.get("VLLM_PLUGINS")

@@ -101,7 +101,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def as_json(findings: Sequence[Finding], version: str, platform: str) -> dict[str, Any]:
-    """The report of `--json`: `schema` says which, `ok` is what the exit code says."""
+    """The report of `--json`. schema: its version. ok: the exit code is 0."""
     return {
         "schema": SCHEMA,
         "npu_gptoss": version,
@@ -117,7 +117,7 @@ def from_json(values: dict[str, Any]) -> Finding:
 
 
 class Words:
-    """Prints findings for people as they are made: groups of checks, remedies behind an arrow, the verdict at the end.
+    """Prints findings for people at once: groups of checks, remedies after an arrow, the verdict at the end.
 
     brief: only warnings, failures and the verdict.
     """
@@ -141,7 +141,7 @@ class Words:
         self._write("\n".join(lines))
 
     def end(self) -> None:
-        """The counts, and the verdict with the names of what is not well."""
+        """Prints the counts, and the verdict with the names of the failed checks or warnings."""
         counts = as_json(self._seen, "", "")["counts"]
         several = {WARNING: "s" * (counts[WARNING] != 1), FAILED: "s" * (counts[FAILED] != 1)}
         bad = {state: ", ".join(dict.fromkeys(_name(f) for f in self._seen if f.state == state)) for state in several}

@@ -1,4 +1,4 @@
-"""The streams that captured graphs take on a 910B, against how many there are."""
+"""Counts the streams that captured graphs take on a 910B, and compares them with the device's."""
 
 from __future__ import annotations
 

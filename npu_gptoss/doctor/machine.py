@@ -1,4 +1,4 @@
-"""The machine as the checks see it: files, environment variables, installed packages. Tests make one up."""
+"""The machine for the checks: files, environment variables, installed packages. Tests make one up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def installed_entry_points(group: str) -> list[EntryPoint]:
 
 @dataclass(frozen=True)
 class Machine:
-    """root: of the file system. version, entry_points: what is installed."""
+    """root: of the file system. version, entry_points: look up installed packages."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def line(self) -> Line:
-        """What this machine is held to: the line of its vLLM, else of its CANN, else the first, of those for its
+        """The release that this machine is compared with: by its vLLM, else by its CANN, else the first for its
         device."""
         device = DEVICE_TYPES[self.platform()[0]]
         fitting = [line for line in LINES if device in line.devices]
@@ -74,7 +74,7 @@ class Machine:
         return self.root / absolute.lstrip("/")
 
     def platform(self) -> tuple[str, str]:
-        """What this machine is to serve on, and why: more than what kernels are selected for, which needs torch_npu.
+        """The platform that this machine serves on, and the reason. Kernel selection needs more, such as torch_npu.
 
         A driver's device files or vllm-ascend make it an Ascend machine even while the rest of the stack is missing.
         """
@@ -95,8 +95,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Device:
-    """What the probe saw. kind: npu, cuda or cpu. total, free: bytes of one device's memory; of RAM on a CPU.
-    mxfp4: whether kernels compute with a checkpoint's MXFP4 experts here, so that they are not expanded."""
+    """The device that the probe opened. kind: npu, cuda or cpu. total, free: bytes of one device's memory; of RAM on a
+    CPU. mxfp4: kernels here compute with a checkpoint's MXFP4 experts without expanding them."""
 
     kind: str
     name: str

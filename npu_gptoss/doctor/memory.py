@@ -1,4 +1,5 @@
-"""The device memory of a server, foretold by the arithmetic that it decides with (`npu_gptoss.model.device_memory`)."""
+"""Predicts a server's device memory with the same arithmetic that the server uses
+(`npu_gptoss.model.device_memory`)."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def choice_of(
     objection: str = "",
     wish: str = AUTO,
 ) -> Choice:
-    """What a server decides on so many cards."""
+    """A server's decision on so many cards."""
     return choose(
         config,
         Part.of(config, ranks),
@@ -81,7 +82,7 @@ def settings(config: GptOssConfig, ranks: int, total: int, buffsize: int = BUFFS
 
 
 def packed_line(choice: Choice) -> str:
-    """What an MXFP4 checkpoint's experts take when they stay packed, in words."""
+    """The memory of an MXFP4 checkpoint's packed experts, in words."""
     left = f"about {thousands(choice.kept.tokens)} tokens" if choice.kept.tokens else "no room"
     return f"packed in MXFP4 {gib(choice.kept.weights)} of weights, which leave {left}"
 
@@ -113,9 +114,9 @@ def memory(
     triton: bool = False,
     wish: str = AUTO,
 ) -> Iterator[Finding]:
-    """length: --max-model-len. ranks: --tensor-parallel-size. device: what the probe saw, None when nothing.
-    card_memory: --card-memory, bytes of each of `ranks` cards to reckon with in its place, wherever they are.
-    buffsize: HCCL_BUFFSIZE, in MB. triton: whether Triton-Ascend is here. wish: NPU_GPTOSS_EXPERT_WEIGHTS."""
+    """length: --max-model-len. ranks: --tensor-parallel-size. device: of the probe, None without one. card_memory:
+    --card-memory, bytes of each of `ranks` cards to compute with instead. buffsize: HCCL_BUFFSIZE, in MB. triton:
+    Triton-Ascend is installed. wish: NPU_GPTOSS_EXPERT_WEIGHTS."""
     if card_memory:
         device = Device("npu", "a card (--card-memory)", ranks, card_memory, card_memory)
     on_cpu = device is None or device.kind == "cpu"
@@ -190,7 +191,7 @@ def _context(found: Fit) -> str:
 def _on_npu(
     config: GptOssConfig, ranks: int, device: Device, choice: Choice, presets: tuple[str, ...], buffsize: int
 ) -> Finding:
-    """By what a server decides there, at vLLM's default utilisation."""
+    """A server's decision on an NPU, at vLLM's default utilisation."""
     found, most = choice.fit, max(UTILISATIONS)
     what = "weights, experts packed in MXFP4 and one layer's in BF16," if choice.packed else "BF16 weights"
     sentence = _what_takes_what(found, what, f"of {device.name}")
@@ -210,7 +211,7 @@ def _on_npu(
 
 
 def _elsewhere(config: GptOssConfig, ranks: int, length: int, device: Device, presets: tuple[str, ...]) -> Finding:
-    """A GPU, whose offline engine computes with experts in MXFP4, or a CPU."""
+    """A CPU, or a GPU with the offline engine, which computes with experts in MXFP4."""
     on_cpu = device.kind == "cpu"
     packed = device.mxfp4 and config.quantization is not None
     total = device.free // ranks if on_cpu else device.total

@@ -1,4 +1,4 @@
-"""Whether vLLM finds this package: entry points, their order, the filter VLLM_PLUGINS, and one platform only.
+"""Checks that vLLM finds this package: entry points, their order, the filter VLLM_PLUGINS, and one platform only.
 
 vLLM 0.11.0 loads every entry point of `vllm.general_plugins` in the order in which packages are installed; the last to
 register a model wins. Of `vllm.platform_plugins` one may answer, a second is an error.
@@ -132,7 +132,7 @@ def _general_names(here: Machine) -> list[str]:
 
 
 def registration(here: Machine) -> Finding:
-    """Loads vLLM with its plugins in a process of its own and looks what it would run."""
+    """Loads vLLM with its plugins in a separate process and reads its platform and model class."""
     kind = here.platform()[0]
     if entry.version_objection(here.vllm) or OURS not in (p.name for p in loaded(here, GENERAL)):
         return not_applicable("The plugin would not register anything: see above.")

@@ -1,8 +1,7 @@
-"""The checks that need torch, in a process of their own: a failed import, a crash and a hang become findings.
+"""Runs the checks that need torch in a separate process: a failed import, a crash and a hang become findings.
 
 The child (`python -m npu_gptoss.doctor.probe`) writes a line of JSON to a pipe before and after each check. So the
-parent reports findings as they are made, and knows which check ran when the child died. Only the child opens the
-device.
+parent reports findings at once, and knows which check ran when the child died. Only the child opens the device.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class End:
 
 
 def probe(here: Machine, model: Path | None, devices: list[Device]) -> Iterator[Finding]:
-    """Runs the child and yields its findings as they are made, in the order of ALL; its device goes into `devices`."""
+    """Runs the child and yields its findings in the order of ALL; its device goes into `devices`."""
     if here.version("torch") is None:
         yield from (not_applicable("torch is not installed.", check=check) for check in ALL)
         return
@@ -56,7 +55,7 @@ def probe(here: Machine, model: Path | None, devices: list[Device]) -> Iterator[
 
 
 def alone(name: str, seen: Device) -> list[Finding]:
-    """A self-test in a process of its own. A hang or a crash there ends no other check."""
+    """Runs a self-test in a separate process. A hang or a crash there ends no other check."""
     order = {"only": name, "device": asdict(seen)}
     found = findings_of(_child(order, ALONE_LIMIT, os.environ), [])
     return [finding for finding in found if finding.check == name]

@@ -1,4 +1,4 @@
-"""For which CANN the self-tests were made on this machine; what they said now is remembered for servers to tell."""
+"""Stores self-test results per CANN release, so that a server can report them at its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_gptoss.verify.self_test.record import Record, Seen, stack, today
 
 @on_ascend("releases of CANN to remember")
 def remembered(here: Machine, found: Sequence[Finding]) -> Finding:
-    """found: what the other checks found. Writes them down if every self-test ran to an end."""
+    """found: the findings of the other checks. Stores the self-tests if all of them ran to an end."""
     record, name = Record.of(here.environ), stack(here.environ, here.root)
     ran: dict[str, str] = {}
     for finding in found:

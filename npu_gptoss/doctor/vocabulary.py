@@ -1,7 +1,6 @@
-"""Whether openai-harmony gets its vocabulary without the network, as the server will arrange it.
+"""Checks that openai-harmony gets its vocabulary without the network, as in a server.
 
-The same places in the same order as `harmony/library.py`; at the end the encoding is really loaded, from the
-file and nothing else.
+Looks in the same places and order as `harmony/library.py`, then loads the encoding from the file alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`npu-gptoss verify`: every kernel that can run here against the definition, and proof that the comparison bites.
+"""Checks gpt-oss's kernels against the fp32 definition, at three depths, with one runner and one comparer.
 
-The registry decides what there is to verify: each kernel's signatures, traits and platform choose the calls that it
-gets (`calls.py`). The definition is the fp32 reference on the CPU, from the same inputs (`cases.py`). One file a family
-has its calls and how an operation is run by one kernel; `mutations.py` has the known mistakes of `--mutate`;
-`compare.py` judges, `tolerances.py` says how far a result may be off and why, `known_failures.py` is the ledger,
-`runner.py` puts them together.
+`depth` names the depths: a server's start, the doctor, `npu-gptoss verify`. `cases` makes inputs, `compare` compares,
+`tolerances` has the limits with their reasons. `self_test` has the calls of the first two depths. For everything, the
+registry chooses the calls of each kernel (`calls`, one `*_checks` file a family); `mutations` has the known mistakes of
+`--mutate`, `known_failures` the ledger, `replay` computes dumped calls again, and `runner` runs all of it.
 """

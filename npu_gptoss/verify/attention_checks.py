@@ -95,13 +95,13 @@ def paged_calls(spec: CallSpec) -> Iterator[Call]:
 
 
 def run_paged(inputs: Inputs, kernel: str | None) -> Outputs:
-    """Into a buffer full of NaN: what the kernel does not write shows."""
+    """Runs into a buffer full of NaN, so that rows that the kernel does not write show."""
     out = torch.full_like(inputs["query"], float("nan"))
     return {"out": paged_attention(**inputs, out=out, kernel=kernel)}
 
 
 def paged_sizes(inputs: Inputs) -> Outputs:
-    """The same attention over absolute values: the sum of the sizes of what a result sums."""
+    """The same attention over absolute values: the sum of the absolute products of each result."""
     absolute = {**inputs, "value_cache": inputs["value_cache"].abs()}
     return run_paged(widened(absolute), f"{PAGED.name}.reference")
 

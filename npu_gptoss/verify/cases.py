@@ -1,7 +1,7 @@
 """Makes test inputs: random attention steps, experts and a layer's small tensors.
 
 All depths of `verify`, the benchmarks and the tests draw from here. Tensors are made on the device of the generator.
-The module imports neither the model nor the engine, because a server's start draws from it too.
+The module does not import the model or the engine, because a server's start draws from it too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def widened(inputs: Any) -> Any:
-    """A copy with bfloat16 tensors as float32: what the definition computes from."""
+    """A copy with bfloat16 tensors as float32, the input of the definition."""
     return mapped(inputs, lambda t: t.float() if t.dtype == torch.bfloat16 else t.clone())
 
 
 def on(inputs: Any, device: torch.device) -> Any:
-    """A copy on the device; what a kernel writes in place does not reach the original."""
+    """A copy on the device; a kernel that writes in place does not reach the original."""
     return mapped(inputs, lambda t: t.clone() if device.type == "cpu" else t.to(device))
 
 
@@ -109,7 +109,7 @@ class Step:
         return {**fields, "scale": self.query.shape[2] ** -0.5, "sliding_window": sliding_window}
 
     def attend(self, sliding_window: int | None = None, kernel: str | None = None, **changes: Any) -> torch.Tensor:
-        """[tokens + padding, heads, head_dim] in a buffer that held NaN: what a kernel does not write shows."""
+        """[tokens + padding, heads, head_dim] in a buffer that held NaN, so that unwritten rows show."""
         out = torch.full_like(self.query, float("nan"))
         return paged_attention(**{**self.inputs(sliding_window), **changes}, out=out, kernel=kernel)
 
@@ -125,7 +125,7 @@ class Step:
         return dataclasses.replace(there, key_cache=caches[0], value_cache=caches[1], metadata=metadata)
 
     def want(self, sliding_window: int | None) -> torch.Tensor:
-        """What the definition says, in fp32 on the CPU."""
+        """The definition's result, in fp32 on the CPU."""
         with platform_override("cpu"):
             return widened(self).attend(sliding_window, "reference")
 
@@ -172,10 +172,11 @@ def make_step(
 
 
 def plant(step: Step, window: int) -> None:
-    """In place: for each request's last row a key at the window's far edge and one just outside that outweigh the rest.
+    """Plants, in place, two keys for each request's last row that outweigh the rest: at the window's far edge and just
+    outside.
 
-    A window that is wrong by one key would else move a result by less than bfloat16 rounds. The outer key is planted
-    for a row whose inner one it is not: for another head.
+    Without them a window that is wrong by one key would move a result by less than bfloat16 rounds. The two keys are
+    planted for different heads.
     """
     _, size, kv_heads, dim = step.key_cache.shape
     metadata = step.metadata
@@ -299,7 +300,7 @@ def expert_inputs(
     same: bool = False,
     padding: bool = False,
 ) -> dict[str, Any]:
-    """What `expert_mlp` is called with, and the logits that it follows from.
+    """The arguments of `expert_mlp`, and the logits that they follow from.
 
     share: the experts that are here. same: every token goes to the first experts. padding: every third token is a
     padding row with ids of -1.
@@ -355,7 +356,7 @@ class Sizes:
 class InputFactory:
     """Random tensors of one call, float32 drawn and then rounded to the role's dtype.
 
-    edges: rows that are padding, ties, NaN, a router whose choice survives rounding. Benchmarks go without.
+    edges: with padding rows, ties, NaN, and router logits that rounding cannot reorder. Benchmarks go without.
     """
 
     generator: torch.Generator
@@ -367,7 +368,7 @@ class InputFactory:
         return drawn.to(getattr(torch, self.roles[role]))
 
     def stream(self, rows: int, hidden: int) -> torch.Tensor:
-        """A residual stream: float32 whatever the roles."""
+        """A residual stream: always float32."""
         return torch.randn(rows, hidden, generator=self.generator, device=self.generator.device) * 2.0
 
     def matrix(self, out: int, inputs: int) -> torch.Tensor:
@@ -392,7 +393,7 @@ def _stream(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 
 def _qkv(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """The last of many rows are padding, whose keys go nowhere; slots in any order."""
+    """The last of many rows are padding, with keys that are not stored; slots in any order."""
     real = rows if rows < 3 or not make.edges else rows - 2
     kv, device, blocks = getattr(torch, make.roles["kv"]), make.generator.device, max(BLOCKS, rows)
     stream = _stream(make, rows, sizes, delta)
@@ -423,7 +424,7 @@ def _output(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[st
 
 
 def _router(make: InputFactory, rows: int, sizes: Sizes, delta: bool) -> dict[str, Any]:
-    """Of many drawn rows those whose chosen logits lie furthest apart: rounding must not change the choice."""
+    """Keeps the rows with the largest gaps between the chosen logits: rounding must not change the choice."""
     drawn = _stream(make, 12 * rows if make.edges else rows, sizes, delta)
     shared = {
         "norm_weight": drawn["norm_weight"],

@@ -1,7 +1,7 @@
 """Check every kernel that can run here against the fp32 definition, third-party kernels included.
 
 Each kernel gets the calls that its signatures and traits promise: edge shapes and seeded random ones. Exit code 0: all
-is right; 1: something is not, or a kernel could not be verified; 2: the command was given what it cannot use.
+is right; 1: something is wrong, or a kernel could not be verified; 2: the command cannot use its input.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_compiled(args: argparse.Namespace) -> int:
 
 
 def lines(report: Report, args: argparse.Namespace) -> list[str]:
-    """One line for what is right; for what is not, the worst elements and how to see it again."""
+    """One line for a right kernel; for a wrong one the worst elements and the command that shows them again."""
     target, calls = report.target, report.calls
     head = f"{'ok' if report.ok else 'FAIL':<4} {target.name}"
     if target.origin != BUILT_IN:

@@ -70,9 +70,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one call, whichever depth made it.
+    """The outcome of one call, at any depth.
 
-    error: of the worst element, in units of the tolerance. lines: what is wrong, most important first. suspect: the
+    error: of the worst element, in units of the tolerance. lines: the differences, most important first. suspect: the
     known defect that a wrong result of this call points to, with its release. merged_heads: a wrong result has the
     pattern of attention heads that are merged without a factor.
     """
@@ -156,7 +156,7 @@ def checked(
     dtypes: str = "",
     suspect: str = "",
 ) -> tuple[Result, Outputs]:
-    """Runs one call, compares it, and repeats what is right: every repetition must give the same bits.
+    """Runs one call, compares it, and repeats a right one: every repetition must give the same bits.
 
     run: returns outputs on the CPU. An exception of a kernel, an operator or a driver is a wrong result.
     """

@@ -1,9 +1,9 @@
 """`npu-gptoss verify --compile`: Ascend's Triton kernels with Huawei's own compiler, on a machine without an Ascend.
 
 For every kernel that is registered for Ascend and written in Triton: Triton's interpreter against the definition; the
-kernel lowered by triton-ascend to linalg and built for this CPU, against the definition; each of those programs given
-to `bishengir-compile` for a 910B; and the kernel's source mutated, where the second step has to notice.
-`ascend_emulator.compiler` has the tools; docs/verify.md says what an acceptance means and what it cannot.
+kernel lowered by triton-ascend to linalg and built for this CPU, against the definition; each lowered program given to
+`bishengir-compile` for a 910B; and mutations of the kernel's source, which the second step must notice.
+`ascend_emulator.compiler` has the tools; docs/verify.md explains an acceptance.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Refused:
-    """The first value of a constant, doubled from what is used, that the compiler refuses; "" when none was."""
+    """The first doubled value of a constant that the compiler refuses; "" when none was."""
 
     constant: str
     used: int
@@ -86,7 +86,7 @@ class CompiledReport:
 
 
 def ascend_kernels(wanted: str | None) -> list[Target]:
-    """Those in Triton. Raises InputError where none is named."""
+    """The kernels in Triton for Ascend. Raises InputError where none is named."""
     found = [
         Target(kernel.name, CHECKS.get(f"{kernel.family}.{kernel.mode}"), kernel, kernel.origin)
         for kernel in registry.kernels.values()
@@ -100,7 +100,7 @@ def ascend_kernels(wanted: str | None) -> list[Target]:
 
 
 def _in_triton(module: str) -> bool:
-    """Not a kernel that only calls one: read from its file, since importing it may want what is not here."""
+    """The file defines a Triton kernel. Read as text, because importing it may need missing packages."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None and "@triton.jit" in Path(spec.origin).read_text()
 
@@ -189,7 +189,7 @@ def _first_wrong(target: Target, kept: list[tuple[Call, Any, CallSpec]], changed
 
 
 def _in_a_child(work: Callable[[], str]) -> str:
-    """Its answer, from a process of its own: a mutated kernel may end neither well nor at all."""
+    """The work's answer from a separate process, because a mutated kernel may crash or never end."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -213,7 +213,7 @@ def _in_a_child(work: Callable[[], str]) -> str:
 
 
 def lines(report: CompiledReport) -> list[str]:
-    """One line a step; for what is wrong, how it was seen."""
+    """One line a step; for a wrong step the calls that show it."""
     text = [f"{'ok' if report.ok else 'FAIL':<4} {report.kernel}"]
     for step, found in (("interpreter", report.interpreted), ("lowered, on this CPU", report.lowered)):
         bad = [call for call in found.calls if call.state != PASSED]

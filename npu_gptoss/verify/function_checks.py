@@ -25,7 +25,7 @@ PUBLISHED_YARN = PUBLISHED.rope_scaling
 
 
 def expand_calls(spec: CallSpec) -> Iterator[Call]:
-    """Every byte under every scale whose values fit, which includes subnormals; then random shapes."""
+    """Every byte under every scale with finite values, subnormals included; then random shapes."""
     every = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.arange(253, dtype=torch.uint8)
     blocks = every.repeat(253, 1, 1)  # [253, 16, 16]: each scale with all bytes
@@ -42,7 +42,7 @@ def expand_calls(spec: CallSpec) -> Iterator[Call]:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """So that -0 is told from 0."""
+    """The bits, which distinguish -0 from 0."""
     return values.cpu().view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
 
 
@@ -67,7 +67,7 @@ def define_expand(inputs: Inputs) -> Outputs:
 
 
 def compress_calls(spec: CallSpec) -> Iterator[Call]:
-    """What is representable must come back, and what is not goes to the nearest; ties are among both."""
+    """Representable values must come back, others become the nearest value; ties are among both."""
     dtype = getattr(torch, spec.roles["values"])
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.9, -0.25, -5.0, 0.0]).repeat(8)[:96]
     yield Call("ties", {"weight": ties.to(dtype)})

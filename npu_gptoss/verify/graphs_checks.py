@@ -16,7 +16,7 @@ FIELDS = ("input_ids", "positions", "slots", "seq_lens", "next_positions")
 
 
 def _state(tokens: list[int], positions: list[int], capacity: int, block_size: int, seed: int) -> DecodeState:
-    """A request a row, each with blocks of its own up to the one behind its position; padding rows behind them."""
+    """A request a row, each with separate blocks up to the one after its position; then padding rows."""
     blocks = max(positions) // block_size + 2
     state = DecodeState.allocate(capacity, blocks, block_size, spare_slot=10**6, device=torch.device("cpu"))
     numbers = torch.randperm(capacity * blocks, generator=torch.Generator().manual_seed(seed)) + 1

@@ -1,6 +1,6 @@
-"""The ledger of known failures: what fails, where, and why it is left so. An entry that passes is a failure too.
+"""The ledger of known failures, with kernel, call, platform and reason. An entry that passes is a failure too.
 
-An entry is for a defect that is understood and not mended yet. It is taken out as soon as `verify` says that it passes.
+An entry is for a defect that is understood and not repaired yet. Remove it as soon as `verify` reports that it passes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """kernel, call: patterns as of a shell. platform: ascend, cuda or cpu. reason: what is wrong, and what it would
-    take."""
+    """kernel, call: patterns as of a shell. platform: ascend, cuda or cpu. reason: the defect and its possible
+    repair."""
 
     kernel: str
     call: str

@@ -104,7 +104,7 @@ def run_route(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 def expand_call(name: str, blocks: torch.Tensor, scales: torch.Tensor, experts: list[int], halves: bool) -> Call:
-    """blocks, scales: of a checkpoint. The ring is full of what no weight is."""
+    """blocks, scales: of a checkpoint. The ring is full of a value that no weight has."""
     columns, depth = blocks.shape[1], blocks.shape[2] * mxfp4.GROUP
     inputs = {
         "blocks": blocks,
@@ -117,7 +117,7 @@ def expand_call(name: str, blocks: torch.Tensor, scales: torch.Tensor, experts: 
 
 
 def packed_calls(spec: CallSpec) -> Iterator[Call]:
-    """Every code under every scale; gpt-oss's own widths, and those of its cuts; slots that stay, experts twice."""
+    """Every code under every scale; gpt-oss's widths and its cuts' widths; untouched slots, experts twice."""
     generator = torch.Generator().manual_seed(5)
     every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)  # each with all bytes
     scales = torch.arange(256).clamp(max=252).to(torch.uint8)[None, :, None].expand(1, 256, 16)
@@ -146,7 +146,7 @@ def packed_calls(spec: CallSpec) -> Iterator[Call]:
 
 
 def _ring_bits(out: torch.Tensor) -> Outputs:
-    """So that -0 is told from 0."""
+    """The bits, which distinguish -0 from 0."""
     return {"bits": out.cpu().view(torch.int16)}
 
 
@@ -157,7 +157,7 @@ def run_expand(inputs: Inputs, kernel: str | None) -> Outputs:
 
 
 def define_expand(inputs: Inputs) -> Outputs:
-    """From the checkpoint's own layout: neither the packing nor the order of its codes is taken for granted."""
+    """From the checkpoint's own layout, independent of the packing and the order of its codes."""
     whole = mxfp4.expand_transposed(inputs["blocks"], inputs["scales"])
     if inputs["halves"]:
         whole = torch.cat((whole[..., 0::2], whole[..., 1::2]), -1)

@@ -1,7 +1,7 @@
 """The known mistakes of gpt-oss's operations: one table, with the check that must notice each.
 
 Ports of gpt-oss have made them, or its formulas invite them. `verify --mutate` shows that each would be caught, and the
-doctor names the one that explains a wrong result. A mutation is what a kernel that makes the mistake would answer.
+doctor names the mistake that explains a wrong result. A mutation returns the result of a kernel with that mistake.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _tail_kept(inputs: Inputs, right: Outputs) -> Outputs | None:
 
 
 def _window(name: str, shows: Callable[[int | None], bool], change: Callable[[int | None], int | None]) -> Mutation:
-    """Another window, for calls whose own window shows it; None is a window too, so this is no `of_inputs`."""
+    """Another window, for calls that show it. None is a window too, so this is no `of_inputs`."""
 
     def answer(inputs: Inputs, definition: Definition) -> Outputs | None:
         window = inputs["sliding_window"]

@@ -66,7 +66,7 @@ def one_line(error: Exception) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """What `dumping.encoded` made of it; only dataclasses of this package are made again."""
+    """The inverse of `dumping.encoded`; only dataclasses of this package are made again."""
     if isinstance(value, Mapping) and CLASS in value:
         module, _, name = value[CLASS].partition(":")
         found = getattr(importlib.import_module(module), name, None) if module.startswith("npu_gptoss.") else None

@@ -81,7 +81,7 @@ def matches(text: str, target: Target) -> bool:
 
 
 def targets(device: torch.device, wanted: str | None = None) -> tuple[list[Target], dict[str, str]]:
-    """What can run here, by name, and why each of the others cannot. Raises InputError where nothing is asked for."""
+    """The targets that can run here, and the reason against each other one. Raises InputError where none is named."""
     found, elsewhere = [], {}
     for kernel in registry.kernels.values():
         target = Target(kernel.name, CHECKS.get(f"{kernel.family}.{kernel.mode}"), kernel, kernel.origin)

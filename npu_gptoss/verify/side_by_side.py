@@ -1,4 +1,4 @@
-"""Targets verified by several processes. The definition works on one core, and is what a GPU's kernels wait for."""
+"""Verifies targets in several processes. The definition works on one core, and a GPU's kernels wait for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reports(found: Sequence[Target], device: torch.device, jobs: int, **options:
 
 
 def _by_name(name: str, *, device: str, **options: Any) -> tuple[Any, ...]:
-    """What a report has beside its target, which cannot be sent from one process to another."""
+    """The parts of a report without its target, which cannot be sent between processes."""
     load_kernels()
     where = torch.device(device)
     with kernels_for(where), torch.inference_mode(), one_thread():

@@ -1,7 +1,7 @@
 """Mutations of a kernel's source: one operator, number, function or statement changed at a time.
 
-`verify --mutate` computes what a mistaken kernel would answer; these are mistaken kernels. Those that compute the same
-all the same have a reason in `EQUIVALENT`.
+`verify --mutate` computes the answer of a mistaken kernel; these are mistaken kernels. A mutation without an effect has
+its reason in `EQUIVALENT`.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_help_of_each_action_has_a_sentence_and_an_example_that_parses(action, c
 
 
 def test_small_model_gets_one_thread_on_a_cpu_and_a_user_keeps_the_choice(monkeypatch):
-    """Waiting OpenMP threads spin: beside other work a step of the tiny model took ten times as long."""
+    """Waiting OpenMP threads spin: on a busy machine a step of the tiny model took ten times as long."""
     before = torch.get_num_threads()
     try:
         for config, device, variable, want in (

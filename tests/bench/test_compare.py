@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def decode_row(tpot_ms: float, half: float | None = 0.02, **changes: object) -> dict[str, object]:
-    """half: of the band from a tenth to nine tenths, as a share of the mean; None: the record tells none."""
+    """half: of the band from a tenth to nine tenths, as a share of the mean; None: the record has none."""
     row = {"model": "20b", "weights": "mxfp4", "layout": "tp1", "batch": 8, "context": 1024}
     row["tpot_ms"] = tpot_ms
     if half is not None:

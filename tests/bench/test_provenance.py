@@ -11,7 +11,7 @@ from npu_gptoss.bench import provenance
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of its own with the package in it; nothing of the surroundings says a commit."""
+    """A repository around the package; no other folder has a commit."""
     (tmp_path / "npu_gptoss").mkdir()
     (tmp_path / "npu_gptoss" / "code.py").write_text("1\n")
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -34,7 +34,7 @@ def test_a_checkout_names_its_commit_and_says_when_files_differ_from_it(checkout
 def test_a_copy_without_git_takes_the_commit_that_it_is_told(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed package must not take the commit of whatever repository lies around it."""
+    """An installed package must not take the commit of a repository around it."""
     inner = tmp_path / "site-packages" / "npu_gptoss"
     inner.mkdir(parents=True)
     monkeypatch.setattr(provenance, "PACKAGE", inner)

@@ -1,4 +1,4 @@
-"""Files of records: what they hold, which rows are refused, and that all committed files can be read."""
+"""Files of records: their content, rows that are refused, and committed files that must stay readable."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_row_without_its_key_or_time_is_neither_written_nor_read(name, tmp_path):
-    """A peer's file is read before hours of measuring, and laid beside them after."""
+    """A peer's file is read before hours of measuring, and joined to them after."""
     row, message = MISTAKES[name]
     with pytest.raises(AssertionError, match=re.escape(f"record 1: {message}")):
         document(decode_row(), row).write(tmp_path / "decode.json")

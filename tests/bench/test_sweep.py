@@ -162,7 +162,7 @@ def test_one_and_two_ranks_are_measured_and_stand_in_one_file_a_kind(directory, 
 
 
 def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeypatch, capsys):
-    """Three ranks cannot share eight heads; and what the first one measured is written before the second starts."""
+    """Three ranks cannot share eight heads. The first layout's records are written before the second starts."""
     seen = []
 
     def started(each, options, out):
@@ -199,7 +199,7 @@ def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, mo
 
 @pytest.mark.parametrize("name", ["decode.json", "tables.md"])
 def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_path, monkeypatch, capsys):
-    """Where this one measures less, the earlier one's numbers would stand, and be drawn, beside it."""
+    """A smaller sweep would leave some of the earlier numbers in the folder."""
     monkeypatch.setattr(sweep, "run_layout", None)
     (tmp_path / name).write_text("hours")
     assert run(directory, tmp_path, "tp1") == 2
@@ -234,7 +234,7 @@ def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
 
 
 def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys):
-    """Two machines in one command: the numbers of neither stand under the other's name."""
+    """Two machines in one command: each table is under its own machine."""
     here = content("prefill", prefill_row("tp1", 8192, 0.1, 0.01)) | {"engine": "npu_gptoss"}
     other = content("decode", decode_row("tp1", 1, 2.0, 1.0)) | {"engine": "vLLM", "machine": {"device": "A100"}}
     del other["dollars_per_gpu_hour"], other["records"][0]["dollars_per_million_tokens"]

@@ -1,4 +1,4 @@
-"""`npu-gptoss tune`: what it picks with a fake clock, and that each tile is measured where it counts."""
+"""`npu-gptoss tune`: its choice with a fake clock, and each tile measured where it counts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_nan_is_not_the_same() -> None:
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.name)
 def test_a_tile_is_measured_with_a_kernel_and_sizes_that_read_it(site: tune.Site) -> None:
-    """On an H200; the sizes at which a tile counts stand in its name or are those of the kernel."""
+    """On an H200; the sizes at which a tile counts are in its name or are the kernel's."""
     load_kernels()
     row, cases = shipped()[0].rows[site.name], list(cases_of(site, CPU))
     assert site.choices.keys() <= row.keys()

@@ -25,7 +25,7 @@ def install_toolkit(folder: Path, version: str, arch: str = "aarch64") -> Path:
 
 
 def install_nnal(root: Path, version: str) -> Path:
-    """Returns what its set_env.sh puts into ATB_HOME_PATH."""
+    """Returns the value that its set_env.sh gives ATB_HOME_PATH."""
     latest = root / "usr/local/Ascend/nnal/atb/latest"
     write(
         latest / "version.info",

@@ -1,4 +1,4 @@
-"""The whole command: beside vLLM, on a damaged checkpoint, without torch, and when a check of its own breaks."""
+"""The whole command: with vLLM, on a damaged checkpoint, without torch, and with a broken check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that others reach, one whose key can be walked round, and a variable that nothing reads."""
+"""A server that others reach, a key that can be bypassed, and a variable that nothing reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of streams: our arithmetic is vllm-ascend's, and too many sizes are told."""
+"""The budget of streams: our arithmetic is vllm-ascend's, and too many sizes are a warning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_applies_to_ascend_and_needs_a_config(tmp_path):
 
 @pytest.mark.emulated
 def test_the_arithmetic_is_that_of_vllm_ascend(tmp_path):
-    """Its own function is called with more sizes than fit; how many it leaves is what ours says."""
+    """vllm-ascend's function is called with more sizes than fit; ours must leave as many."""
     script = write(
         tmp_path / "ask.py",
         """

@@ -1,4 +1,4 @@
-"""One finding for each operation: what is selected, and why not the others."""
+"""One finding for each operation: the selected kernel, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of weights and KV cache, and what is said when it does not fit."""
+"""The arithmetic of weights and KV cache, and the sentences when they do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry points that are missing, filtered, in the wrong order or one too many; and what vLLM ends up with."""
+"""Entry points that are missing, filtered, in the wrong order or one too many; and vLLM's model after loading."""
 
 from __future__ import annotations
 

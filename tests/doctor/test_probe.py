@@ -22,7 +22,7 @@ from tests.markdown import ROOT
 
 @pytest.fixture
 def with_torch(tmp_path: Path):
-    """Runs the real child beside a torch that is made of the given code."""
+    """Runs the real child with a torch that is made of the given code."""
 
     def run(code: str) -> list[Finding]:
         write(tmp_path / "modules/torch.py", code)

@@ -36,7 +36,7 @@ ON_CPU = [check for check in CASES if check.removeprefix(PREFIX) not in ALONE]
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The mutants are gone after each test; on a CPU, whatever machine runs the tests."""
+    """The mutants are gone after each test; tests run as on a CPU, on any machine."""
     monkeypatch.setattr(loading, "_plugins_loaded", True)
     monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
     registry.generation += 1
@@ -247,7 +247,7 @@ def test_a_kernel_that_is_wrong_in_another_way_fails(operation, mutant, check, p
     ],
 )
 def test_each_classic_mutation_is_far_from_rounding(check, words, count):
-    """Five times the limit at least, so that neither can be taken for the other."""
+    """Five times the limit at least, so that a mistake cannot be confused with rounding."""
     name = check.removeprefix(PREFIX)
     paged = name in classic.STEPS
     definition = CHECKS["attention.paged" if paged else "moe.experts"]

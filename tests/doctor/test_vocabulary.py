@@ -15,7 +15,7 @@ from tests.doctor.machines import ascend, machine, only, write
 
 @pytest.fixture(autouse=True)
 def nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No vocabulary of the user's, neither named nor cached."""
+    """No vocabulary of the user's, named or cached."""
     monkeypatch.delenv(BASE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TIKTOKEN_RS_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""`npu-gptoss verify` from the command line: exit codes, what is printed, what is written."""
+"""`npu-gptoss verify` from the command line: exit codes, output, files."""
 
 from __future__ import annotations
 

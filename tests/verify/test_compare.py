@@ -1,4 +1,4 @@
-"""What counts as equal, and what is shown of what does not."""
+"""Equality within tolerances, and the lines of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison bites: each known mistake of each check is caught, on the CPU and on what stands for a 910B."""
+"""The comparison bites: each known mistake of each check is caught, on the CPU and on the emulated operators."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def check_of(name: str) -> Check:
 
 
 def calls_of(name: str) -> Iterator[tuple[CallSpec, Call]]:
-    """What `npu-gptoss verify --cases 0` calls a kernel with on a Hopper."""
+    """The calls that `npu-gptoss verify --cases 0` gives a kernel on a Hopper."""
     kernel, check = registry.kernels[name], check_of(name)
     for spec in specs_of(kernel, check, 0, 0):
         for call in check.calls(spec):
@@ -52,7 +52,7 @@ def test_each_program_is_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOR_CUDA)
 def test_each_mutation_shows_in_the_calls_of_each_program(name: str) -> None:
-    """A program whose ranges leave out the calls that would show a mistake could make it and be called right."""
+    """A program without the calls that show a mistake could make it and pass."""
     check = check_of(name)
     for spec, calls in groupby(calls_of(name), key=itemgetter(0)):
         unseen = {mutation.name: mutation for mutation in check.mutations}

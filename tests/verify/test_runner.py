@@ -1,4 +1,4 @@
-"""What fails a kernel: each kind of defect, put into a kernel registered here."""
+"""Defects that must fail a kernel, each put into a kernel registered here."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_filter_is_a_part_of_a_name_or_a_pattern(text: str, found: list[str]) 
 
 
 def routing(function: Callable[..., Any], operation: str = "moe.route") -> Target:
-    """Registers a routing kernel, or another of logits, whose calls cost nothing."""
+    """Registers a routing kernel, or another of logits, with cheap calls."""
     options = {"solution": "mine", "signatures": (accepts(logits="float32"),), "traits": {}, "priority": 4}
     register(registry.operations[operation], **options)(function)
     return targets(CPU, f"{operation}.mine")[0][0]

@@ -1,6 +1,6 @@
-"""Weights in FRACTAL_NZ, for a process of their own: earlier calls in ND must not decide which kernel runs here.
+"""Weights in FRACTAL_NZ, for a separate process: earlier calls in ND must not decide which kernel runs here.
 
-op-plugin before torch-npu 2.7.1.post7 tells the cached calls of one aclnn function apart by shapes and dtypes, not by
+op-plugin before torch-npu 2.7.1.post7 distinguishes the cached calls of one aclnn function by shapes and dtypes, not by
 formats. The grouped matmul has a function for each format; torch's linear is called in the order that would show it.
 """
 

@@ -103,7 +103,7 @@ def test_a_language_that_triton_ascend_lacks_is_said_in_words(kernel):
 
 
 def test_a_shift_that_rounds_gives_the_same_bits(kernel):
-    """The compiler lowers `>>` with `round : true`; what that does on the card is not known."""
+    """The compiler lowers `>>` with `round : true`; its effect on the card is unknown."""
     report = kernel("(packed & -16) >> 4", "((packed & -16) + 8) >> 4")
     assert report.interpreted.ok
     assert report.lowered.ok

@@ -18,7 +18,7 @@ ALL_RIGHT = [ok("x", check=name) for name in SELF_TESTS]
 
 
 def installed(root, cann, driver="25.3.rc1"):
-    """An Ascend machine whose home is the same for every CANN."""
+    """An Ascend machine with the same home for every CANN."""
     home = install_toolkit(root / cann, cann, "aarch64")
     write(root / "usr/local/Ascend/driver/version.info", f"package_version={driver}\n")
     return ascend(root, ASCEND_HOME_PATH=str(home))
@@ -77,7 +77,7 @@ def test_a_machine_without_a_card_remembers_nothing(tmp_path):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch, caplog):
-    """What a server on this machine says at its start."""
+    """The log of a server on this machine at its start."""
     here = installed(tmp_path, "8.3.RC1")
     for name in ("HOME", "ASCEND_HOME_PATH"):
         monkeypatch.setenv(name, here.environ[name])
