@@ -64,7 +64,7 @@ def test_a_point_that_is_named_twice_is_measured_once(directory, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("decode", "--size", "20b"), ("kernel",), ("graphs", "--size", "20b")])
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(words, tmp_path, monkeypatch, capsys):
+def test_unwritable_place_is_refused_before_measuring(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "ceilings_of", None)  # measuring would raise
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "records.json"):
@@ -73,7 +73,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(word
 
 
 @pytest.mark.parametrize("action", ["decode", "engine"])
-def test_what_was_measured_before_a_failure_or_a_ctrl_c_is_in_the_file(action, directory, tmp_path, monkeypatch):
+def test_records_before_a_failure_or_ctrl_c_are_in_the_file(action, directory, tmp_path, monkeypatch):
     """Of a long list of points the largest may run out of memory, or be one too many to wait for."""
     measured = decode.run_decode
 
@@ -107,7 +107,7 @@ def test_prefill_stands_beside_the_peer(directory, tmp_path, capsys):
     assert "another engine: " in capsys.readouterr().out
 
 
-def test_kernels_of_every_operation_are_measured_at_the_shapes_of_a_checkpoint(directory, tmp_path, capsys):
+def test_kernels_of_every_operation_are_measured_at_a_checkpoints_shapes(directory, tmp_path, capsys):
     file = tmp_path / "kernel.json"
     options = ("--device", "cpu", "--dtype", "float32", "--batch", 2, "--context", 20, "--tokens", 9, "--samples", 1)
     load_kernels()

@@ -68,7 +68,7 @@ def test_a_batch_is_measured_on_the_engine_and_leaves_nothing_behind(engine):
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
-def test_looking_at_the_routing_does_not_change_what_is_generated(engine):
+def test_counting_experts_does_not_change_the_tokens(engine):
     prompt, params = [[5, 6, 7] * 9], SamplingParams(max_tokens=8, ignore_eos=True)
     want = engine.generate(prompt, params)[0].token_ids
     seen = []
@@ -78,7 +78,7 @@ def test_looking_at_the_routing_does_not_change_what_is_generated(engine):
     assert seen[-1] is None, "nothing runs after the last step"
 
 
-def test_distinct_experts_are_counted_once_each_and_unwritten_slots_not_at_all():
+def test_distinct_experts_count_once_and_unwritten_slots_do_not():
     seen = routing.RoutingSeen()
     seen("moe.experts.any", {"topk_ids": torch.tensor([[0, 1], [1, 2], [-1, 9]])})
     seen("moe.route.any", {"topk_ids": torch.tensor([[5]])})
@@ -112,7 +112,7 @@ def test_the_record_holds_the_run_beside_its_floors(engine):
         (5, 10, "the engine runs 4 requests at once, got a batch of 5"),
     ],
 )
-def test_what_the_engine_would_not_run_together_is_refused(engine, batch, context, message):
+def test_batch_that_the_engine_would_split_is_refused(engine, batch, context, message):
     with pytest.raises(InputError, match=message):
         run_decode(engine, batch=batch, context=context, steps=2)
 

@@ -54,7 +54,7 @@ def test_ceilings_are_positive_on_any_machine():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here; make test-cuda runs it on one")
-def test_a_graph_is_timed_where_the_call_can_be_captured_and_a_loop_where_it_waits():
+def test_graph_is_timed_where_a_call_can_be_captured_else_a_loop():
     device = torch.device("cuda")
     x = torch.randn(1 << 22, device=device)
     assert measure([lambda: x.mul_(1.0)], device).method.startswith("CUDA graph")

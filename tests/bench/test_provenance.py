@@ -31,7 +31,7 @@ def test_a_checkout_names_its_commit_and_says_when_files_differ_from_it(checkout
     assert provenance.commit() == f"{head}-dirty"
 
 
-def test_a_copy_without_git_takes_the_commit_that_it_is_told(
+def test_copy_without_git_takes_the_commit_of_the_variable(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An installed package must not take the commit of a repository around it."""

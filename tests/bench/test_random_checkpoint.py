@@ -68,9 +68,7 @@ def test_a_deviation_is_of_the_tensors_that_end_in_its_name_and_of_no_other():
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "bf16"])
-def test_the_command_writes_a_complete_checkpoint_and_never_a_second_one_over_it(
-    weights, tmp_path, monkeypatch, capsys
-):
+def test_command_writes_a_complete_checkpoint_and_overwrites_none(weights, tmp_path, monkeypatch, capsys):
     config = replace(random_config(layers=1, mxfp4=weights == "mxfp4"), dtype="bfloat16")
     monkeypatch.setattr(random_checkpoint, "full_config", lambda size, mxfp4: config)
     command = ["bench", "checkpoint", str(tmp_path / "out"), "--weights", weights, "--device", "cpu"]

@@ -38,7 +38,7 @@ def document(*rows: dict[str, object]) -> records.Document:
     )
 
 
-def test_file_says_what_ran_where_and_when(tmp_path):
+def test_file_has_engine_machine_versions_and_date(tmp_path):
     document().write(tmp_path / "deeper" / "decode.json")
     content = records.read(tmp_path / "deeper" / "decode.json")
     assert content["engine"] == "npu_gptoss"

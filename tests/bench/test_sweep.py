@@ -30,7 +30,7 @@ def test_a_layout_is_named_by_how_and_how_many():
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp", "tp0", "2", "ep1", "tp2x", "tp-2"])
-def test_what_is_no_layout_is_refused_in_words(name):
+def test_wrong_layout_is_refused_in_words(name):
     with pytest.raises(argparse.ArgumentTypeError, match=r"tpN or epN|name it tp1"):
         sweep.layout(name)
 
@@ -43,7 +43,7 @@ def test_layouts_without_their_gpus_are_named_and_not_measured():
     assert sweep.split_by_devices(layouts("tp8"), torch.device("cpu"), None) == (layouts("tp8"), {})
 
 
-def test_each_layout_is_told_how_to_share_and_everything_that_the_sweep_was():
+def test_each_layout_gets_its_share_and_all_options_of_the_sweep():
     options = {"model": Path("m"), "size": None, "batch": [1, 8], "profile": True, "x": False}
     alone = sweep.command(sweep.layout("tp1"), options, Path("o"))
     start = [sys.executable, "-m", "npu_gptoss.cli", "bench", "engine", "--model", "m", "--batch", "1", "8"]
@@ -106,7 +106,7 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
     ]
 
 
-def test_points_of_other_models_formats_and_contexts_are_in_tables_of_their_own():
+def test_other_models_formats_and_contexts_have_separate_tables():
     other = [{"model": "120b"}, {"weights": "bf16"}, {"context": 1024}]
     rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
     titles = [line for line in tables.tables_of("decode", rows) if line.startswith("Decode")]
@@ -211,7 +211,7 @@ def test_a_folder_of_an_earlier_sweep_is_refused_and_kept(name, directory, tmp_p
     assert (tmp_path / name).read_text() == "hours"
 
 
-def test_what_a_layout_had_measured_when_it_was_ended_is_kept(directory, tmp_path, monkeypatch):
+def test_records_of_an_interrupted_layout_are_kept(directory, tmp_path, monkeypatch):
     def ended(each: sweep.Layout, options: object, out: Path) -> None:
         measured(out, decode=decode_row(each.name, 1, 2.0, 1.0))
         if each.name == "tp2":
@@ -226,14 +226,14 @@ def test_what_a_layout_had_measured_when_it_was_ended_is_kept(directory, tmp_pat
     assert "tp2: was ended before all of it was measured." in (tmp_path / "tables.md").read_text()
 
 
-def test_a_child_that_dies_is_told_by_its_status(tmp_path, monkeypatch):
+def test_dead_child_is_reported_with_its_status(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) == "failed with exit status 7"
     monkeypatch.setattr(sweep, "command", lambda *_: [sys.executable, "-c", ""])
     assert sweep.run_layout(sweep.layout("tp1"), {}, tmp_path) is None
 
 
-def test_a_table_of_files_says_for_each_what_it_was_measured_on(tmp_path, capsys):
+def test_each_table_is_under_its_own_machine(tmp_path, capsys):
     """Two machines in one command: each table is under its own machine."""
     here = content("prefill", prefill_row("tp1", 8192, 0.1, 0.01)) | {"engine": "npu_gptoss"}
     other = content("decode", decode_row("tp1", 1, 2.0, 1.0)) | {"engine": "vLLM", "machine": {"device": "A100"}}

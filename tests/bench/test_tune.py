@@ -35,7 +35,7 @@ def test_the_fastest_is_found_one_number_after_the_other() -> None:
     assert len(asked) == len(set(asked)), "nothing is measured twice"
 
 
-def test_noise_and_what_cannot_be_change_nothing() -> None:
+def test_noise_and_impossible_tiles_change_nothing() -> None:
     def time(row: dict[str, int]) -> float:
         return 1.0 if row == START else 0.995 if row["rows"] == 64 else math.inf
 
@@ -49,7 +49,7 @@ class Refused(Exception):
 @pytest.mark.parametrize(
     ("stages", "kept"), [(2, True), (3, False), (5, False)], ids=["rounding", "other numbers", "does not compile"]
 )
-def test_a_tile_that_computes_something_else_or_does_not_compile_is_never_the_best(stages: int, kept: bool) -> None:
+def test_tile_with_other_results_or_none_is_never_the_best(stages: int, kept: bool) -> None:
     name = "dense.output.16"
 
     def call() -> torch.Tensor:

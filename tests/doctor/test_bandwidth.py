@@ -9,7 +9,7 @@ from tests.doctor.machines import only
 CARD = Device("npu", "Ascend910B3", 1, 64 * GIB, 60 * GIB)
 
 
-def test_a_measurement_is_told_with_its_share_of_nominal():
+def test_bandwidth_is_reported_with_its_share_of_nominal():
     only([bandwidth.judged(1357.4, 1600, CARD)], "ok", "1357 GB/s, 85% of the nominal 1600 GB/s")
     only([bandwidth.judged(799.0, 1600, CARD)], "warning", "50% of the nominal", "npu-smi info")
     only([bandwidth.judged(900.0, None, CARD)], "ok", "its nominal bandwidth is not known")

@@ -99,7 +99,7 @@ def test_cann(tmp_path, version, state, phrase):
         ("9.1.0.pre", ASCEND_9_1_PACKAGES, "ok", "CANN 9.1.0"),
     ],
 )
-def test_cann_is_held_to_what_rides_on_it(tmp_path, version, packages, state, phrase):
+def test_cann_is_compared_with_the_stack_above_it(tmp_path, version, packages, state, phrase):
     home = install_toolkit(tmp_path / "cann", version)
     write(tmp_path / "dev/davinci0")
     only(cann.toolkit(ascend(tmp_path, packages, ASCEND_HOME_PATH=str(home))), state, phrase)
@@ -108,7 +108,7 @@ def test_cann_is_held_to_what_rides_on_it(tmp_path, version, packages, state, ph
 @pytest.mark.parametrize(
     ("day", "wrong"), [("20260324", False), ("20260326", True), ("20260330", True), ("20260331", False), ("", False)]
 )
-def test_nightlies_that_call_themselves_like_the_release_are_told_by_their_day(tmp_path, monkeypatch, day, wrong):
+def test_nightlies_named_like_the_release_are_found_by_their_day(tmp_path, monkeypatch, day, wrong):
     home = install_toolkit(tmp_path / "cann", "9.1.0")
     if day:
         text = f'#define OPS_TRANSFORMER_VERSION "9.1.0"\n#define OPS_TRANSFORMER_TIMESTAMP {day}000324948\n'
@@ -125,7 +125,7 @@ def test_the_emulated_rc1_is_what_was_asked_for(tmp_path):
     only(cann.toolkit(ascend(tmp_path, ASCEND_HOME_PATH=str(home), ASCEND_EMULATOR="1")), "ok")
 
 
-def test_a_toolkit_is_told_by_its_version_cfg_too(tmp_path):
+def test_toolkit_version_is_read_from_version_cfg_too(tmp_path):
     write(
         tmp_path / "cann/version.cfg",
         "# version: 1.0\nruntime_running_version=[7.8.0.1.231:8.3.RC1]\n"
@@ -143,7 +143,7 @@ def test_a_toolkit_that_the_shell_does_not_know_is_a_failure(tmp_path):
     only([second], "failed", "ASCEND_HOME_PATH is not set", f"`source {script}`")
 
 
-def test_a_toolkit_in_the_home_folder_no_toolkit_and_a_variable_that_names_none_are_failures(tmp_path):
+def test_unknown_or_missing_toolkit_is_a_failure(tmp_path):
     only(cann.toolkit(ascend(tmp_path)), "failed", "No CANN toolkit", "Install CANN 8.3.RC2")
     here = ascend(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "gone"))
     only(cann.toolkit(here), "failed", "ASCEND_HOME_PATH names", "gone", "set_env.sh")
@@ -219,7 +219,7 @@ def test_cards_that_cann_would_not_give_are_a_failure(tmp_path, visible, state):
     only(cann.device_files(ascend(tmp_path, ASCEND_RT_VISIBLE_DEVICES=visible)), state, phrase)
 
 
-def test_none_of_it_applies_elsewhere_and_on_the_emulated_910b_only_the_toolkit_does(tmp_path):
+def test_cann_checks_apply_on_ascend_only_and_emulated_to_the_toolkit(tmp_path):
     for check in CHECKS:
         only(check(machine(tmp_path)), "not applicable")
     home = install_toolkit(tmp_path / "cann", "8.3.RC1", "x86_64")

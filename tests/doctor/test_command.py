@@ -95,7 +95,7 @@ def diagnose(here, model=None):
     return list(command.diagnose(here, model, max_model_len=4096, tensor_parallel_size=1, max_num_seqs=16))
 
 
-def test_a_damaged_checkpoint_ends_with_one_and_says_what_to_do(tiny, tmp_path, capsys, monkeypatch):
+def test_damaged_checkpoint_ends_with_one_and_a_remedy(tiny, tmp_path, capsys, monkeypatch):
     quick(monkeypatch)
     looked = functools.partial(guarded, "checkpoint", checkpoint)
     monkeypatch.setattr(probe, "probe", lambda here, model, devices: looked(model))
@@ -152,7 +152,7 @@ def test_findings_are_printed_as_they_are_made(monkeypatch, capsys):
     assert "memory: " in capsys.readouterr().out
 
 
-def test_a_bare_ascend_machine_is_told_everything_that_is_missing(tmp_path, monkeypatch):
+def test_bare_ascend_machine_gets_every_missing_part_reported(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/davinci0").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -42,7 +42,7 @@ def test_a_server_that_others_reach_without_a_key_is_a_warning(
 
 
 @pytest.mark.parametrize(("flags", "environ"), [(("--api-key", SECRET), {}), ((), {"VLLM_API_KEY": SECRET})])
-def test_a_key_alone_is_a_warning_and_is_never_told(
+def test_key_alone_is_a_warning_and_is_never_printed(
     tmp_path: Path, flags: tuple[str, ...], environ: dict[str, str]
 ) -> None:
     found = list(exposure.exposure(running(machine(tmp_path, NEW), "--host", "0.0.0.0", *flags, **environ)))
@@ -55,7 +55,7 @@ def test_a_server_for_this_machine_alone_is_well(tmp_path: Path) -> None:
     only(exposure.exposure(here), "ok", "this machine alone")
 
 
-def test_a_server_is_told_once_and_programs_that_start_or_name_one_or_have_ended_are_none(tmp_path: Path) -> None:
+def test_server_is_reported_once_and_programs_that_name_one_are_not(tmp_path: Path) -> None:
     (tmp_path / "proc/9").mkdir(parents=True)
     here = running(machine(tmp_path), program=("env", "A=1", "vllm"))
     running(here, program=("grep", "vllm"), pid=8)
@@ -66,7 +66,7 @@ def test_a_server_is_told_once_and_programs_that_start_or_name_one_or_have_ended
 
 @pytest.mark.parametrize("left_out", [{"NPU_GPTOSS_SKIP_PATCHES": "a,admission"}, {"VLLM_PLUGINS": "ascend"}])
 @pytest.mark.parametrize(("packages", "state"), [(OLD, "failed"), (NEW, "warning")])
-def test_a_key_that_does_not_keep_everybody_out_is_told(
+def test_key_that_can_be_bypassed_is_reported(
     tmp_path: Path, left_out: dict[str, str], packages: dict[str, str], state: str
 ) -> None:
     """CVE-2026-48746 with an old starlette; with a new one, /invocations and others are open."""
@@ -77,7 +77,7 @@ def test_a_key_that_does_not_keep_everybody_out_is_told(
     only(exposure.exposure(machine(tmp_path / "other", packages, VLLM_API_KEY=SECRET)), "ok")
 
 
-def test_a_misspelt_variable_is_told(tmp_path: Path) -> None:
+def test_misspelt_variable_is_reported(tmp_path: Path) -> None:
     only(exposure.variables(machine(tmp_path, NPU_GPTOSS_PLATFORM="cpu")), "ok")
     here = machine(tmp_path, NPU_GPTOSS_PLATFROM="cpu")
     only(exposure.variables(here), "warning", "NPU_GPTOSS_PLATFROM", "NPU_GPTOSS_PLATFORM may be meant")

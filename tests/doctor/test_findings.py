@@ -80,7 +80,7 @@ def test_a_trouble_without_a_remedy_cannot_be_reported():
         Finding("bad", "CANN is old.", "Install a newer one.")
 
 
-def test_a_check_that_breaks_is_a_failure_that_says_so_and_keeps_what_it_found():
+def test_broken_check_is_a_failure_and_keeps_its_findings():
     def check(text):
         yield ok(text)
         raise KeyError("gone")

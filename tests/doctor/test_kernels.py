@@ -42,7 +42,7 @@ def test_on_ascend_the_fused_operators_are_selected():
         only(found[name], "ok", f"{name}.ascend is selected")
 
 
-def test_plain_operators_where_fused_ones_are_made_for_the_machine_are_a_warning():
+def test_plain_operators_instead_of_fused_ones_are_a_warning():
     with platform_override("ascend", frozenset()):
         found = by_operation("ascend")
     paged = only(found["attention.paged"], "warning", "paged.small_ops is selected and not attention.paged.ascend")
@@ -68,9 +68,7 @@ def test_a_kernel_for_some_shapes_only_is_not_missed_by_the_others():
         ("moe.route", "reference", "warning", "reference is selected, by the override 'reference', the definition"),
     ],
 )
-def test_an_override_that_cannot_run_or_is_slow_is_told_with_its_variable(
-    monkeypatch, operation, override, state, phrase
-):
+def test_impossible_or_slow_override_is_reported_with_its_variable(monkeypatch, operation, override, state, phrase):
     variable = f"NPU_GPTOSS_KERNEL_{operation.replace('.', '_').upper()}"
     monkeypatch.setenv(variable, override)
     with platform_override("cpu", frozenset()):

@@ -47,7 +47,7 @@ def test_the_presets_are_the_published_models(preset, sizes, weights, kv):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_share_all_but_what_each_holds_whole(ranks):
+def test_ranks_share_all_but_the_parts_that_each_holds_whole(ranks):
     one, part = Part.of(PUBLISHED_120B), Part.of(PUBLISHED_120B, ranks)
     whole, shared = weight_bytes(PUBLISHED_120B, one), ranks * weight_bytes(PUBLISHED_120B, part)
     per_layer = 128 * 2881 + 2 * 2880 + 128 * 2880 + 2880  # router, norms, biases of down and o
@@ -56,7 +56,7 @@ def test_ranks_share_all_but_what_each_holds_whole(ranks):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_gpu_is_told_the_bytes_of_the_share_that_it_gets(rank):
+def test_gpu_memory_is_computed_from_its_share(rank):
     """The embedding is not cut: half of 1.2 GB was left out for each of two GPUs."""
     config = random_config()
     share = sum(Shard(rank, 2).cut(name, tensor).numel() for name, tensor in random_tensors(config).items())
@@ -106,7 +106,7 @@ def test_a_card_of_64_gb_is_not_reckoned_as_64_gib():
     assert "leaves room for about" in wished
 
 
-def test_hccl_takes_two_buffers_of_each_communicator_and_the_variable_sizes_one():
+def test_hccl_takes_two_buffers_a_communicator():
     assert hccl_bytes(1) == 400 << 20
     assert hccl_bytes(4) == hccl_bytes(8) == 800 << 20
     assert hccl_bytes(4) - hccl_bytes(4, 100) == 200 << 20
@@ -122,11 +122,11 @@ def large(tmp_path: Path) -> Path:
     return write(tmp_path / "120b/config.json", json.dumps(published_config(36, 128))).parent
 
 
-def test_what_fits_says_how_much_context_does(model):
+def test_fitting_model_is_reported_with_its_context(model):
     only(memory.memory(model, 16384, 1, CARD), "ok", "39.0 GiB of BF16 weights and 768 MiB", "295 thousand tokens")
 
 
-def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(large):
+def test_mxfp4_experts_take_a_quarter_so_120b_fits_one_gpu(large):
     config = GptOssConfig.from_dict(published_config(36, 128))
     assert weight_bytes(config, Part.of(config), packed=True) == pytest.approx(
         65.2e9, rel=0.005
@@ -139,7 +139,7 @@ def test_experts_that_stay_in_mxfp4_take_a_quarter_so_that_120b_fits_one_gpu(lar
     only(memory.memory(large, 16384, 1, replace(gpu, mxfp4=False)), "failed", "of BF16 weights and")
 
 
-def test_gpus_that_cannot_cut_an_expert_in_mxfp4_are_told_to_deal_experts_out(model):
+def test_gpus_that_cannot_cut_mxfp4_get_expert_parallelism_as_remedy(model):
     """The server refuses --tensor-parallel-size 4 alone there, and the doctor called it fine."""
     gpus = Device("cuda", "NVIDIA H200", 4, 139 * GIB, 139 * GIB, mxfp4=True)
     told = {finding.state: finding for finding in memory.memory(model, 16384, 4, gpus)}
@@ -149,13 +149,13 @@ def test_gpus_that_cannot_cut_an_expert_in_mxfp4_are_told_to_deal_experts_out(mo
         assert [finding.state for finding in fits] == ["ok"]
 
 
-def test_what_does_not_fit_is_a_failure(model):
+def test_model_that_does_not_fit_is_a_failure(model):
     card = replace(CARD, total=32 * GIB, free=32 * GIB)
     only(memory.memory(model, 16384, 1, card), "failed", "on 32.0 GiB of Ascend910B3: that does not fit", "more cards")
     only(memory.memory(model, 16384, 2, card), "ok")
 
 
-def test_a_checkpoint_that_fits_only_packed_is_not_called_one_that_does_not_fit(large, model):
+def test_checkpoint_that_fits_packed_is_no_failure(large, model):
     two = only(memory.memory(large, 16384, 2, CARD, triton=True), "ok", "33.4 GiB of weights, experts packed in MXFP4")
     assert "544 thousand tokens" in two.sentence
     small = replace(CARD, total=MEMORY["910B4"], free=MEMORY["910B4"])
@@ -173,7 +173,7 @@ def test_without_triton_ascend_bf16_is_reckoned_and_the_packed_size_is_told(larg
     assert "833 thousand tokens (NPU_GPTOSS_EXPERT_WEIGHTS=packed)" in fits.details[0]
 
 
-def test_what_fits_only_just_is_a_warning(model):
+def test_model_that_barely_fits_is_a_warning(model):
     card = replace(CARD, total=44 * GIB, free=44 * GIB)
     only(memory.memory(model, 16384, 1, card), "warning", "tight beside 400 MiB of HCCL's", "0.95 for 9 thousand, 0.97")
     gpu = replace(card, kind="cuda")
@@ -251,7 +251,7 @@ def test_cards_that_are_not_here_can_be_reckoned_with(model, here):
     only(memory.memory(model, 131072, 8, here, small), "ok", "of BF16 weights")
 
 
-def test_without_model_config_or_device_the_presets_are_told(model, tmp_path):
+def test_without_model_config_or_device_the_presets_are_shown(model, tmp_path):
     finding = only(memory.memory(None, 16384, 1, CARD), "not applicable", "No --model")
     assert finding.details == memory.preset_lines(16384)
     (tmp_path / "empty").mkdir()

@@ -51,7 +51,7 @@ def test_without_a_vllm_that_is_served_nothing_is_asked(tmp_path):
         only(check(here), "not applicable")
 
 
-def test_the_order_is_told_and_a_plugin_behind_ours_is_a_warning(tmp_path):
+def test_plugin_after_ours_is_a_warning(tmp_path):
     only(plugins.order(ascend(tmp_path)), "ok", "in this order: ascend_enhanced_model, npu_gptoss.")
     before = machine(tmp_path, plugins=with_plugin(GENERAL, OTHER, first=True))
     only(plugins.order(before), "ok", "other_gpt_oss, npu_gptoss")
@@ -66,7 +66,7 @@ def test_the_order_is_told_and_a_plugin_behind_ours_is_a_warning(tmp_path):
     only(plugins.order(machine(tmp_path, plugins={})), "not applicable")
 
 
-def test_a_second_platform_is_told(tmp_path):
+def test_second_platform_is_reported(tmp_path):
     second = ("other_npu", "other:platform", "other-npu")
     here = ascend(tmp_path, plugins=with_plugin(PLATFORMS, second, ASCEND_PLUGINS))
     only(plugins.platforms(here), "warning", "(other_npu)", "VLLM_PLUGINS=ascend,ascend_enhanced_model,npu_gptoss")
@@ -128,14 +128,14 @@ RUNS = 'print(\'noise\'); print(\'{"device": "%s", "model": "%s"}\')'
     ],
     ids=["ours", "replaced", "no platform", "does not load", "two platforms", "hangs"],
 )
-def test_what_vllm_ends_up_with_is_told(loading, monkeypatch, code, state, phrases):
+def test_platform_and_model_of_vllm_are_reported(loading, monkeypatch, code, state, phrases):
     if "sleep" in code:
         monkeypatch.setattr(plugins, "LIMIT", 2)
     only(loading(code), state, *phrases)
 
 
 @pytest.mark.serving
-def test_a_model_that_a_plugin_behind_ours_replaces_is_found_in_the_real_vllm(tmp_path):
+def test_model_replaced_by_a_later_plugin_is_found_in_the_real_vllm(tmp_path):
     pytest.importorskip("vllm")
     info = tmp_path / "packages/other-1.0.dist-info"
     write(info / "METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")

@@ -263,7 +263,7 @@ def test_each_classic_mutation_is_far_from_rounding(check, words, count):
     assert {name: size for name, size in sizes.items() if size < 5} == {}
 
 
-def test_an_override_that_cannot_run_is_told_as_such(monkeypatch):
+def test_impossible_override_is_reported_as_such(monkeypatch):
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_ATTENTION_PAGED", "ascend")
     only(self_test("self-test-sink", CPU), "failed", "the override 'ascend'")
 

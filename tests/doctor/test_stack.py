@@ -12,7 +12,7 @@ from tests.doctor.machines import ASCEND_9_1_PACKAGES, ASCEND_PACKAGES, CPU_PACK
 from tests.doctor.test_cann import install_toolkit
 
 
-def test_what_makes_an_ascend_machine_and_what_a_cuda_machine(tmp_path):
+def test_files_and_packages_decide_the_platform(tmp_path):
     assert machine(tmp_path).platform()[0] == "cpu"
     assert machine(tmp_path, {"vllm_ascend": "0.11.0"}).platform() == ("ascend", "vllm-ascend is installed")
     write(tmp_path / "dev/nvidia0")
@@ -118,7 +118,7 @@ def test_a_torch_npu_made_for_a_later_cann_is_a_failure_on_8_3(tmp_path, release
         ("0.31.0", None),  # not read
     ],
 )
-def test_whoever_has_a_release_that_is_wrong_without_a_word_is_told_what_is_wrong(tmp_path, release, mistake):
+def test_release_that_is_silently_wrong_fails_with_its_defect(tmp_path, release, mistake):
     here = ascend(tmp_path, {**ASCEND_PACKAGES, "vllm-ascend": release})
     found = only(stack.vllm_ascend(here), "failed", "gpt-oss is served on")
     assert (mistake in found.sentence) if mistake else ("without a word" not in found.sentence)

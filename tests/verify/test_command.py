@@ -14,7 +14,7 @@ from npu_gptoss.verify import function_checks, side_by_side
 QUICK = ["--device", "cpu", "--cases", "1"]
 
 
-def test_all_right_is_zero_and_says_what_was_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_right_is_zero_with_a_line_for_each_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     assert main(["verify", "rope", *QUICK, "--seed", "7", "--mutate", "--json", str(file)]) == 0
     out = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_all_right_is_zero_and_says_what_was_verified(tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_something_wrong_is_one_and_shows_the_worst_elements(
+def test_wrong_kernel_is_one_and_shows_the_worst_elements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = function_checks.mxfp4.expand
@@ -53,7 +53,7 @@ def test_something_wrong_is_one_and_shows_the_worst_elements(
     assert {call["error"] for call in entries["mxfp4.expand"]["calls"]} == {None}, "JSON has no infinity"
 
 
-def test_the_definition_takes_one_core_where_others_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definition_runs_on_one_core_and_threads_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, verify, before = [], side_by_side.verify, torch.get_num_threads()
 
     def seeing(*arguments: object, **options: object) -> object:
@@ -69,7 +69,7 @@ def test_the_definition_takes_one_core_where_others_would_wait_for_each_other(mo
         torch.set_num_threads(before)
 
 
-def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
+def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
     found = []
     for jobs in ("1", "2"):
         file = tmp_path / f"{jobs}.json"
@@ -90,6 +90,6 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
         (["attention.paged.ascend"], "runs on ascend; this is cpu"),
     ],
 )
-def test_what_cannot_be_used_is_two(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_input_is_two(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cpu", *arguments]) == 2
     assert text in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_errors_are_in_units_of_the_tolerance_and_the_worst_comes_first() -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), inf, -inf])
 @pytest.mark.parametrize("limit", [FLOAT32, BFLOAT16, Tolerance(1e9, 1e9), EXACT])
-def test_what_is_not_finite_fails_at_any_tolerance(value: float, limit: Tolerance) -> None:
+def test_nan_and_inf_fail_at_any_tolerance(value: float, limit: Tolerance) -> None:
     verdict = compare({"out": with_change((1, 1), value)}, {"out": WANT}, {"out": limit})
     assert verdict.wrong == 1
     assert verdict.error == inf
@@ -60,14 +60,14 @@ def test_other_shapes_and_names_are_an_objection(got: dict[str, torch.Tensor]) -
     assert "expected" in verdict.lines()[0]
 
 
-def test_shares_of_the_largest_and_of_the_sizes_widen_where_they_are_asked_for() -> None:
+def test_shares_of_the_largest_and_of_sizes_widen_a_tolerance() -> None:
     got, sizes = with_change((0, 0), 1.3), {"out": torch.tensor([[8.0, 0.0], [0.0, 0.0]])}
     for limit in (Tolerance(0.0, 0.0, of_largest=0.1), Tolerance(1e-9, 0.0, of_size=0.05)):
         assert compare({"out": got}, {"out": WANT}, {"out": limit}, sizes).ok
         assert not compare({"out": with_change((0, 0), 1.5)}, {"out": WANT}, {"out": limit}, sizes).ok
 
 
-def test_what_is_wider_than_the_standard_says_why() -> None:
+def test_wider_tolerances_have_a_reason() -> None:
     assert {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2)} == TOLERANCES
     for key, wider in WIDER.items():
         assert len(wider.reason) > 10, key

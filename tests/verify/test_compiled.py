@@ -60,7 +60,7 @@ def test_every_kernel_of_ascend_in_triton_passes_all_steps(tmp_path: Path) -> No
 
 
 @marked
-def test_the_steps_see_what_is_broken_on_purpose() -> None:
+def test_steps_fail_on_kernels_broken_on_purpose() -> None:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest"]
     done = run("python", "-m", "pytest", *options, "tests/verify/on_compiler")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -68,7 +68,7 @@ def test_the_steps_see_what_is_broken_on_purpose() -> None:
     assert "skipped" not in done.stdout
 
 
-def test_without_the_compiler_the_command_says_what_to_install(
+def test_without_the_compiler_the_command_names_the_set_up(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

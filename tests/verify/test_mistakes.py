@@ -74,7 +74,7 @@ def test_every_mistake_is_caught_in_every_dtype_that_shows_it(check: str) -> Non
 
 
 @pytest.mark.parametrize("operation", ["attention.paged", "attention.write_kv", "moe.route", "moe.experts"])
-def test_kernels_of_the_ascend_pass_on_its_operators_and_mistakes_in_them_are_caught(operation: str) -> None:
+def test_ascend_kernels_pass_on_emulated_operators_and_mistakes_are_caught(operation: str) -> None:
     load_kernels()
     with ascend_ops.ascend(), torch.inference_mode():
         (target,), _ = targets(CPU, f"{operation}.ascend")

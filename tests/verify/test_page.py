@@ -29,7 +29,7 @@ def test_table_has_the_number_of_kernels_and_self_tests_of_a_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_replay_prints_what_the_page_shows(tmp_path: Path) -> None:
+def test_replay_prints_the_lines_of_the_page(tmp_path: Path) -> None:
     """… stands for anything; the page leaves lines out."""
     text = PAGE.read_text()
     section = text[text.index("## Replay a call") : text.index("## Mistakes")]

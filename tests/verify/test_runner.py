@@ -67,7 +67,7 @@ def test_a_right_kernel_passes_in_every_call() -> None:
     assert len(report.calls) > 25
 
 
-def test_a_kernel_without_sinks_fails_in_every_step_and_the_elements_are_shown() -> None:
+def test_kernel_without_sinks_fails_in_every_step_with_elements() -> None:
     attention(without_sinks)
     report = verified()
     assert not report.ok
@@ -134,7 +134,7 @@ def test_the_ledger_is_of_one_platform_and_names_kernels_that_exist() -> None:
         assert [name for name in registry.kernels if fnmatchcase(name, entry.kernel)], entry
 
 
-def test_a_filter_that_matches_nothing_names_what_there_is() -> None:
+def test_filter_without_a_match_lists_the_names() -> None:
     with pytest.raises(InputError, match=r"'attenton' names no kernel: .*attention.paged.small_ops.*mxfp4.expand"):
         targets(CPU, "attenton")
     register(
