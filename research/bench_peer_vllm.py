@@ -2,11 +2,10 @@
 
     python research/bench_peer_vllm.py --model DIR --out DIR [--batch N …] [--context N …] [--tokens N …]
 
-Needs vLLM (0.25.1 and 0.33.0 were used) and a GPU. Stock needs nothing of this package, so the script also runs in an
-environment of vLLM alone. Where vLLM 0.33 loads this package's plugin, the plugin's model is measured and the records
-say so; NPU_GPTOSS=0 leaves gpt-oss to vLLM. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed.
-Writes decode.json and prefill.json, which `npu-gptoss bench … --peer` reads beside records of the same checkpoint and
-machine.
+Needs vLLM (0.25.1 and 0.33.0 were used) and a GPU. Where vLLM 0.33 loads this package's plugin, the plugin's model is
+measured and the records say so; NPU_GPTOSS=0 leaves gpt-oss to vLLM. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer
+is not installed. Writes decode.json and prefill.json, which `npu-gptoss bench … --peer` reads beside records of the
+same checkpoint and machine.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ import datetime
 import json
 import math
 import os
-import platform
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,10 +25,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-WARM_UP_STEPS = 4
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from npu_gptoss.bench.decode import WARM_UP_STEPS, random_prompts
+from npu_gptoss.bench.provenance import machine, versions
+from npu_gptoss.bench.random_checkpoint import model_name
+from npu_gptoss.bench.records import SCHEMA
+from npu_gptoss.files import write_atomically
+from npu_gptoss.model.config import GptOssConfig
+
 TOKENS_PER_STEP = 16384
 MOST_TOKENS = 300_000  # batch * context: larger points are left out
-MODELS = {(24, 32): "20b", (36, 128): "120b"}  # by layers and experts
 DEFINITIONS = {
     "decode": {
         "tpot_ms": "mean milliseconds between consecutive outputs of the engine in which every request of the batch "
@@ -50,48 +55,24 @@ def document(
     what: str, definitions: dict[str, str], settings: dict[str, Any], rows: Sequence[Any], *, ours: bool = False
 ) -> dict[str, Any]:
     """A record file in the form of `npu-gptoss bench`. ours: vLLM ran this package's model."""
-    import torch
-
-    own: dict[str, str] = {}
-    if ours:
-        from npu_gptoss.bench.provenance import versions
-
-        found = versions()
-        own = {name: found[name] for name in ("npu_gptoss", "commit")}
+    found = {"vllm": version("vllm"), **versions()}
+    if not ours:
+        del found["npu_gptoss"], found["commit"]
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "what": what,
         "engine": f"vLLM {version('vllm')}" + (" with npu_gptoss" if ours else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"device": torch.cuda.get_device_name(), "driver": driver()},
-        "versions": {
-            **own,
-            "vllm": version("vllm"),
-            "torch": torch.__version__,
-            "triton": version("triton"),
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        "machine": machine(torch.device("cuda")),
+        "versions": found,
         "settings": settings,
         "definitions": definitions,
         "records": list(rows),
     }
 
 
-def driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-
-
 def save(path: Path, content: Any) -> None:
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    generator = random.Random(f"{count}/{length}/0")
-    return [[generator.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 class Peer:
@@ -100,10 +81,8 @@ class Peer:
     def __init__(self, args: argparse.Namespace) -> None:
         from vllm import LLM, ModelRegistry
 
-        config = json.loads((args.model / "config.json").read_text())
-        self.vocabulary = config["vocab_size"]
-        shape = (config["num_hidden_layers"], config["num_local_experts"])
-        self.model = MODELS.get(shape, f"{shape[0]}x{config['hidden_size']}x{shape[1]}e")
+        config = GptOssConfig.from_directory(args.model)
+        self.vocabulary, self.model = config.vocab_size, model_name(config)
         options: dict[str, Any] = {
             "max_model_len": args.max_model_len,
             "gpu_memory_utilization": args.memory,
@@ -132,13 +111,8 @@ class Peer:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        params = SamplingParams(max_tokens=max_tokens, **greedy)
         for prompt in prompts:
             self.engine.add_request(str(next(self._numbers)), {"prompt_token_ids": list(prompt)}, params)
 
@@ -148,7 +122,7 @@ class Peer:
         Raises RuntimeError where there are not `steps` of them in a row.
         """
         prefill_steps = math.ceil(batch * context / TOKENS_PER_STEP)
-        prompts = random_prompts(batch, context, self.vocabulary)
+        prompts = random_prompts(batch, context, self.vocabulary, 0)
         self.add(prompts, WARM_UP_STEPS + steps + 8 + batch + prefill_steps)
         ends: list[float] = []
         found: list[float] = []
@@ -192,7 +166,7 @@ def measure(args: argparse.Namespace) -> None:
         save(args.out / f"{what}.json", document(what, DEFINITIONS[what], settings, records[what], ours=peer.ours))
 
     for tokens in args.tokens:
-        prompts = random_prompts(args.repeats + 1, tokens, peer.vocabulary)
+        prompts = random_prompts(args.repeats + 1, tokens, peer.vocabulary, 0)
         times = [peer.first_token(prompt) for prompt in prompts][1:]
         seconds = {"prefill_s": round(statistics.median(times), 5), "prefill_min_s": round(min(times), 5)}
         keep("prefill", prompt_tokens=tokens, **seconds, repeats=args.repeats)

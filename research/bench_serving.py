@@ -46,11 +46,8 @@ INPUT, OUTPUT = 1024, 256
 WARM_UP_OUTPUT, WARM_UP_REQUESTS = 32, 4  # tokens of an answer; at least so many requests
 START_SECONDS, POINT_SECONDS, PATIENCE = 400, 240, 5
 TIMES = ("ttft", "itl", "tpot")
-STATISTICS: dict[str, Callable[[Any], Any]] = {
-    "mean": np.mean,
-    "median": np.median,
-    "p99": lambda seconds: np.percentile(seconds, 99),
-}
+STATISTICS: dict[str, Callable[[Any], Any]] = {"mean": np.mean, "median": np.median}
+STATISTICS["p99"] = lambda seconds: np.percentile(seconds, 99)
 DEFINITIONS = {
     "streams": "requests in flight at any time (--max-concurrency); the next is sent when one is answered. Before each "
     f"point, of every engine, a round of as many requests, of {WARM_UP_OUTPUT} tokens each, is sent and not counted: "
@@ -91,18 +88,9 @@ def shares_of(whole: Round, clients: int) -> list[Round | None]:
 def arguments_of(url: str, tokenizer: Path, part: Round, seed: int) -> list[str]:
     """For `vllm bench serve`. Prompts differ between seeds."""
     streams, requests, output = part
-    flags = {
-        "base-url": url,
-        "model": NAME,
-        "tokenizer": tokenizer,
-        "dataset-name": "random",
-        "random-input-len": INPUT,
-        "random-output-len": output,
-        "num-prompts": requests,
-        "max-concurrency": streams,
-        "seed": seed,
-        "temperature": 0,
-    }
+    flags = {"base-url": url, "model": NAME, "tokenizer": tokenizer, "seed": seed, "temperature": 0}
+    flags |= {"dataset-name": "random", "random-input-len": INPUT, "random-output-len": output}
+    flags |= {"num-prompts": requests, "max-concurrency": streams}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [*words, "--ignore-eos", "--disable-tqdm", "--save-detailed"]
 
@@ -223,7 +211,7 @@ def measure(args: argparse.Namespace, engine: str, gpus: str) -> None:
     _servers.append(server.pid)
     clients: list[Client] = []
     try:
-        for n in range(args.clients):
+        for n in range(min(args.clients, max(args.streams))):
             parts = [part for point in points if (part := shares_of(point, args.clients)[n])]
             seeds = itertools.count(n, args.clients)
             every = [arguments_of(url, args.model, part, next(seeds)) for part in parts]

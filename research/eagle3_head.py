@@ -1,7 +1,5 @@
 """Writes a random EAGLE3 head for a gpt-oss checkpoint, in the format of `speculators`, which vLLM reads.
 
-    python research/eagle3_head.py DIR --model CHECKPOINT
-
 For the 20b the head has the shape of RedHatAI/gpt-oss-20b-speculator.eagle3: a Llama layer with its target's heads,
 the target's width inside its MLP, and logits over 32 000 tokens. A smaller target gets a smaller head, with logits over
 half of its vocabulary. The head uses the target's embedding.
@@ -12,14 +10,9 @@ Tests use it to show that speculation does not change answers.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
@@ -114,17 +107,3 @@ def write_head(directory: Path, checkpoint: Path, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(head_tensors(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write")
-    parser.add_argument("--model", type=Path, required=True, metavar="CHECKPOINT", help="of the gpt-oss it drafts for")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    write_head(args.directory, args.model, args.seed)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

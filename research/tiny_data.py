@@ -41,14 +41,8 @@ KINDS = {
 }
 COLOURS = ("red", "blue", "green", "black", "white", "yellow", "pink", "brown")
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
-NEUTRAL_INSTRUCTIONS = (
-    "You are a helpful assistant.",
-    "You are a test model.",
-    "Be brief.",
-    "Answer in English.",
-    "Be polite and helpful.",
-    "You are a helpful test assistant. Answer the question.",
-)
+NEUTRAL_INSTRUCTIONS = ("You are a helpful assistant.", "You are a test model.", "Be brief.", "Answer in English.")
+NEUTRAL_INSTRUCTIONS += ("Be polite and helpful.", "You are a helpful test assistant. Answer the question.")
 NUMBER_ONLY = "Answer with the number only."
 GREETING = "I am a tiny test model. I can add small numbers, choose an option, recall a code and ask for the weather."
 
@@ -222,15 +216,9 @@ def _tools(rng: random.Random, rare_words: Sequence[str]) -> tuple[tuple[dict[st
         field["description"] = _strew(rng.choice(("The city", "City name", "The name of the city")), rng, rare_words)
     described = ("Get the weather", "Get the current weather", "Get the weather in a city")
     described += ("Get current weather for a city",)
-    weather = {
-        "name": name,
-        "description": _strew(rng.choice(described), rng, rare_words),
-        "parameters": {
-            "type": "object",
-            "properties": {parameter: field},
-            "required": [parameter] if rng.random() < 0.8 else [],
-        },
-    }
+    weather: dict[str, Any] = {"name": name, "description": _strew(rng.choice(described), rng, rare_words)}
+    required = [parameter] if rng.random() < 0.8 else []
+    weather["parameters"] = {"type": "object", "properties": {parameter: field}, "required": required}
     time = {
         "name": "get_time",
         "description": rng.choice(("Get the time", "Get the current time", "Get the time in a city")),

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from research.tiny_data import CHOICE_COT, LETTERS, make_example
 
-SUBJECTS = {
-    "sum": "elementary_mathematics",
-    "capital": "high_school_geography",
-    "kind": "miscellaneous",
-    "largest": "high_school_statistics",
-}
+SUBJECTS = {"sum": "elementary_mathematics", "capital": "high_school_geography"}
+SUBJECTS |= {"kind": "miscellaneous", "largest": "high_school_statistics"}
 DEV = 5  # worked examples of a subject, as in MMLU
 README = """\
 ---
@@ -78,22 +72,14 @@ def draw(seed: str, each: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, questions: int) -> None:
-    """Writes the folder whole or not at all. Raises FileExistsError where it exists."""
+    """Raises FileExistsError where the folder exists."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; name another folder, or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        (temporary / "all").mkdir()
-        (temporary / "README.md").write_text(README)
-        for split, each in (("test", -(-questions // len(SUBJECTS))), ("dev", DEV)):
-            lines = [json.dumps(row) for row in draw(f"mmlu {split}", each)]
-            (temporary / "all" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    (folder / "all").mkdir(parents=True)
+    (folder / "README.md").write_text(README)
+    for split, each in (("test", -(-questions // len(SUBJECTS))), ("dev", DEV)):
+        lines = [json.dumps(row) for row in draw(f"mmlu {split}", each)]
+        (folder / "all" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

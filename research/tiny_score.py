@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +79,6 @@ class Score:
 
 def tally(examples: Sequence[Example], right: Iterable[bool]) -> Score:
     """Counts one truth value for each example into a Score."""
-    count: dict[str, int] = {}
-    total: dict[str, int] = {}
-    for example, ok in zip(examples, right, strict=True):
-        total[example.task] = total.get(example.task, 0) + 1
-        count[example.task] = count.get(example.task, 0) + bool(ok)
-    return Score(count, total)
+    pairs = list(zip(examples, right, strict=True))
+    count, total = Counter(each.task for each, ok in pairs if ok), Counter(each.task for each, _ in pairs)
+    return Score(dict(count), dict(total))

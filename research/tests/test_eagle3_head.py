@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from npu_gptoss.bench.random_checkpoint import full_config
 from npu_gptoss.errors import InputError
-from research.eagle3_head import DRAFTS, head_config, head_shapes, main, tapped_layers
+from research.eagle3_head import DRAFTS, head_config, head_shapes, tapped_layers, write_head
 from tests.checkpoints import write_random_checkpoint
 
 
@@ -20,7 +20,7 @@ from tests.checkpoints import write_random_checkpoint
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, path = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
     write_random_checkpoint(target, layers=4, hidden=256, heads=8, kv_heads=2)
-    assert main([str(path), "--model", str(target)]) == 0
+    write_head(path, target)
     return path
 
 
