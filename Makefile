@@ -153,7 +153,7 @@ setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh
 	@$(SETUP) evalscope
 
 .PHONY: check-docker
-check-docker: setup ## what can be checked of docker/ without a container engine: lint, pins and hashes, tests (3 GB)
+check-docker: setup ## docker/: lint, pins and hashes; as root with Debian's docker.io and debootstrap: build and run the images (30 min)
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile

@@ -1,7 +1,7 @@
 # gpt-oss on Ascend 910B: vLLM and vllm-ascend 0.11.0 on CANN 8.3, or 0.23.0 on CANN 9.1. See docker/README.md; build
-# from the repository:
-#   docker build -f docker/910b.Dockerfile -t npu-gptoss:910b .
-#   docker build -f docker/910b.Dockerfile -t npu-gptoss:910b --build-arg STACK=9.1 .
+# in the repository. The classic builder, without BuildKit, pulls the base images of both stacks.
+#   DOCKER_BUILDKIT=1 docker build -f docker/910b.Dockerfile -t npu-gptoss:910b .
+#   DOCKER_BUILDKIT=1 docker build -f docker/910b.Dockerfile -t npu-gptoss:910b --build-arg STACK=9.1 .
 # 8.3.rc1-910b-ubuntu22.04-py3.11 works too; alpha builds of 8.3 fail on attention sinks, betas of 9.1 compute wrongly.
 ARG STACK=8.3
 ARG CANN_IMAGE=quay.io/ascend/cann
@@ -11,9 +11,9 @@ ARG CANN_9_1=9.1.0-910b-ubuntu22.04-py3.11
 FROM ${CANN_IMAGE}:${CANN_8_3} AS cann-8.3
 
 FROM ${CANN_IMAGE}:${CANN_9_1} AS cann-9.1
-# without it vllm-ascend takes a vLLM that calls itself 0.23.0+empty for a later one
+# vllm-ascend takes 0.23.0+empty, as vLLM calls itself, for a later release
 ENV VLLM_VERSION=0.23.0
-# Triton-Ascend compiles its launchers while the server runs. Ubuntu's own security updates are wanted, so no versions.
+# Triton-Ascend compiles its launchers while the server runs. No versions: Ubuntu's security updates are wanted.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends --yes g++ \
@@ -23,20 +23,20 @@ RUN apt-get update \
 FROM cann-${STACK}
 ARG STACK
 
-# pip reads PIP_INDEX_URL, when it is given, while the image is built, and not afterwards
+# pip reads PIP_INDEX_URL during the build only
 ARG PIP_INDEX_URL
-# torch's builds without CUDA, which the package index has for aarch64 only
+# has torch without CUDA for x86_64; the package index has it for aarch64 only. Empty: the package index alone
 ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/npu-gptoss
 
-# no resolver: the list is complete, and each file has to have its hash
+# The list is complete, so pip resolves nothing, and checks each file's hash.
 COPY requirements/910b-8.3.txt requirements/910b-9.1.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
-        --extra-index-url "${PYTORCH_INDEX}" -r "requirements/910b-${STACK}.txt"
+        ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} -r "requirements/910b-${STACK}.txt"
 
-# that of vllm-ascend's number. torch would load torch-npu, which needs the driver, and that comes with the host
+# vLLM of vllm-ascend's number. Without the variable torch would load torch-npu, which needs the host's driver.
 COPY scripts/setup/install_vllm.py scripts/setup/
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
 
@@ -45,11 +45,11 @@ COPY npu_gptoss npu_gptoss
 RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && rm -rf build npu_gptoss ./*.egg-info
 
-COPY scripts/serve.sh scripts/lib.sh scripts/
+COPY scripts/serve.sh scripts/lib.sh scripts/when_ready.py scripts/serve_here.py scripts/
 COPY docker/entrypoint.sh docker/healthcheck.py docker/preflight.py docker/vocabulary.py docker/
 RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 docker/vocabulary.py vocabulary
 
-# The driver gives its devices to HwHiAiUser (1000:1000, mode 0660), and HCCL looks its user up in /etc/passwd.
+# The driver gives its devices to HwHiAiUser (1000:1000, mode 0660), and HCCL looks the user up in /etc/passwd.
 RUN groupadd --gid 1000 HwHiAiUser \
     && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash HwHiAiUser
 USER 1000:1000
@@ -62,7 +62,7 @@ ENV PORT=8000 \
 WORKDIR /home/HwHiAiUser
 EXPOSE 8000
 
-# loading 120b from a slow disk takes many minutes
+# 120b takes many minutes to load from a slow disk
 HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=4 \
     CMD ["python3", "/opt/npu-gptoss/docker/healthcheck.py"]
 ENTRYPOINT ["/opt/npu-gptoss/docker/entrypoint.sh"]

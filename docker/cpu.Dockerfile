@@ -1,4 +1,4 @@
-# gpt-oss on a CPU: what `make serve` does. See docker/README.md; build from the repository:
+# The server of `make serve` on a CPU. See docker/README.md; build in the repository:
 #   docker build -f docker/cpu.Dockerfile -t npu-gptoss:cpu .
 ARG PYTHON_IMAGE=python
 ARG PYTHON_TAG=3.11-slim-bookworm
@@ -11,7 +11,7 @@ WORKDIR /opt/npu-gptoss
 
 COPY requirements/cpu-image.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
-        --extra-index-url "${PYTORCH_INDEX}" -r requirements/cpu-image.txt
+        ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} -r requirements/cpu-image.txt
 
 COPY scripts/setup/install_vllm.py scripts/setup/
 RUN python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
@@ -23,7 +23,7 @@ RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation . \
 
 COPY scripts/serve_here.py scripts/
 COPY docker/entrypoint.sh docker/healthcheck.py docker/vocabulary.py docker/
-# the tiny trained checkpoint is written here
+# .checkpoints: the server writes the trained tiny checkpoint there
 RUN python3 docker/vocabulary.py vocabulary \
     && groupadd --gid 1000 gptoss \
     && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash gptoss \

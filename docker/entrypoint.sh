@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What the images start with.
-#   serve [OPTIONS]   the server: on a 910B the options of scripts/serve.sh, on a CPU those of scripts/serve_here.py
-#   doctor, kernels … the commands of npu-gptoss: whatever is no program
-#   anything else     is run as it stands
-# The server listens on 127.0.0.1, which a container alone reaches, unless HOST names another address; on PORT, or 8000.
+# Entry point of the images.
+#   serve [OPTIONS]     starts the server; on a 910B OPTIONS are of scripts/serve.sh, on a CPU of scripts/serve_here.py
+#   doctor, kernels …   run as commands of npu-gptoss: every word that is no program
+#   PROGRAM …           runs as it is
+# The server listens on HOST (127.0.0.1, which only the container reaches) and PORT (8000).
 set -eo pipefail
 home=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
-# As the entry point of the CANN images does. Not under `set -u`: these scripts read variables that may be unset.
+# Like the entry point of the CANN images. No `set -u`: these scripts read unset variables.
 toolkit=${ASCEND_TOOLKIT_HOME:-/usr/local/Ascend/ascend-toolkit/latest}
 ascend=${toolkit%/ascend-toolkit/*}
 for file in "$ascend/ascend-toolkit/set_env.sh" "$ascend/nnal/atb/set_env.sh"; do
@@ -24,7 +24,7 @@ fi
 
 shift || true
 if [ "${NPU_GPTOSS_PLATFORM:-}" = cpu ]; then
-    # so that the log of the container is the server's; exec keeps the process id
+    # the container's log shows the server's; exec keeps the process id
     log=$(mktemp -t serve.XXXXXX)
     tail --pid=$$ --lines=+1 --follow=name "$log" &
     exec python3 "$home/scripts/serve_here.py" --log "$log" --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}" "$@"

@@ -1,4 +1,4 @@
-"""Exit 0 when the server answers /health. The images' HEALTHCHECK; curl is not in all of them."""
+"""Exit with 0 if the server answers /health: the images' HEALTHCHECK, since not all of them have curl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 
-# the server is in this container, where no proxy of the user's has to be asked for it
+# the server runs in this container, so no proxy of the user's is asked
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the 910B image with exactly the devices and the parts of the driver that it needs. No --privileged.
+# Runs the 910B image with the devices and the driver's files that it needs, and without --privileged.
 set -eu
 program=run-910b.sh
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -12,15 +12,15 @@ usage: docker/run-910b.sh --model DIR [options] [-- options of scripts/serve.sh]
 Starts the container npu-gptoss that serves a checkpoint on the Ascend 910B of this host, and stays in the foreground.
 
   --model DIR      folder of the checkpoint, mounted read-only as /model
-  --devices LIST   which NPUs, by the numbers of their files /dev/davinci<n>; default 0. For 120b: 0,1,2,3
-  --host ADDRESS   of this host, through which the server is reached; default 127.0.0.1: from this host alone
-  --port PORT      of this host; default 8000
+  --devices LIST   numbers of the NPUs, as in /dev/davinci<n>; default 0. For 120b: 0,1,2,3
+  --host ADDRESS   address of this host where the server listens; default 127.0.0.1, which only this host reaches
+  --port PORT      port of this host; default 8000
   --name NAME      name of the served model; default the last part of DIR
   --image IMAGE    default npu-gptoss:910b
   --dry-run        print the command, run nothing
   --help           this text
 
-The server asks its clients for the key in the environment variable VLLM_API_KEY, when that is set.
+If the environment variable VLLM_API_KEY is set, clients must send that key.
 END
 }
 
@@ -62,7 +62,7 @@ case $model in *:*) fail "docker cannot mount $model: a ':' separates the parts 
 model=${model%/}
 [ -n "$name" ] || name=${model##*/}
 
-# from the last to the first, as the command is put together
+# last to first: each is put in front of the others
 managers='/dev/hisi_hdc /dev/devmm_svm /dev/davinci_manager'
 driver='/etc/ascend_install.info /usr/local/bin/npu-smi /usr/local/dcmi'
 driver="$driver /usr/local/Ascend/driver/version.info /usr/local/Ascend/driver/lib64"
@@ -83,7 +83,7 @@ fi
 
 tell_exposure "$host" "$@"
 
-# first what the image runs, in front of it what docker is told
+# the image's command first, docker's options in front of it
 set -- "$image" serve --model /model --name "$name" --cards "$count" "$@"
 for file in $driver; do
     set -- --volume "$file:$file:ro" "$@"
@@ -94,14 +94,14 @@ done
 for number in $(printf '%s\n' "$numbers" | sort -rn); do
     set -- --device "/dev/davinci$number" "$@"
 done
-# The image's user has the group 1000, HwHiAiUser's where the driver was installed first; here it may be another one.
+# HwHiAiUser's group is 1000 in the image; on the host it may have another number.
 group=$(stat -c %g /dev/davinci_manager 2>/dev/null || echo 1000)
 [ "$group" = 1000 ] || set -- --group-add "$group" "$@"
-# by name: its value is in no command line
+# by name: no command line shows its value
 [ -z "${VLLM_API_KEY:-}" ] || set -- --env VLLM_API_KEY "$@"
 [ -z "${NPU_GPTOSS_EXPERT_WEIGHTS:-}" ] || set -- --env NPU_GPTOSS_EXPERT_WEIGHTS "$@"
-# Nothing of the image is written to. What CANN, torch and vLLM write (logs, compiled kernels, caches, sockets) goes into
-# memory and ends with the container; compiled kernels are loaded from there, hence exec.
+# The image is read-only. CANN, torch and vLLM write logs, compiled kernels, caches and sockets into memory, which ends
+# with the container. Compiled kernels are loaded from there, so it is mounted exec.
 for folder in /tmp:mode=1777 /home/HwHiAiUser:uid=1000,gid=1000,mode=700; do
     set -- --tmpfs "${folder%%:*}:rw,exec,nosuid,nodev,${folder#*:}" "$@"
 done

@@ -43,8 +43,6 @@ LEFT_OUT = {
 # asks for 3.2.2, which the package index does not have; this release is what the tests compile its kernels with.
 NEEDED_ON_A_CARD = {"8.3": (), "9.1": ("triton-ascend",)}
 ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
-# what the tests on an NVIDIA GPU import, besides torch and what make check needs
-ON_CUDA = ("numpy", "safetensors", "tokenizers", "openai-harmony", "tqdm", "bpe-openai", "transformers", "jinja2")
 ON_CUDA_SERVED = """\
 The environment of `make serve` on an NVIDIA GPU: vLLM 0.33.0 with the torch and the Triton with which it
 # has served on H200s and H100s, one and two. vLLM asks for torch 2.14, which has served on two H200s and gains nothing,
@@ -110,11 +108,10 @@ def locks() -> dict[str, Lock]:
         ),
         Lock(
             "cuda-image",
-            "docker/cuda.Dockerfile: what make test-cuda runs on, with torch's CUDA build and what that asks for.",
-            {name: (cpu | tools)[name] for name in (*ON_CUDA, *tools)} | {"torch": TORCH},
+            "docker/cuda.Dockerfile: what runs its tests, beside cuda.txt.",
+            {name: tools[name] for name in ("pytest", "pytest-xdist", "pluggy", "iniconfig", "execnet")},
             machines=("x86_64",),
             cpu_build=False,
-            bounds=cpu | tools,
         ),
         Lock(
             "cuda",

@@ -1,4 +1,7 @@
-"""The Dockerfiles name what exists, install what has a hash, and leave root; the entry point starts what it says."""
+"""The Dockerfiles copy files that exist, install packages by hash and leave root; the entry point starts its programs.
+
+`test_build.py` builds and runs the images where Docker can.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def copied(image: str) -> list[str]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_everything_that_is_copied_is_in_the_repository(image: str) -> None:
+def test_copied_files_are_in_the_repository(image: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     sources = copied(image)
     assert sources
@@ -52,23 +55,23 @@ def test_everything_that_is_copied_is_in_the_repository(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_every_package_comes_with_its_hash(image: str) -> None:
-    """A package without one is built from the repository, or from vLLM's source release, whose SHA-256 is checked."""
+def test_packages_are_installed_by_hash(image: str) -> None:
+    """Only this package is installed without a hash, from the repository; `install_vllm.py` checks that of vLLM."""
     installs = [value for value in all_of(image, "RUN") if "pip install" in value]
     (listed,) = (value for value in installs if " -r " in value)
     assert "--require-hashes" in listed
     assert "--no-deps" in listed
-    assert all(re.search(r"--no-build-isolation \. ", value) for value in installs if value != listed)
+    assert all(re.search(r"--no-build-isolation (--editable )?\.( |$)", value) for value in installs if value != listed)
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_nothing_runs_as_root(image: str) -> None:
+def test_last_user_is_not_root(image: str) -> None:
     assert all_of(image, "USER")[-1] == "1000:1000"
     names = [name for name, _ in steps(image)]
     assert "RUN" not in names[len(names) - 1 - names[::-1].index("USER") :]
 
 
-def test_the_user_of_the_910b_image_is_the_drivers() -> None:
+def test_910b_image_has_the_user_of_the_driver() -> None:
     """Device files are 0660 HwHiAiUser:HwHiAiUser, 1000:1000, and HCCL wants an entry in /etc/passwd."""
     made = next(value for value in all_of("910b", "RUN") if "useradd" in value)
     assert "groupadd --gid 1000 HwHiAiUser" in made
@@ -76,14 +79,14 @@ def test_the_user_of_the_910b_image_is_the_drivers() -> None:
 
 
 @pytest.mark.parametrize("image", SERVERS)
-def test_a_server_has_a_health_check_and_an_entry_point_that_were_copied(image: str) -> None:
+def test_health_check_and_entry_point_are_copied(image: str) -> None:
     for instruction in ("HEALTHCHECK", "ENTRYPOINT"):
         (path,) = re.findall(r"/opt/npu-gptoss/([\w/.-]+)", all_of(image, instruction)[-1])
         assert path in copied(image)
     assert "TIKTOKEN_ENCODINGS_BASE=/opt/npu-gptoss/vocabulary" in all_of(image, "ENV")[-1]
 
 
-def test_each_stack_has_a_base_image_a_lock_and_the_variables_that_it_needs() -> None:
+def test_each_stack_has_its_base_image_lock_and_variables() -> None:
     arguments = dict(value.partition("=")[::2] for value in all_of("910b", "ARG"))
     stages = [value.partition(" AS ") for value in all_of("910b", "FROM")]
     names = [name.removeprefix("cann-") for _, _, name in stages if name]
@@ -106,7 +109,7 @@ def dockerfile(image: str) -> str:
     return (ROOT / f"docker/{image}.Dockerfile").read_text()
 
 
-def test_compose_builds_the_images_and_mounts_files_that_exist() -> None:
+def test_compose_builds_images_and_mounts_files_that_exist() -> None:
     built = {service["build"]["dockerfile"] for service in COMPOSE.values() if "build" in service}
     assert built == {f"docker/{image}.Dockerfile" for image in SERVERS}
     mounts = [mount.split(":")[0] for service in COMPOSE.values() for mount in service.get("volumes", ())]
@@ -118,7 +121,7 @@ def test_compose_builds_the_images_and_mounts_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", COMPOSE)
-def test_no_service_is_reached_from_outside_gains_a_privilege_or_writes_into_its_image(name: str) -> None:
+def test_compose_confines_services_and_publishes_on_localhost(name: str) -> None:
     service = COMPOSE[name]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert service["cap_drop"] == ["ALL"]
@@ -128,7 +131,7 @@ def test_no_service_is_reached_from_outside_gains_a_privilege_or_writes_into_its
     assert "build" in service or re.search(r":v?[\d.]+@sha256:[0-9a-f]{64}$", service["image"])
 
 
-def test_grafana_has_no_password_that_everybody_knows_and_shows_nothing_unasked() -> None:
+def test_grafana_has_no_default_password_and_no_anonymous_user() -> None:
     grafana = COMPOSE["grafana"]["environment"]
     assert re.match(r"\$\{GRAFANA_PASSWORD:\?.+\}$", grafana["GF_SECURITY_ADMIN_PASSWORD"]), "compose refuses to start"
     assert grafana["GF_AUTH_ANONYMOUS_ENABLED"] == "${GRAFANA_ANONYMOUS:-false}"
@@ -136,7 +139,7 @@ def test_grafana_has_no_password_that_everybody_knows_and_shows_nothing_unasked(
 
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
-    """/opt/npu-gptoss with programs that print how they were called."""
+    """Make a copy of /opt/npu-gptoss with programs that print their command lines."""
     printing = '#!/bin/sh\necho {} "$@"\n[ "$2" != fail ] && [ -z "$FAIL" ]\n'
     files = {
         "docker/entrypoint.sh": (ROOT / "docker/entrypoint.sh").read_text(),
@@ -169,9 +172,9 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
     return subprocess.CompletedProcess(command, code, out.read_text(), "")
 
 
-def test_on_a_910b_the_checks_come_before_the_server_and_both_see_cann(image_folder: Path) -> None:
-    told = start(image_folder, "serve", "--model", "/model", "--cards", "4")
-    assert told.stdout.splitlines() == [
+def test_910b_checks_run_before_the_server_and_both_see_cann(image_folder: Path) -> None:
+    said = start(image_folder, "serve", "--model", "/model", "--cards", "4")
+    assert said.stdout.splitlines() == [
         f"python3 {image_folder}/docker/preflight.py",
         "serve.sh --host 127.0.0.1 --port 8000 --model /model --cards 4 CANN=12",
     ]
@@ -181,47 +184,47 @@ def test_on_a_910b_the_checks_come_before_the_server_and_both_see_cann(image_fol
     assert "serve.sh" not in failed.stdout
 
 
-def test_on_a_cpu_it_does_what_make_serve_does(image_folder: Path) -> None:
-    told = start(image_folder, "serve", "--model", "/m", NPU_GPTOSS_PLATFORM="cpu").stdout
+def test_cpu_entry_point_starts_serve_here(image_folder: Path) -> None:
+    said = start(image_folder, "serve", "--model", "/m", NPU_GPTOSS_PLATFORM="cpu").stdout
     called = rf"python3 {image_folder}/scripts/serve_here\.py --log \S+/serve\.\w+"
-    assert re.fullmatch(rf"{called} --host 127\.0\.0\.1 --port 8000 --model /m\n", told)
+    assert re.fullmatch(rf"{called} --host 127\.0\.0\.1 --port 8000 --model /m\n", said)
 
 
-def test_commands_of_npu_gptoss_and_programs_are_told_apart(image_folder: Path) -> None:
+def test_entry_point_runs_programs_and_our_commands(image_folder: Path) -> None:
     assert start(image_folder, "doctor", "--json").stdout == "npu-gptoss doctor --json\n"
     assert start(image_folder, "program", "a b").stdout == "program a b\n"
 
 
-def test_the_real_serve_script_takes_what_the_entry_point_gives_it(tmp_path: Path) -> None:
+def test_serve_sh_takes_the_options_of_the_entry_point(tmp_path: Path) -> None:
     given = f"--host 0.0.0.0 --port 8000 --model {checkpoint(tmp_path / 'model', 36)} --name n --cards 4 --dry-run"
     dry = run_script("serve.sh", *given.split())
     assert dry.returncode == 0
     assert "--port 8000 --tensor-parallel-size 4" in dry.stdout
 
 
-def test_the_preflight_says_what_is_missing_and_ends_the_start(tmp_path: Path, capsys: Any) -> None:
+def test_preflight_names_missing_parts_and_ends_the_start(tmp_path: Path, capsys: Any) -> None:
     versions = {"vllm": "0.11.0+empty", "vllm-ascend": "0.11.0", "torch": "2.7.1", "torch-npu": "2.7.1"}
     bare = Machine(root=tmp_path, environ={}, python=(3, 11, 13), version=versions.get, entry_points=lambda group: [])
     assert preflight.main(bare) == 1
-    told = capsys.readouterr().err
-    assert "CANN" in told
-    assert "/dev/davinci" in told
-    assert int(re.search(r"(\d+) ok, ", told)[1]) > 3
+    said = capsys.readouterr().err
+    assert "CANN" in said
+    assert "/dev/davinci" in said
+    assert int(re.search(r"(\d+) ok, ", said)[1]) > 3
 
 
-def test_the_preflight_opens_no_device_and_imports_no_torch() -> None:
+def test_preflight_imports_no_torch() -> None:
     code = "import sys; from docker import preflight; preflight.main(); print({'torch', 'vllm'} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert told.stdout.strip() == "set()", told.stderr
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert said.stdout.strip() == "set()", said.stderr
 
 
-def test_a_server_that_is_not_there_is_not_healthy(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_health_check_fails_without_a_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("PORT", "1")
     assert healthcheck.main() == 1
     assert "http://127.0.0.1:1/health" in capsys.readouterr().out
 
 
-def test_a_proxy_of_the_user_s_is_not_asked_for_the_server_in_the_container() -> None:
+def test_health_check_ignores_the_users_proxy() -> None:
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -234,11 +237,11 @@ def test_a_proxy_of_the_user_s_is_not_asked_for_the_server_in_the_container() ->
         environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
         environment |= {"PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:1"}
         check = [sys.executable, str(ROOT / "docker/healthcheck.py")]
-        told = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
+        said = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=20)
         server.shutdown()
-    assert (told.returncode, told.stdout) == (0, f"http://127.0.0.1:{server.server_port}/health: healthy\n"), told
+    assert (said.returncode, said.stdout) == (0, f"http://127.0.0.1:{server.server_port}/health: healthy\n"), said
 
 
-def test_the_cpu_image_sets_what_make_serve_would_look_for() -> None:
+def test_cpu_image_sets_only_variables_of_make_serve() -> None:
     names = {pair.partition("=")[0] for pair in all_of("cpu", "ENV")[-1].split()}
     assert names - {"PORT"} <= set(serving_environment(ROOT, ROOT, {}))

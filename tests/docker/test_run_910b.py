@@ -1,4 +1,4 @@
-"""docker/run-910b.sh prints and runs exactly the devices and mounts that a 910B needs, and refuses by name."""
+"""docker/run-910b.sh passes the devices and mounts that a 910B needs and no others; it names each wrong option."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values(words: list[str], flag: str) -> list[str]:
 
 
 @pytest.mark.parametrize("numbers", ["0", "3", "4,5,6,7", "0,1,2,3,4,5,6,7"])
-def test_the_devices_are_those_asked_for_and_their_managers_and_no_more(numbers: str) -> None:
+def test_container_gets_only_the_named_devices_and_managers(numbers: str) -> None:
     words = dry("--model", "/models/gpt-oss-120b", "--devices", numbers)
     assert values(words, "--device") == [f"/dev/davinci{number}" for number in numbers.split(",")] + MANAGERS
     assert "no-new-privileges" in values(words, "--security-opt")
@@ -46,8 +46,8 @@ def test_the_devices_are_those_asked_for_and_their_managers_and_no_more(numbers:
     assert values(words, "--cards") == [str(len(numbers.split(",")))]
 
 
-def test_only_the_driver_and_the_checkpoint_are_mounted_and_nothing_can_be_written_but_memory() -> None:
-    """Compiled kernels are loaded from there: docker mounts such folders noexec unless it is told otherwise."""
+def test_mounts_are_read_only_and_only_memory_is_written() -> None:
+    """Compiled kernels are loaded from these folders, and docker mounts them noexec by default."""
     words = dry("--model", "/models/gpt-oss-20b/", "--port", "9000")
     assert values(words, "--volume") == ["/models/gpt-oss-20b:/model:ro", *(f"{path}:{path}:ro" for path in DRIVER)]
     assert values(words, "--publish") == ["127.0.0.1:9000:8000"]
@@ -59,7 +59,7 @@ def test_only_the_driver_and_the_checkpoint_are_mounted_and_nothing_can_be_writt
     assert all({"rw", "exec", "nosuid", "nodev"} <= set(options.split(",")) for options in places.values())
 
 
-def test_a_key_travels_by_its_name_and_is_never_printed() -> None:
+def test_key_is_passed_by_name_and_never_printed() -> None:
     printed = call("--model", "/m", "--host", "0.0.0.0", "--dry-run", key=KEY)
     shown = call("--model", "/m", "--dry-run", "--", "--", "--api-key", KEY)
     assert KEY not in printed.stdout + printed.stderr + shown.stdout + shown.stderr
@@ -70,14 +70,14 @@ def test_a_key_travels_by_its_name_and_is_never_printed() -> None:
     assert "VLLM_API_KEY" not in values(dry("--model", "/m"), "--env")
 
 
-def test_an_address_of_the_host_that_others_reach_is_told_when_no_key_is_asked_for() -> None:
+def test_public_address_without_a_key_prints_a_warning() -> None:
     assert call("--model", "/m", "--dry-run").stderr == ""
-    told = call("--model", "/m", "--host", "::", "--dry-run")
-    assert "VLLM_API_KEY" in told.stderr
-    assert values(shlex.split(told.stdout), "--publish") == ["[::]:8000:8000"]
+    said = call("--model", "/m", "--host", "::", "--dry-run")
+    assert "VLLM_API_KEY" in said.stderr
+    assert values(shlex.split(said.stdout), "--publish") == ["[::]:8000:8000"]
 
 
-def test_the_printed_command_survives_a_shell(tmp_path: Path) -> None:
+def test_printed_command_survives_a_shell(tmp_path: Path) -> None:
     words = dry("--model", "it's my model", "--", "--mode", "full", "--", "--seed", "0", cwd=tmp_path)
     assert f"{tmp_path}/it's my model:/model:ro" in words
     assert words[-5:] == ["--mode", "full", "--", "--seed", "0"]
@@ -98,13 +98,13 @@ def test_the_printed_command_survives_a_shell(tmp_path: Path) -> None:
         (["--gpus", "all"], "--gpus"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(arguments: list[str], words: str) -> None:
+def test_wrong_options_are_refused_by_name(arguments: list[str], words: str) -> None:
     refused = call("--dry-run", *arguments)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert words in refused.stderr
 
 
-def test_without_a_checkpoint_or_an_npu_nothing_is_started(tmp_path: Path) -> None:
+def test_missing_checkpoint_or_npu_starts_nothing(tmp_path: Path) -> None:
     assert "config.json" in call("--model", str(tmp_path)).stderr
     (tmp_path / "config.json").write_text("{}")
     started = call("--model", str(tmp_path), "--devices", "99999")
@@ -113,7 +113,7 @@ def test_without_a_checkpoint_or_an_npu_nothing_is_started(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("server-910b", "0"), ("server-910b-4", "0,1,2,3")])
-def test_compose_mounts_what_the_script_mounts(name: str, numbers: str) -> None:
+def test_compose_mounts_the_same_as_the_script(name: str, numbers: str) -> None:
     service = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"][name]
     words = dry("--model", "/x", "--devices", numbers)
     assert service["devices"] == values(words, "--device")
