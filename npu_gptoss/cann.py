@@ -87,12 +87,12 @@ def defect(text: str, day: str = "") -> str | None:
     version = parse(text)
     if WRONG_NIGHTLIES[0] <= day <= WRONG_NIGHTLIES[1]:
         return (
-            f"a nightly build of {day}, and those of 25 to 30 March 2026 attend wrongly in layers with a window and "
+            f"a nightly build of {day}, and builds of 25 to 30 March 2026 attend wrongly in layers with a window and "
             "sinks (ops-transformer c36036e63, mended in 2687bb676)"
         )
     if version is not None and version.series == (9, 1) and version.prerelease:
         return (
-            "a beta, and those of 9.1 lose columns of matrix products of fewer than 64 rows (ops-nn e3f831f65; mended "
+            "a beta, and betas of 9.1 lose columns of matrix products of fewer than 64 rows (ops-nn e3f831f65; mended "
             "in 9.1.0)"
         )
     return None

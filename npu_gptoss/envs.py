@@ -178,4 +178,6 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError as error:
-        raise InputError(f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}.") from None
+        raise InputError(
+            f"{name}={text!r} cannot be used: {error}. It means: {variable.meaning}.", field=name
+        ) from None

@@ -1,15 +1,21 @@
-"""The one base class of everything that a user's input can cause, and how foreign content stands in a sentence.
+"""Errors that a user's input can cause: `InputError`, the base class, and `Refusal`, the parts of its sentence.
 
 The command line prints such an error as one sentence and exits with 2; anything else is a defect of ours and keeps
 its traceback. Names and values of a checkpoint or a request are written by others: a control character in one of them
-could clear the terminal, and a long one could bury the sentence. So every error escapes what no terminal should get,
-and `short` cuts a value to what a reader takes in.
+could clear the terminal, and a long one could bury the sentence. So every error escapes control characters, and
+`short` cuts a value.
+
+Tests compare `field` (an option, a variable, a field, an argument) and never the English.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 import reprlib
 import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 MOST = 200  # characters of one foreign value
 _MOST_OF_A_TEXT = 20_000  # of a whole error: the end of a log may stand in it
@@ -56,11 +62,68 @@ def quoted(value: object) -> str:
     return short(_Shortened().repr(value))
 
 
-class InputError(ValueError):
-    """Says what was expected, what was got and what to do. Control characters in it become escapes."""
+_VARIABLE = re.compile(r"[A-Z0-9]+(_[A-Z0-9]+)+")
 
-    def __init__(self, sentence: object = "") -> None:
-        text = str(sentence)
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that cannot be served. `str` gives the sentence, without a full stop.
+
+    option: as the user writes it: `--dtype`, `NPU_GPTOSS_EXPERT_WEIGHTS`, `rope_scaling.factor`, `vllm-ascend`.
+    got: the value as the user writes it; None for an option without a value.
+    why: a clause with the reason. remedy: a command to the user, in lower case.
+    """
+
+    option: str
+    got: object
+    why: str
+    remedy: str
+    joint: str = ""  # between option and value; by default "=" for a variable, else a blank
+
+    @property
+    def asked(self) -> str:
+        """The setting as the user writes it: `--dtype float16`, `VLLM_ASCEND_ENABLE_FLASHCOMM=1`."""
+        joint = self.joint or ("=" if _VARIABLE.fullmatch(self.option) else " ")
+        return short(self.option) if self.got is None else f"{short(self.option)}{joint}{short(str(self.got))}"
+
+    @property
+    def finding(self) -> str:
+        """The sentence without its remedy."""
+        return f"{self.asked}: {self.why}"
+
+    @property
+    def advice(self) -> str:
+        """The remedy as a sentence of its own."""
+        return f"{self.remedy[:1].upper()}{self.remedy[1:]}."
+
+    def __str__(self) -> str:
+        return f"{self.finding}; {self.remedy}"
+
+
+def asked_for(checks: Iterable[tuple[bool, Refusal]]) -> list[Refusal]:
+    """Of checks, each a refusal with whether it holds here: the refusals that do."""
+    return [refusal for wrong, refusal in checks if wrong]
+
+
+class InputError(ValueError):
+    """Says what was expected, what was got and what to do. Control characters in it become escapes.
+
+    said: a sentence, or the Refusal that makes it. field: the option, variable, field or argument that is wrong.
+    refusals: all that the sentence holds, where it is made of them.
+    """
+
+    def __init__(self, said: object = "", *, field: str | None = None, refusals: tuple[Refusal, ...] = ()) -> None:
+        if isinstance(said, Refusal):
+            refusals = (said,)
+        text = f"{said}." if isinstance(said, Refusal) else str(said)
         if len(text) > _MOST_OF_A_TEXT:
             text = text[:_MOST_OF_A_TEXT] + "…"
         super().__init__(printable(text, keep=_LAYOUT))
+        self.refusals = refusals
+        self.field = field or (refusals[0].option if refusals else None)
+
+    def at(self, place: object) -> InputError:
+        """The same error with the place before its sentence, such as a file or "prompt 3"."""
+        moved = copy.copy(self)
+        moved.args = (printable(f"{place}: {self}", keep=_LAYOUT),)
+        return moved

@@ -56,14 +56,18 @@ def is_there(path: Path, error: type[InputError] = CheckpointError) -> bool:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if path.is_symlink():
-            raise error(f"{path}: expected a file, but it is a link to one that is not there. {_AGAIN}") from None
+            raise error(
+                f"{path}: expected a file, but it is a link to one that is not there. {_AGAIN}", field=path.name
+            ) from None
         return False
     except OSError as problem:
         remedy = "Check the path and its permissions."
-        raise error(f"{short(str(path), 1000)}: expected a file, but {reason(problem)}. {remedy}") from None
+        raise error(
+            f"{short(str(path), 1000)}: expected a file, but {reason(problem)}. {remedy}", field=path.name
+        ) from None
     if not stat.S_ISREG(mode):
         kind = next((words for holds, words in _KINDS if holds(mode)), "no regular file")
-        raise error(f"{path}: expected a regular file, but it is {kind}. {_AGAIN}")
+        raise error(f"{path}: expected a regular file, but it is {kind}. {_AGAIN}", field=path.name)
     return True
 
 
@@ -77,7 +81,9 @@ def is_directory(path: Path, error: type[InputError] = CheckpointError) -> bool:
         return False
     except OSError as problem:
         remedy = "Check the path and its permissions."
-        raise error(f"{short(str(path), 1000)}: expected a directory, but {reason(problem)}. {remedy}") from None
+        raise error(
+            f"{short(str(path), 1000)}: expected a directory, but {reason(problem)}. {remedy}", field=path.name
+        ) from None
     return True
 
 
@@ -85,14 +91,16 @@ def read_bytes(path: Path, error: type[InputError] = CheckpointError) -> bytes:
     """A file of MOST_BYTES as a whole. Raises for what is no regular file, for what cannot be read or is too long."""
     most = MOST_BYTES.get(path.name, 20 * MIB)
     if not is_there(path, error):
-        raise error(f"{path}: expected a file, but there is none. {_AGAIN}")
+        raise error(f"{path}: expected a file, but there is none. {_AGAIN}", field=path.name)
     try:
         with path.open("rb") as stream:
             content = stream.read(most + 1)
     except OSError as problem:
-        raise error(f"{path}: expected a readable file, but {reason(problem)}. Check its permissions.") from None
+        raise error(
+            f"{path}: expected a readable file, but {reason(problem)}. Check its permissions.", field=path.name
+        ) from None
     if len(content) > most:
-        raise error(f"{path}: expected at most {most >> 20} MiB, got more. {_AGAIN}")
+        raise error(f"{path}: expected at most {most >> 20} MiB, got more. {_AGAIN}", field=path.name)
     return content
 
 
@@ -102,7 +110,7 @@ def read_json(path: Path, error: type[InputError] = CheckpointError) -> Any:
     try:
         return parse_json(content)
     except ValueError as problem:
-        raise error(f"{path}: expected JSON in UTF-8, but {problem}. {_AGAIN}") from None
+        raise error(f"{path}: expected JSON in UTF-8, but {problem}. {_AGAIN}", field=path.name) from None
 
 
 def parse_json(content: bytes) -> Any:

@@ -26,9 +26,11 @@ _SAMPLE = "What is 3 + 4?\n\tNaïve café, 你好 <|start|>" + "".join(64 * c + 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a file, once it has turned a short text into tokens and back. Raises InputError."""
     if not is_there(path, InputError):
-        raise InputError(f"{path}: expected a tokenizer, but there is none. {_AGAIN}")
+        raise InputError(f"{path}: expected a tokenizer, but there is none. {_AGAIN}", field=FILE_NAME)
     if path.stat().st_size > MOST_BYTES[FILE_NAME]:
-        raise InputError(f"{path}: expected at most {MOST_BYTES[FILE_NAME] >> 20} MiB, got more. {_AGAIN}")
+        raise InputError(
+            f"{path}: expected at most {MOST_BYTES[FILE_NAME] >> 20} MiB, got more. {_AGAIN}", field=FILE_NAME
+        )
     with panics_told(f"{path} cannot be read as a tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
     try_tokenizer(path, tokenizer)
@@ -47,7 +49,8 @@ def check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise InputError(
             f"{path}: expected ids below vocab_size of config.json ({vocab_size}), got {largest}. "
-            "Take the tokenizer that belongs to these weights."
+            "Take the tokenizer that belongs to these weights.",
+            field=FILE_NAME,
         )
 
 

@@ -61,7 +61,8 @@ def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor, kv_heads: 
         if cache.dim() != 4 or cache.shape[2] != kv_heads or cache.shape[3] != head_dim:
             raise InputError(
                 f"{name} must be [blocks, block_size, kv_heads, head_dim] with {kv_heads} heads of {head_dim}, "
-                f"got {list(cache.shape)}"
+                f"got {list(cache.shape)}",
+                field=name,
             )
 
 
@@ -117,19 +118,21 @@ def paged_attention(
     """
     tokens = metadata.num_tokens
     if query.dim() != 3:
-        raise InputError(f"query must be [tokens, heads, head_dim], got {list(query.shape)}")
+        raise InputError(f"query must be [tokens, heads, head_dim], got {list(query.shape)}", field="query")
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2] if key_cache.dim() == 4 else 0
     _check_caches(key_cache, value_cache, kv_heads, head_dim)
     if kv_heads == 0 or heads % kv_heads:
-        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly", field="query")
     if sinks is None or tuple(sinks.shape) != (heads,):
         got = "none" if sinks is None else list(sinks.shape)
-        raise InputError(f"sinks must hold one value for each of the {heads} local query heads, got {got}")
+        raise InputError(
+            f"sinks must hold one value for each of the {heads} local query heads, got {got}", field="sinks"
+        )
     if out is None:
         out = torch.empty_like(query)
     elif out.shape != query.shape:
-        raise InputError(f"out must have the shape of query {list(query.shape)}, got {list(out.shape)}")
+        raise InputError(f"out must have the shape of query {list(query.shape)}, got {list(out.shape)}", field="out")
     if tokens:
         run = chosen(
             PAGED,

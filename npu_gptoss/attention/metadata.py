@@ -44,21 +44,28 @@ class AttentionMetadata:
         if not start or start[0] != 0 or len(start) != len(lengths) + 1:
             raise InputError(
                 f"query_start_loc must start at 0 and have one entry more than seq_lens; got {len(start)} entries "
-                f"for {len(lengths)} requests: {start[:8]}"
+                f"for {len(lengths)} requests: {start[:8]}",
+                field="query_start_loc",
             )
         for i, seq_len in enumerate(lengths):
             query_len = start[i + 1] - start[i]
             if not 0 <= query_len <= seq_len:
                 raise InputError(
-                    f"request {i} has {query_len} query rows and {seq_len} keys; expected 0 <= rows <= keys"
+                    f"request {i} has {query_len} query rows and {seq_len} keys; expected 0 <= rows <= keys",
+                    field="seq_lens",
                 )
         if self.block_table.shape[0] < len(lengths):
-            raise InputError(f"block_table has {self.block_table.shape[0]} rows for {len(lengths)} requests")
+            raise InputError(
+                f"block_table has {self.block_table.shape[0]} rows for {len(lengths)} requests", field="block_table"
+            )
         if self.slot_mapping.shape[0] < start[-1]:
-            raise InputError(f"slot_mapping has {self.slot_mapping.shape[0]} entries for {start[-1]} rows")
+            raise InputError(
+                f"slot_mapping has {self.slot_mapping.shape[0]} entries for {start[-1]} rows", field="slot_mapping"
+            )
         if self.lengths is not None and (self.lengths.shape != (len(lengths),) or self.lengths.dtype != torch.int32):
             raise InputError(
-                f"lengths must be [{len(lengths)}] int32, got {list(self.lengths.shape)} {self.lengths.dtype}"
+                f"lengths must be [{len(lengths)}] int32, got {list(self.lengths.shape)} {self.lengths.dtype}",
+                field="lengths",
             )
 
     @property
@@ -118,14 +125,17 @@ class DecodeMetadata:
     def __post_init__(self) -> None:
         rows = self.lengths.shape[0]
         if self.lengths.dtype != torch.int32 or self.lengths.dim() != 1:
-            raise InputError(f"lengths must be [rows] int32, got {list(self.lengths.shape)} {self.lengths.dtype}")
+            raise InputError(
+                f"lengths must be [rows] int32, got {list(self.lengths.shape)} {self.lengths.dtype}", field="lengths"
+            )
         if self.block_table.shape[0] < rows or self.slot_mapping.shape[0] < rows:
             raise InputError(
                 f"{rows} rows need as many in block_table and slot_mapping, "
-                f"got {self.block_table.shape[0]} and {self.slot_mapping.shape[0]}"
+                f"got {self.block_table.shape[0]} and {self.slot_mapping.shape[0]}",
+                field="block_table",
             )
         if self.max_seq_len < 1:
-            raise InputError(f"max_seq_len must be at least 1, got {self.max_seq_len}")
+            raise InputError(f"max_seq_len must be at least 1, got {self.max_seq_len}", field="max_seq_len")
 
     @property
     def num_requests(self) -> int:

@@ -38,7 +38,8 @@ def head_stride(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
         raise InputError(
             "key_cache and value_cache must be contiguous [blocks, block_size, kv_heads, head_dim], or the halves of "
             "one such tensor's last dimension, so that heads are equally far apart; "
-            f"got strides {key_cache.stride()} and {value_cache.stride()}"
+            f"got strides {key_cache.stride()} and {value_cache.stride()}",
+            field="key_cache",
         )
     return strides[0]
 

@@ -25,7 +25,7 @@ def with_slack(sinks: torch.Tensor) -> torch.Tensor:
 def unpad(rows: torch.Tensor, num_tokens: int, name: str = "rows") -> torch.Tensor:
     """The first `num_tokens` rows, as a view; `rows` itself when it has no more."""
     if rows.shape[0] < num_tokens:
-        raise InputError(f"{name} has {rows.shape[0]} rows for {num_tokens} tokens")
+        raise InputError(f"{name} has {rows.shape[0]} rows for {num_tokens} tokens", field=name)
     return rows if rows.shape[0] == num_tokens else rows[:num_tokens]  # a slice costs the host a microsecond or more
 
 

@@ -161,7 +161,10 @@ def write_kv_cache(
     """One indexed copy each."""
     # A negative slot would wrap round to the end of the cache without a word. Only the CPU can check it for free.
     if slot_mapping.device.type == "cpu" and slot_mapping.numel() and int(slot_mapping.min()) < 0:
-        raise InputError("slot_mapping has a negative slot for a real row; padding belongs behind metadata.num_tokens")
+        raise InputError(
+            "slot_mapping has a negative slot for a real row; padding belongs behind metadata.num_tokens",
+            field="slot_mapping",
+        )
     head_stride(key_cache, value_cache)  # flattened any other would be a copy, and the new keys lost
     for new, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)

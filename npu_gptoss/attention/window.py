@@ -16,7 +16,8 @@ def keys_before(sliding_window: int | None) -> int | None:
         return None
     if sliding_window < 1:
         raise InputError(
-            f"a sliding window keeps at least the query's own key, got {sliding_window}; full attention is None"
+            f"a sliding window keeps at least the query's own key, got {sliding_window}; full attention is None",
+            field="sliding_window",
         )
     return sliding_window - 1
 

@@ -69,17 +69,18 @@ def _check_rows(residual: torch.Tensor, delta: torch.Tensor | None, norm_weight:
     if residual.dim() != 2 or norm_weight.shape != residual.shape[1:] or norm_weight.dtype != torch.float32:
         raise InputError(
             f"residual must be [rows, hidden] and norm_weight [hidden] float32, got {list(residual.shape)} and "
-            f"{list(norm_weight.shape)} {norm_weight.dtype}"
+            f"{list(norm_weight.shape)} {norm_weight.dtype}",
+            field="residual",
         )
     if delta is not None and delta.shape != residual.shape:
-        raise InputError(f"delta must be like residual, {list(residual.shape)}, got {list(delta.shape)}")
+        raise InputError(f"delta must be like residual, {list(residual.shape)}, got {list(delta.shape)}", field="delta")
 
 
 def _check_weight(weight: torch.Tensor, inputs: int, bias: torch.Tensor | None, name: str) -> None:
     if len(weight.shape) != 2 or weight.shape[1] != inputs:
-        raise InputError(f"{name} must be [out, {inputs}], got {list(weight.shape)}")
+        raise InputError(f"{name} must be [out, {inputs}], got {list(weight.shape)}", field=name)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise InputError(f"the bias of {name} must be [{weight.shape[0]}], got {list(bias.shape)}")
+        raise InputError(f"the bias of {name} must be [{weight.shape[0]}], got {list(bias.shape)}", field="bias")
 
 
 def qkv(
@@ -113,17 +114,19 @@ def qkv(
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise InputError(
             "the caches must be alike [blocks, block_size, kv_heads, head_dim], "
-            f"got {list(key_cache.shape)} and {list(value_cache.shape)}"
+            f"got {list(key_cache.shape)} and {list(value_cache.shape)}",
+            field="key_cache",
         )
     kv_heads, head_dim = key_cache.shape[2:]
     heads, rest = divmod(weight.shape[0] - 2 * kv_heads * head_dim, head_dim)
     if heads < 1 or rest:
         raise InputError(
             f"weight has {weight.shape[0]} rows, which is no number of query heads of {head_dim} "
-            f"with {kv_heads} key and value heads"
+            f"with {kv_heads} key and value heads",
+            field="weight",
         )
     if positions.shape[0] != residual.shape[0]:
-        raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}")
+        raise InputError(f"positions must be [{residual.shape[0]}], got {list(positions.shape)}", field="positions")
     run = chosen(
         QKV, kernel, residual.shape[0], lambda rows: qkv_call(rows, weight.dtype, weight, key_cache.dtype, head_dim)
     )
@@ -156,7 +159,9 @@ def output(
     """
     _check_weight(weight, attended.shape[-1], bias, "weight")
     if residual is not None and residual.shape != (attended.shape[0], weight.shape[0]):
-        raise InputError(f"residual must be [{attended.shape[0]}, {weight.shape[0]}], got {list(residual.shape)}")
+        raise InputError(
+            f"residual must be [{attended.shape[0]}, {weight.shape[0]}], got {list(residual.shape)}", field="residual"
+        )
     run = chosen(OUTPUT, kernel, attended.shape[0], lambda rows: output_call(rows, attended.dtype, weight))
     return run(attended=attended, weight=weight, bias=bias, residual=residual)
 
@@ -184,9 +189,9 @@ def router(
     _check_rows(residual, delta, norm_weight)
     _check_weight(weight, residual.shape[1], bias, "router weight")
     if not 1 <= top_k <= weight.shape[0]:
-        raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}")
+        raise InputError(f"top_k must be 1 to {weight.shape[0]} (the experts), got {top_k}", field="top_k")
     if live is not None and live.shape != residual.shape[:1]:
-        raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}")
+        raise InputError(f"live must be [{residual.shape[0]}], got {list(live.shape)}", field="live")
     run = chosen(ROUTER, kernel, residual.shape[0], lambda rows: router_call(rows, weight.dtype, weight))
     return run(
         residual=residual,
@@ -225,7 +230,8 @@ def logits(
     elif out.shape != (normed.shape[0], weight.shape[0]) or out.dtype != normed.dtype or not out.is_contiguous():
         raise InputError(
             f"out must be contiguous [{normed.shape[0]}, {weight.shape[0]}] in {normed.dtype}, "
-            f"got {list(out.shape)} in {out.dtype}"
+            f"got {list(out.shape)} in {out.dtype}",
+            field="out",
         )
     run = chosen(LOGITS, kernel, normed.shape[0], lambda rows: logits_call(rows, normed.dtype, weight))
     run(normed=normed, weight=weight, out=out)
@@ -239,11 +245,11 @@ def greedy(logits: torch.Tensor, *, out: torch.Tensor | None = None, kernel: Ker
     is not allowed, by a grammar for example; a row of nothing else is -1 too.
     """
     if logits.dim() != 2 or not logits.shape[1]:
-        raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}")
+        raise InputError(f"logits must be [rows, vocab], got {list(logits.shape)}", field="logits")
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     elif out.shape != logits.shape[:1] or out.dtype != torch.int64:
-        raise InputError(f"out must be [{logits.shape[0]}] int64, got {list(out.shape)} {out.dtype}")
+        raise InputError(f"out must be [{logits.shape[0]}] int64, got {list(out.shape)} {out.dtype}", field="out")
     run = chosen(GREEDY, kernel, logits.shape[0], lambda _: (signature(logits=logits.dtype), {}))
     run(logits=logits, out=out)
     return out

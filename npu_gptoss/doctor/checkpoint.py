@@ -23,8 +23,7 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
         config = check_directory(model, text=(model / TOKENIZER).is_file())
         tensors = check_checkpoint(model, config)
     except InputError as error:
-        sentence, remedy = _split(str(error))
-        yield failed(sentence, remedy)
+        yield failed(*_split(error))
         return
     files = len({tensor.file for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())
@@ -42,7 +41,10 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
     )
 
 
-def _split(text: str) -> tuple[str, str]:
-    """(sentence, remedy) of an InputError: the remedy is its last sentence."""
+def _split(error: InputError) -> tuple[str, str]:
+    """(sentence, remedy) of an InputError without a Refusal: the remedy is its last sentence."""
+    text = str(error)
+    if error.refusals:
+        return text.removesuffix(f"; {error.refusals[-1].remedy}.") + ".", error.refusals[-1].advice
     head, separator, last = text.rpartition(". ")
     return (f"{head}.", last) if separator else (text, "Check that config.json and the weights belong together.")

@@ -139,7 +139,7 @@ def memory(
         )
         return
     if objection := tensor_parallel_objection(config, ranks):
-        yield failed(f"{objection}.", "Use 1, 2, 4 or 8.")
+        yield failed(f"{objection.finding}.", objection.advice)
         return
     if device is None:
         found = choice_of(config, ranks, length, 0).expanded
@@ -164,8 +164,7 @@ def memory(
         yield _on_npu(config, ranks, device, choice, presets, buffsize)
     else:
         if device.mxfp4 and config.quantization and (uncut := uncut_objection(config.intermediate_size, ranks)):
-            sentence, _, remedy = uncut.partition("; ")
-            yield warning(f"{sentence}.", f"{remedy.capitalize()}.")
+            yield warning(f"{uncut.finding}.", uncut.advice)
         yield _elsewhere(config, ranks, length, device, presets)
     if not on_cpu and device.free < device.total * UTILISATION and not device.emulated:
         yield warning(

@@ -264,10 +264,9 @@ def attention_operator() -> Finding:
     try:
         objection = limits.operator_objection()
     except ImportError as error:
-        objection = f"torch_npu cannot be imported ({one_line(error)}); see torch-npu and torch-works above"
+        return failed(f"torch_npu cannot be imported ({one_line(error)}).", "See torch-npu and torch-works above.")
     if objection:
-        sentence, _, remedy = objection.rpartition("; ")
-        return failed(f"{sentence}.", f"{remedy[:1].upper()}{remedy[1:]}.")
+        return failed(f"{objection.finding}.", objection.advice)
     return ok("npu_fused_infer_attention_score_v2 takes learnable_sink.")
 
 
@@ -275,9 +274,9 @@ def graph_updates() -> Finding:
     from npu_gptoss.serving.ascend import limits
 
     if objection := limits.event_objection():
-        sentence, _, remedy = objection.rpartition("; ")
         return warning(
-            f"{sentence}.", f"Servers capture PIECEWISE graphs instead of FULL_DECODE_ONLY ones; for these {remedy}."
+            f"{objection.finding}.",
+            f"Servers capture PIECEWISE graphs instead of FULL_DECODE_ONLY ones; for these {objection.remedy}.",
         )
     return ok("Captured attention calls can wait for their lengths (external events).")
 

@@ -36,7 +36,8 @@ class Chats:
         if request.asked.structure:
             raise InputError(
                 f"{request.asked.structure.param}: the offline engine holds an answer to no structure; leave it out, "
-                "or ask a server."
+                "or ask a server.",
+                field=request.asked.structure.param,
             )
         return request
 

@@ -150,9 +150,11 @@ def _entries(args: argparse.Namespace) -> list[PromptEntry]:
     chats = []
     for entry in entries:
         if entry.form == "prompt_token_ids":
-            raise InputError(f"{entry.label}: --chat turns texts into messages, but these are token ids already")
+            raise InputError(
+                f"{entry.label}: --chat turns texts into messages, but these are token ids already", field="--chat"
+            )
         if entry.form == "prompt" and not entry.value:
-            raise InputError(f"{entry.label}: the message is empty")
+            raise InputError(f"{entry.label}: the message is empty", field="--prompt")
         messages = entry.value if entry.form == "messages" else [{"role": "user", "content": entry.value}]
         chats.append(replace(entry, form="messages", value=messages))
     return chats
@@ -162,7 +164,7 @@ def _whole_numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
-        raise InputError(f"{option} must be whole numbers with commas between, got {text!r}") from None
+        raise InputError(f"{option} must be whole numbers with commas between, got {text!r}", field=option) from None
 
 
 def _prompt(
@@ -179,7 +181,7 @@ def _prompt(
             reading, ids = chats.reading(request), engine.encode(chats.prompt(request))
         engine.check_length(ids)
     except InputError as error:
-        raise InputError(f"{entry.label}: {error}") from None
+        raise error.at(entry.label) from None
     return ids, reading
 
 

@@ -28,13 +28,17 @@ def resolve_device(name: str | torch.device) -> torch.device:
     name = str(name)
     device_type, colon, index = name.partition(":")
     if device_type not in DEVICE_TYPES.values() or (colon and not index.isdecimal()):
-        raise InputError(f"there is no device {name!r}: expected auto, {', '.join(sorted(DEVICE_TYPES.values()))}")
+        raise InputError(
+            f"there is no device {name!r}: expected auto, {', '.join(sorted(DEVICE_TYPES.values()))}", field="device"
+        )
     reason = _why_unusable(device_type)
     if reason:
-        raise InputError(f"the device {name!r} cannot be used here: {reason}")
+        raise InputError(f"the device {name!r} cannot be used here: {reason}", field="device")
     device = torch.device(name)  # only now: torch does not know the word npu before torch_npu is imported
     if device.type != "cpu" and (device.index or 0) >= (count := torch.get_device_module(device.type).device_count()):
-        raise InputError(f"there is no device {name!r}: torch sees {count} of that type, numbered from 0")
+        raise InputError(
+            f"there is no device {name!r}: torch sees {count} of that type, numbered from 0", field="device"
+        )
     return device
 
 
@@ -57,7 +61,9 @@ def resolve_dtype(name: str | torch.dtype, config: GptOssConfig) -> torch.dtype:
         if name == AUTO:
             name = config.dtype or "bfloat16"
         if name not in _DTYPES:
-            raise InputError(f"there is no dtype {name!r} for gpt-oss: expected auto, float32 or bfloat16")
+            raise InputError(
+                f"there is no dtype {name!r} for gpt-oss: expected auto, float32 or bfloat16", field="dtype"
+            )
         name = _DTYPES[name]
     check_dtype(name)
     return name

@@ -124,7 +124,7 @@ class Engine:
             made_for_graphs = self.device.type == "cuda" and self.model.dtype == torch.bfloat16
             mode = FULL if made_for_graphs and "triton" in current_platform().features else NONE
         if mode not in MODES:
-            raise InputError(f"there are no graphs {mode!r}: expected {AUTO}, {', '.join(MODES)}")
+            raise InputError(f"there are no graphs {mode!r}: expected {AUTO}, {', '.join(MODES)}", field="graphs")
         if mode == NONE:
             return None
         with kernels_for(self.device), torch.inference_mode():
@@ -173,16 +173,18 @@ class Engine:
         All prompts are checked before any is computed. on_step sees the requests after every step.
         """
         if isinstance(prompts, str):
-            raise InputError("prompts must be a list of prompts, got one text: put it into a list")
+            raise InputError("prompts must be a list of prompts, got one text: put it into a list", field="prompts")
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
-            raise InputError(f"{len(prompts)} prompts need as many SamplingParams, or one for all; got {len(each)}")
+            raise InputError(
+                f"{len(prompts)} prompts need as many SamplingParams, or one for all; got {len(each)}", field="params"
+            )
         requests = []
         for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             try:
                 requests.append(self._request(self.encode(prompt), one))
             except InputError as error:
-                raise InputError(f"prompt {number} (the first is 0): {error}") from None
+                raise error.at(f"prompt {number} (the first is 0)") from None
         self._run(requests, on_step)
         return [self.result(request) for request in requests]
 
@@ -264,16 +266,18 @@ class Engine:
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError:
-            raise InputError(f"a prompt is text or a list of token ids, got {prompt!r:.80}") from None
+            raise InputError(f"a prompt is text or a list of token ids, got {prompt!r:.80}", field="prompt") from None
         wrong = next((i for i in ids if not 0 <= i < self.config.vocab_size), None)
         if wrong is not None:
-            raise InputError(f"token id {wrong} is not in the vocabulary: expected 0 to {self.config.vocab_size - 1}")
+            raise InputError(
+                f"token id {wrong} is not in the vocabulary: expected 0 to {self.config.vocab_size - 1}", field="prompt"
+            )
         return ids
 
     def check_length(self, token_ids: Sequence[int]) -> None:
         """Refuses a prompt that is empty or leaves no room for one generated token."""
         if not token_ids:
-            raise InputError("the prompt is empty; the model needs at least one token to continue")
+            raise InputError("the prompt is empty; the model needs at least one token to continue", field="prompt")
         if len(token_ids) >= self.max_length:
             positions, capacity = self.config.max_position_embeddings, self.scheduler.allocator.capacity
             limit = (
@@ -281,13 +285,15 @@ class Engine:
                 if capacity < positions
                 else f"the model's context is {positions} with at least one token to generate"
             )
-            raise InputError(f"the prompt has {len(token_ids)} tokens, but {limit}")
+            raise InputError(f"the prompt has {len(token_ids)} tokens, but {limit}", field="prompt")
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
         self.check_length(token_ids)
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > self.config.vocab_size:
-                raise InputError(f"{name} is {count}, but the vocabulary has {self.config.vocab_size} tokens")
+                raise InputError(
+                    f"{name} is {count}, but the vocabulary has {self.config.vocab_size} tokens", field=name
+                )
         own = frozenset() if params.ignore_eos else self.stop_token_ids
         return Request(
             prompt_length=len(token_ids),

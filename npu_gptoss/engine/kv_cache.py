@@ -23,7 +23,8 @@ class BlockAllocator:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
             raise InputError(
-                f"the cache needs at least one block of one token, got {num_blocks} blocks of {block_size}"
+                f"the cache needs at least one block of one token, got {num_blocks} blocks of {block_size}",
+                field="num_blocks",
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -79,7 +80,8 @@ def default_num_blocks(
     useful = max_batch_size * math.ceil(config.max_position_embeddings / block_size)
     if budget < bytes_per_block:
         raise InputError(
-            f"{budget} free bytes on {device} do not hold one block of {block_size} tokens ({bytes_per_block})"
+            f"{budget} free bytes on {device} do not hold one block of {block_size} tokens ({bytes_per_block})",
+            field="num_blocks",
         )
     return min(budget // bytes_per_block, useful)
 

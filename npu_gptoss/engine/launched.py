@@ -31,7 +31,9 @@ def device_and_ranks(device: str, experts: str) -> Iterator[tuple[str, Ranks | N
         yield device, None
         return
     if ":" in device:
-        raise InputError(f"under torchrun each rank takes a device of its own: give the type only, got {device!r}")
+        raise InputError(
+            f"under torchrun each rank takes a device of its own: give the type only, got {device!r}", field="device"
+        )
     kind = resolve_device(device).type
     own = kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"
     resolved = resolve_device(own)

@@ -34,12 +34,12 @@ def read_prompts_file(path: Path) -> list[PromptEntry]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}") from None
+        raise InputError(f"the prompts file {path} cannot be read: {error.strerror}", field="--prompts") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompts file {path} is not UTF-8: {error}") from None
+        raise InputError(f"the prompts file {path} is not UTF-8: {error}", field="--prompts") from None
     entries = [_read_line(f"{path} line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not entries:
-        raise InputError(f"the prompts file {path} holds no prompt; expected one JSON object a line")
+        raise InputError(f"the prompts file {path} holds no prompt; expected one JSON object a line", field="--prompts")
     return entries
 
 
@@ -47,19 +47,21 @@ def _read_line(label: str, line: str) -> PromptEntry:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{label} is not JSON: {error}") from None
+        raise InputError(f"{label} is not JSON: {error}", field="--prompts") from None
     forms = [form for form in FORMS if isinstance(value, dict) and form in value]
     if len(forms) != 1:
-        raise InputError(f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}")
+        raise InputError(
+            f"{label} must be a JSON object with one of {', '.join(FORMS)}, got {line.strip()[:80]}", field="--prompts"
+        )
     form = forms[0]
     unknown = sorted(value.keys() - {form} - FORMS[form])
     if unknown:
-        raise InputError(f"{label}: nothing reads {', '.join(map(repr, unknown))} beside {form!r}")
+        raise InputError(f"{label}: nothing reads {', '.join(map(repr, unknown))} beside {form!r}", field=unknown[0])
     content = value.pop(form)
     expected = str if form == "prompt" else list
     if not isinstance(content, expected):
         kind = "a text" if expected is str else "a list"
-        raise InputError(f"{label}: {form} must be {kind}, got {json.dumps(content)[:80]}")
+        raise InputError(f"{label}: {form} must be {kind}, got {json.dumps(content)[:80]}", field=form)
     if form == "prompt_token_ids" and not all(isinstance(i, int) and not isinstance(i, bool) for i in content):
-        raise InputError(f"{label}: prompt_token_ids must be whole numbers, got {json.dumps(content)[:80]}")
+        raise InputError(f"{label}: prompt_token_ids must be whole numbers, got {json.dumps(content)[:80]}", field=form)
     return PromptEntry(label, form, content, value)

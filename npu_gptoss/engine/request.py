@@ -53,7 +53,7 @@ def _is_whole(value: object) -> bool:
 
 def _check(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
-        raise InputError(f"{name} must be {expected}, got {got!r}")
+        raise InputError(f"{name} must be {expected}, got {got!r}", field=name)
 
 
 @dataclass(frozen=True)

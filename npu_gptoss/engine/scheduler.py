@@ -36,7 +36,8 @@ class Scheduler:
         if max_batch_tokens < 1 or max_batch_size < 1:
             raise InputError(
                 f"a step needs at least one token of one request, got max_batch_tokens={max_batch_tokens}, "
-                f"max_batch_size={max_batch_size}"
+                f"max_batch_size={max_batch_size}",
+                field="max_batch_tokens",
             )
         self.allocator = allocator
         self.max_batch_tokens = max_batch_tokens

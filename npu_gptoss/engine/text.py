@@ -28,7 +28,8 @@ class TextCodec:
         if not self.available:
             raise InputError(
                 f"{self._path} is missing, so text cannot be turned into tokens: get it from the original "
-                "checkpoint, or give token ids"
+                "checkpoint, or give token ids",
+                field=self._path.name,
             )
 
     def check(self, vocab_size: int) -> None:
@@ -41,7 +42,7 @@ class TextCodec:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair, "\\ud800"
-            raise InputError(f"the text is not valid Unicode: {error}") from None
+            raise InputError(f"the text is not valid Unicode: {error}", field="text") from None
         tokenizer = self._load()
         with panics_told(f"{self._path} cannot turn this text into tokens"):
             return tokenizer.encode(text, add_special_tokens=False).ids

@@ -16,7 +16,7 @@ def capture_sizes(max_requests: int) -> list[int]:
     A step of decode has one row a request, so nothing above `max_requests` is ever replayed.
     """
     if max_requests < 1:
-        raise InputError(f"graphs are captured for at least one request, got {max_requests}")
+        raise InputError(f"graphs are captured for at least one request, got {max_requests}", field="max_requests")
     return sorted(
         {size for size in (1, 2, 4, *range(STEP, max_requests, STEP)) if size < max_requests} | {max_requests}
     )
@@ -26,7 +26,9 @@ def checked_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """Sizes that a user chose: ascending, each once. Raises InputError for none, and for one below 1."""
     chosen = tuple(sorted(set(sizes)))
     if not chosen or chosen[0] < 1:
-        raise InputError(f"capture sizes must be whole numbers from 1, got {list(chosen) or 'none'}")
+        raise InputError(
+            f"capture sizes must be whole numbers from 1, got {list(chosen) or 'none'}", field="capture_sizes"
+        )
     return chosen
 
 

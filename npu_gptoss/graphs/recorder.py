@@ -41,7 +41,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         if device.type not in GRAPH_CLASSES:
             raise InputError(
-                f"graphs can be captured on {' or '.join(sorted(GRAPH_CLASSES))}, not on {device.type}: choose none"
+                f"graphs can be captured on {' or '.join(sorted(GRAPH_CLASSES))}, not on {device.type}: choose none",
+                field="graphs",
             )
         self.device = device
         self._module = torch.get_device_module(device)
@@ -68,7 +69,8 @@ class Recorder:
                 self._leave_capture(current)
                 raise InputError(
                     f"a step cannot be captured with the kernels selected for it ({error}): choose graphs=none, or "
-                    "kernels that ask the device nothing (`npu-gptoss kernels explain`)"
+                    "kernels that ask the device nothing (`npu-gptoss kernels explain`)",
+                    field="graphs",
                 ) from error
             graph.replay()
         return Recorded(graph, result)

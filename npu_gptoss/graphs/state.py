@@ -97,7 +97,8 @@ class DecodeState:
         if not len(positions) == len(tables) == count <= self.capacity:
             raise InputError(
                 f"a decode step takes up to {self.capacity} requests with a token, a position and a table each, "
-                f"got {count}, {len(positions)} and {len(tables)}"
+                f"got {count}, {len(positions)} and {len(tables)}",
+                field="requests",
             )
         cursor = np.zeros((2, self.capacity), dtype=np.int64)
         cursor[1] = NOBODY

@@ -39,7 +39,7 @@ class ConversationError(InputError):
     """A conversation that cannot be written in harmony. `param` is the field of the request, where there is one."""
 
     def __init__(self, message: str, param: str | None = "messages") -> None:
-        super().__init__(message)
+        super().__init__(message, field=param)
         self.param = param
 
 

@@ -117,7 +117,8 @@ def text_tokenizer(directory: Path) -> Tokenizer | None:
         if found != token:
             raise InputError(
                 f"{path} is not the tokenizer of gpt-oss: {name} should be token {token}, it is {found}. Get "
-                "tokenizer.json from the original checkpoint."
+                "tokenizer.json from the original checkpoint.",
+                field="tokenizer.json",
             )
     tokenizer.encode_special_tokens = True
     return tokenizer

@@ -111,7 +111,8 @@ def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -
         raise VocabularyError(
             f"{Path(model_dir) / 'tokenizer.json'} is not the tokenizer of gpt-oss: the vocabulary rebuilt from it has "
             f"SHA-256 {digest}, the published {VOCABULARY_FILE} has {VOCABULARY_SHA256}. Get tokenizer.json from the "
-            "original checkpoint."
+            "original checkpoint.",
+            field="tokenizer.json",
         )
     if out_dir is not None:
         return _write_or_raise(Path(out_dir) / VOCABULARY_FILE, content)
@@ -130,7 +131,8 @@ def _write_or_raise(path: Path, content: bytes) -> Path:
     except OSError as error:
         raise VocabularyError(
             f"the vocabulary cannot be written to {path.parent}: {error.strerror}. Name a writable folder with "
-            "--output."
+            "--output.",
+            field="--output",
         ) from error
 
 
@@ -143,19 +145,24 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
     if not is_there(path, VocabularyError):
         raise VocabularyError(
             f"{path}: expected a tokenizer, but there is none. The vocabulary is rebuilt from the checkpoint's own "
-            "tokenizer.json: pass the directory of a checkpoint that has it."
+            "tokenizer.json: pass the directory of a checkpoint that has it.",
+            field="tokenizer.json",
         )
     tokenizer = read_json(path, VocabularyError)
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or model.get("type", "BPE") != "BPE":
-        raise VocabularyError(f"{path} holds no BPE vocabulary (`model.vocab`); expected the tokenizer of gpt-oss.")
+        raise VocabularyError(
+            f"{path} holds no BPE vocabulary (`model.vocab`); expected the tokenizer of gpt-oss.",
+            field="tokenizer.json",
+        )
     to_byte = {character: byte for byte, character in byte_characters().items()}
     ranks: list[bytes | None] = [None] * NUM_RANKS
     for token, rank in vocabulary.items():
         if not isinstance(rank, int) or rank < 0:
             raise VocabularyError(
-                f"{path}: token {quoted(token)} has id {quoted(rank)}, expected a non-negative integer."
+                f"{path}: token {quoted(token)} has id {quoted(rank)}, expected a non-negative integer.",
+                field="tokenizer.json",
             )
         if rank >= NUM_RANKS:
             continue  # special tokens, when they are listed here too
@@ -164,12 +171,14 @@ def _ranks_from_tokenizer(path: Path) -> list[bytes]:
         except KeyError as error:
             raise VocabularyError(
                 f"{path}: token {quoted(token)} (id {rank}) holds {quoted(error.args[0])}, which stands for no byte: "
-                "this is not a byte-level vocabulary like that of gpt-oss."
+                "this is not a byte-level vocabulary like that of gpt-oss.",
+                field="tokenizer.json",
             ) from error
     missing = sum(token is None for token in ranks)
     if missing:
         raise VocabularyError(
             f"{path} lacks {missing} of the ids 0..{NUM_RANKS - 1}; the first is {ranks.index(None)}. Expected the "
-            "tokenizer of gpt-oss (o200k_harmony)."
+            "tokenizer of gpt-oss (o200k_harmony).",
+            field="tokenizer.json",
         )
     return ranks  # type: ignore[return-value]  # no None is left

@@ -67,7 +67,9 @@ def _operations(name: str | None) -> list[Operation]:
     if name is None:
         return [registry.operations[key] for key in sorted(registry.operations)]
     if name not in registry.operations:
-        raise InputError(f"there is no operation {name!r}; there are {', '.join(sorted(registry.operations))}")
+        raise InputError(
+            f"there is no operation {name!r}; there are {', '.join(sorted(registry.operations))}", field="operation"
+        )
     return [registry.operations[name]]
 
 
@@ -84,7 +86,9 @@ def _settings(pairs: list[str]) -> dict[str, object]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or name not in known:
-            raise InputError(f"--set {pair!r}: expected NAME=VALUE with NAME one of {', '.join(sorted(known))}")
+            raise InputError(
+                f"--set {pair!r}: expected NAME=VALUE with NAME one of {', '.join(sorted(known))}", field="--set"
+            )
         settings[name] = _value(value)
     return settings
 

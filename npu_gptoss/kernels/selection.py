@@ -132,7 +132,8 @@ def explain(
     if unknown:
         raise KernelError(
             f"a call of {operation.name} has the roles {list(operation.roles)} and traits {list(operation.traits)}; "
-            f"missing or not known: {', '.join(unknown)}"
+            f"missing or not known: {', '.join(unknown)}",
+            field=", ".join(unknown),
         )
     platform = platform or current_platform()
     override = override_for(operation) if override is None else override

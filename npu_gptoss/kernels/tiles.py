@@ -83,18 +83,20 @@ def read(path: Path, like: Table) -> Table:
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{type(error).__name__}: {error}"
         raise InputError(
-            f"{path} is no table of tiles: expected JSON with gpu and tiles, got {wrong}. {remedy}"
+            f"{path} is no table of tiles: expected JSON with gpu and tiles, got {wrong}. {remedy}", field="tiles"
         ) from None
     if found.rows.keys() != like.rows.keys():
         name = min(found.rows.keys() ^ like.rows.keys())
         what = "lacks" if name in like.rows else "has an unknown tile,"
-        raise InputError(f"{path} {what} {name}. {remedy}")
+        raise InputError(f"{path} {what} {name}. {remedy}", field=name)
     for name, row in found.rows.items():
         if row.keys() != like.rows[name].keys() or not all(
             type(number) is int and number > 0 for number in row.values()
         ):
             wanted = ", ".join(like.rows[name])
-            raise InputError(f"{path}: {name} needs a positive whole number for each of {wanted}, got {row}. {remedy}")
+            raise InputError(
+                f"{path}: {name} needs a positive whole number for each of {wanted}, got {row}. {remedy}", field=name
+            )
     return found
 
 
@@ -123,7 +125,8 @@ def table() -> Table:
         if here and found.gpu.name != here.name:
             raise InputError(
                 f"{VARIABLE}={named} was measured on {found.gpu.name}, and this is {here.name}. Measure here: "
-                f"npu-gptoss tune --out FILE; or unset {VARIABLE}."
+                f"npu-gptoss tune --out FILE; or unset {VARIABLE}.",
+                field=VARIABLE,
             )
         return found
     if here is None:

@@ -27,12 +27,13 @@ def expert_format(config: GptOssConfig, weights: str, dtype: torch.dtype) -> str
     weights: one of WEIGHTS; bf16 stands for floats in `dtype`, the dtype of the activations. Raises InputError.
     """
     if weights not in WEIGHTS:
-        raise InputError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+        raise InputError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}", field="weights")
     packed = config.quantization == "mxfp4"
     if weights == MXFP4 and not packed:
         raise InputError(
             "weights=mxfp4 needs a checkpoint in MXFP4, got one in floats, which MXFP4 cannot hold without loss: "
-            "take the official checkpoint, or weights=bf16 or fp8"
+            "take the official checkpoint, or weights=bf16 or fp8",
+            field="weights",
         )
     if weights == AUTO:
         return MXFP4 if packed and keeps_format("mxfp4", dtype) else FLOATS

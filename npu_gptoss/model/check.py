@@ -51,17 +51,22 @@ def check_directory(
 def check_files(directory: Path) -> None:
     """Refuses what would stop a library that opens it: no regular files, too large ones, too many."""
     if not is_directory(directory):
-        raise CheckpointError(f"{directory}: expected a directory, but there is none. Check the path.")
+        raise CheckpointError(
+            f"{directory}: expected a directory, but there is none. Check the path.", field=str(directory)
+        )
     for number, path in enumerate(directory.iterdir()):
         if number == _MOST_FILES:
             raise CheckpointError(
-                f"{directory}: expected a checkpoint, got more than {_MOST_FILES} files. Check the path."
+                f"{directory}: expected a checkpoint, got more than {_MOST_FILES} files. Check the path.",
+                field=str(directory),
             )
         if path.suffix not in _OPENED:
             continue
         most = MOST_BYTES.get(path.name, _MOST_OF_OTHERS)
         if is_there(path) and path.suffix in _READ_WHOLE and path.stat().st_size > most:
-            raise CheckpointError(f"{path}: expected at most {most // MIB} MiB, got more. Download it again.")
+            raise CheckpointError(
+                f"{path}: expected at most {most // MIB} MiB, got more. Download it again.", field=path.name
+            )
 
 
 def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
@@ -70,6 +75,6 @@ def check_tokenizer(directory: Path, config: GptOssConfig) -> None:
     for name in _OBJECTS:
         path = directory / name
         if is_there(path, InputError) and not isinstance(read_json(path, InputError), dict):
-            raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.")
+            raise InputError(f"{path}: expected a JSON object. Get it from the original checkpoint.", field=path.name)
     path = directory / TOKENIZER_NAME
     check_vocabulary(path, load_tokenizer(path), config.vocab_size)

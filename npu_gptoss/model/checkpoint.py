@@ -108,7 +108,9 @@ def expand_stream(
         matrix, half = match["name"], match["half"]
         halves = waiting.setdefault(matrix, {})
         if half in halves:
-            raise CheckpointError(f"{name} should come once, got it twice. The shards overlap: download them again.")
+            raise CheckpointError(
+                f"{name} should come once, got it twice. The shards overlap: download them again.", field=name
+            )
         halves[half] = tensor
         del halves, tensor
         if len(waiting[matrix]) == 2:
@@ -117,7 +119,8 @@ def expand_stream(
         half, other = ("blocks", "scales") if "blocks" in halves else ("scales", "blocks")
         raise CheckpointError(
             f"{matrix}_{half} should come with {matrix}_{other}, got it alone. "
-            "The checkpoint is incomplete: download it again."
+            "The checkpoint is incomplete: download it again.",
+            field=f"{matrix}_{half}",
         )
 
 
@@ -145,7 +148,8 @@ def write_checkpoint(
     old = weight_files(directory)
     if old and not overwrite:
         raise CheckpointError(
-            f"{directory}: expected a directory without weights, got {old[0].name}. Choose another, or delete them."
+            f"{directory}: expected a directory without weights, got {old[0].name}. Choose another, or delete them.",
+            field=str(directory),
         )
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as scratch:
@@ -155,7 +159,7 @@ def write_checkpoint(
         dtype = dtype_name(common_float(dtypes, directory))
         if config.dtype not in (None, dtype):
             raise CheckpointError(
-                f"{directory}: config.dtype is {config.dtype}, got tensors in {dtype}. Make them agree."
+                f"{directory}: config.dtype is {config.dtype}, got tensors in {dtype}. Make them agree.", field="dtype"
             )
         files = dict.fromkeys(shards, SINGLE_NAME)
         if len(shards) > 1:
@@ -201,14 +205,15 @@ def _expand_pair(name: str, halves: dict[str, torch.Tensor], dtype: torch.dtype)
     try:
         return expand_transposed(halves["blocks"], halves["scales"], dtype)
     except Mxfp4Error as error:
-        raise CheckpointError(f"{name}: {error}") from None
+        raise CheckpointError(f"{name}: {error}", field=name) from None
 
 
 def _check_target(dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         raise CheckpointError(
             f"weights can be loaded as bfloat16 or float32, got {dtype_name(dtype)}. gpt-oss overflows float16: "
-            "use bfloat16, or float32 on a CPU."
+            "use bfloat16, or float32 on a CPU.",
+            field="dtype",
         )
 
 

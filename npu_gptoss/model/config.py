@@ -1,6 +1,6 @@
 """The numbers that define one gpt-oss model, read from a checkpoint's config.json completely or refused in words.
 
-`config_fields.py` sorts the file's fields; the rules and relations here are what their values must be, and hold for
+`config_fields.py` has the table of fields; here are the values and the relations between them. They are checked in
 every `GptOssConfig`, however it is built. A field with a default may be absent: transformers takes the same value then.
 """
 
@@ -11,33 +11,28 @@ from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from npu_gptoss.errors import Refusal
 from npu_gptoss.files import is_directory, is_there, read_json
 from npu_gptoss.model.config_fields import (
     ARCHITECTURE,
-    DTYPE,
+    FULL,
     MISSING,
     MODEL_TYPE,
     MXFP4,
-    TOKEN,
+    OF_THE_MODEL,
+    SLIDING,
     ConfigError,
-    Rule,
-    YarnScaling,
-    above,
-    check_rules,
-    integer,
-    is_int,
+    check_all,
     is_number,
     read_fields,
     refuse,
-    ruled,
 )
 
 CONFIG_NAME = "config.json"
+TENSOR_PARALLEL = "--tensor-parallel-size"
 _ADAPTER = "adapter_config.json"
-_EXPECTED, _GIVE = "expected a gpt-oss checkpoint", "Give the path of a checkpoint, or download one."
-SLIDING, FULL = "sliding_attention", "full_attention"
 MXFP4_GROUP = 32  # values that share one scale: the axis that is summed over must hold whole groups
 _QUANTIZATION = {
     "modules_to_not_convert": [
@@ -48,7 +43,7 @@ _QUANTIZATION = {
     ],
     "quant_method": MXFP4,
 }
-# What the published files say beside the numbers of `GptOssConfig`
+# Fields of the published files beside the numbers of `GptOssConfig`
 _CONSTANTS = {
     "architectures": [ARCHITECTURE],
     "attention_bias": True,
@@ -63,49 +58,41 @@ _CONSTANTS = {
     "use_cache": True,
 }
 
-_HEAD_DIM = Rule(
-    "an even integer of at least 2 (rotary halves) and at most 4096",
-    lambda v: is_int(v) and 2 <= v <= 4096 and v % 2 == 0,
-)
-_LAYER_TYPES = Rule(
-    f"a list that holds only {SLIDING!r} and {FULL!r}",
-    lambda v: isinstance(v, tuple) and all(kind in (SLIDING, FULL) for kind in v),
-)
-_TOKENS = Rule("token ids", lambda v: isinstance(v, tuple) and all(is_int(i) and i >= 0 for i in v))
-_YARN = Rule("a YarnScaling", lambda v: isinstance(v, YarnScaling))
-_ONE_OF_TWO = "Correct one of the two."
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's numbers, as in `rope_scaling` of config.json.
+
+    The defaults are those of transformers for a file without them. The published files say `truncate` false, which is
+    another function (see rope.py).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_all(self, "rope_scaling")
+        if self.beta_fast <= self.beta_slow:
+            refuse("rope_scaling.beta_fast", f"expected more than beta_slow ({self.beta_slow})", self.beta_fast)
 
 
-def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str, str], ...]:
-    """Field, whether what must hold between it and others does, the expectation, what to do."""
-    in_mxfp4 = f"a multiple of {MXFP4_GROUP} in an MXFP4 checkpoint"
-    vocabulary = f"below vocab_size ({c.vocab_size})"
-    remedy = f"An MXFP4 scale covers {MXFP4_GROUP} values: change the size or use the BF16 layout."
+def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str], ...]:
+    """Field, whether its relation to another field holds, the expectation."""
+    heads, vocabulary = c.num_key_value_heads, f"less than vocab_size ({c.vocab_size})"
+    groups = f"a multiple of {MXFP4_GROUP} in an MXFP4 checkpoint, where so many values share a scale"
+    layers = f"one type for each of num_hidden_layers ({c.num_hidden_layers})"
+    experts = f"at most num_local_experts ({c.num_local_experts})"
     return (
-        (
-            "num_attention_heads",
-            c.num_attention_heads % c.num_key_value_heads == 0,
-            f"a multiple of num_key_value_heads ({c.num_key_value_heads})",
-            f"Each key/value head serves the same number of query heads. {_ONE_OF_TWO}",
-        ),
-        (
-            "num_experts_per_tok",
-            c.num_experts_per_tok <= c.num_local_experts,
-            f"at most num_local_experts ({c.num_local_experts})",
-            _ONE_OF_TWO,
-        ),
-        (
-            "layer_types",
-            len(c.layer_types) == c.num_hidden_layers,
-            f"as long as num_hidden_layers ({c.num_hidden_layers})",
-            "List one type for each layer.",
-        ),
-        *(
-            (name, c.quantization is None or getattr(c, name) % MXFP4_GROUP == 0, in_mxfp4, remedy)
-            for name in ("hidden_size", "intermediate_size")
-        ),
-        ("eos_token_id", all(token < c.vocab_size for token in c.eos_token_ids), vocabulary, _ONE_OF_TWO),
-        ("pad_token_id", c.pad_token_id is None or c.pad_token_id < c.vocab_size, vocabulary, _ONE_OF_TWO),
+        ("num_attention_heads", c.num_attention_heads % heads == 0, f"a multiple of num_key_value_heads ({heads})"),
+        ("num_experts_per_tok", c.num_experts_per_tok <= c.num_local_experts, experts),
+        ("layer_types", len(c.layer_types) == c.num_hidden_layers, layers),
+        ("hidden_size", c.quantization is None or c.hidden_size % MXFP4_GROUP == 0, groups),
+        ("intermediate_size", c.quantization is None or c.intermediate_size % MXFP4_GROUP == 0, groups),
+        ("eos_token_id", all(token < c.vocab_size for token in c.eos_token_ids), vocabulary),
+        ("pad_token_id", c.pad_token_id is None or c.pad_token_id < c.vocab_size, vocabulary),
     )
 
 
@@ -117,37 +104,35 @@ class GptOssConfig:
     `eos_token_id` and `pad_token_id` are None where the file says null or nothing: transformers leaves null fields out.
     """
 
-    # The largest values lie far above any gpt-oss, and below what would exhaust memory or time by itself.
-    hidden_size: int = ruled(integer(1, 1 << 20))
-    intermediate_size: int = ruled(integer(1, 1 << 20))
-    num_hidden_layers: int = ruled(integer(1, 1000))
-    num_attention_heads: int = ruled(integer(1, 1 << 16))
-    num_key_value_heads: int = ruled(integer(1, 1 << 16))
-    head_dim: int = ruled(_HEAD_DIM)
-    num_local_experts: int = ruled(integer(1, 1 << 16))
-    num_experts_per_tok: int = ruled(integer(1, 1 << 16))
-    vocab_size: int = ruled(integer(1, 1 << 24))
-    sliding_window: int = ruled(integer(1))  # keys that a query sees in a sliding layer, itself included
-    layer_types: tuple[str, ...] = ruled(_LAYER_TYPES)
-    rope_theta: float = ruled(above(1, 1e12))
-    rope_scaling: YarnScaling = ruled(_YARN)  # noqa: RUF009  # makes a field
-    rms_norm_eps: float = ruled(above(0, 1))
-    max_position_embeddings: int = ruled(integer(1, 1 << 20))  # the table of rotary angles has a row for each
-    # Up to transformers 4.57 this stands in its code, not in the files that it writes.
-    swiglu_limit: float = ruled(above(0), 7.0)
-    eos_token_id: int | None = ruled(TOKEN, None)
-    pad_token_id: int | None = ruled(TOKEN, None)
-    # "mxfp4": the experts are stored as blocks and scales
-    quantization: str | None = ruled(Rule(f"{MXFP4!r} or None", lambda v: v in (None, MXFP4)), None)
-    # what the file says of the other tensors ("torch_dtype"); the tensors themselves decide
-    dtype: str | None = ruled(DTYPE, None)
-    other_eos_token_ids: tuple[int, ...] = ruled(_TOKENS, ())  # the rest, where the file's eos_token_id is a list
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    sliding_window: int  # keys that a query sees in a sliding layer, itself included
+    layer_types: tuple[str, ...]
+    rope_theta: float
+    rope_scaling: YarnScaling
+    rms_norm_eps: float
+    max_position_embeddings: int
+    swiglu_limit: float = 7.0  # up to transformers 4.57 in its code, and not in the files that it writes
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    quantization: str | None = None  # "mxfp4": the experts are stored as blocks and scales
+    dtype: str | None = None  # of the other tensors, as the file says ("torch_dtype"); the tensors themselves decide
+    other_eos_token_ids: tuple[int, ...] = ()  # the rest, where the file's eos_token_id is a list
 
     def __post_init__(self) -> None:
-        check_rules(self)
-        for name, holds, expected, remedy in _relations(self):
+        check_all(self)
+        if not isinstance(self.rope_scaling, YarnScaling):
+            refuse("rope_scaling", "expected a YarnScaling", self.rope_scaling)
+        for name, holds, expected in _relations(self):
             if not holds:
-                refuse(name, expected, getattr(self, name), remedy)
+                refuse(name, f"expected {expected}", getattr(self, name), "correct one of the two")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -164,7 +149,7 @@ class GptOssConfig:
         found = read_fields(values, [field.name for field in fields(cls)])
         for field in fields(cls):
             if field.name not in found and field.default is NO_DEFAULT:
-                refuse(field.name, field.metadata["rule"].expected, MISSING)
+                OF_THE_MODEL[field.name].check(field.name, MISSING)
         found["rope_scaling"] = _with_floats(YarnScaling, found["rope_scaling"])
         if isinstance(found["layer_types"], list):
             found["layer_types"] = tuple(found["layer_types"])
@@ -176,18 +161,16 @@ class GptOssConfig:
         directory = Path(path)
         file = directory / CONFIG_NAME
         if not is_directory(directory, ConfigError):
-            raise ConfigError(f"{directory}: {_EXPECTED}, but there is no such directory. {_GIVE}")
+            _refuse_directory(directory, "there is no such directory")
         if not is_there(file, ConfigError):
             if is_there(directory / _ADAPTER, ConfigError):
-                raise ConfigError(
-                    f"{directory}: {_EXPECTED}, but this is an adapter ({_ADAPTER}). Merge it into its base model."
-                )
-            raise ConfigError(f"{directory}: {_EXPECTED}, but the directory has no {CONFIG_NAME}. {_GIVE}")
+                _refuse_directory(directory, f"this is an adapter ({_ADAPTER})", "merge it into its base model")
+            _refuse_directory(directory, f"the directory has no {CONFIG_NAME}")
         values = read_json(file, ConfigError)
         try:
             return cls.from_dict(values)
         except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
+            raise error.at(file) from None
 
     def to_dict(self) -> dict[str, Any]:
         """The published (transformers 4.55) style, fields and order; transformers and vLLM read it."""
@@ -204,6 +187,12 @@ class GptOssConfig:
             "torch_dtype": self.dtype,
         }
         return {name: value for name, value in sorted(values.items()) if value is not None}
+
+
+def _refuse_directory(
+    directory: Path, why: str, remedy: str = "give the path of a checkpoint, or download one"
+) -> NoReturn:
+    raise ConfigError(Refusal(str(directory), None, f"expected a gpt-oss checkpoint, but {why}", remedy))
 
 
 def _with_floats(kind: type, values: dict[str, Any]) -> Any:
@@ -267,19 +256,21 @@ def packed_columns(rank: int, width: int) -> int:
     return (end - first) * MXFP4_GROUP
 
 
-def uncut_objection(intermediate_size: int, ranks: int) -> str | None:
-    """Why `ranks` NVIDIA GPUs cannot cut experts that stay in MXFP4, and vLLM's option that deals them out."""
+def uncut_objection(intermediate_size: int, ranks: int) -> Refusal | None:
+    """The refusal of `ranks` NVIDIA GPUs that cannot cut experts in MXFP4; its remedy deals them out whole."""
     groups = intermediate_size // MXFP4_GROUP
     if groups % ranks == 0:
         return None
-    return (
-        f"--tensor-parallel-size {ranks}: it does not divide the {groups} groups of {MXFP4_GROUP} columns that an "
-        "expert in MXFP4 has; add --enable-expert-parallel, which deals experts out whole"
+    return Refusal(
+        TENSOR_PARALLEL,
+        ranks,
+        f"it does not divide the {groups} groups of {MXFP4_GROUP} columns of an expert in MXFP4",
+        "add --enable-expert-parallel, which deals experts out whole",
     )
 
 
-def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
-    """Why vLLM's tensor parallelism cannot cut this model for `ranks` ranks; None when it can.
+def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> Refusal | None:
+    """The refusal of a number of ranks that vLLM's tensor parallelism cannot cut this model for; None when it can.
 
     vLLM copies key/value heads where there are fewer than ranks, and pads the vocabulary.
     """
@@ -289,5 +280,6 @@ def tensor_parallel_objection(config: GptOssConfig, ranks: int) -> str | None:
     if kv_heads % ranks and ranks % kv_heads:
         uneven.append(f"key/value heads {kv_heads}")
     if uneven:
-        return f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of this checkpoint"
+        why = f"it does not divide {' and '.join(uneven)} of this checkpoint"
+        return Refusal(TENSOR_PARALLEL, ranks, why, "use 1, 2, 4 or 8")
     return None

@@ -1,10 +1,9 @@
-"""Reads the fields of a gpt-oss config.json: each becomes a value, is checked and dropped, or is refused in words.
+"""The table of config.json: every known field with its rule, and how a file becomes the values of `GptOssConfig`.
 
 Contract: the config.json of openai/gpt-oss-20b and -120b (transformers 4.55), and what transformers writes: up to 4.57
-`rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. The fields of
-`config.GptOssConfig` are returned as they stand, and checked there. Anything that no table names is unknown: a single
-value (`unsloth_version`) is passed over with one warning; refused are names that speak of a part of the model
-(`_CHANGES_THE_MODEL`, `_REMEDIES`), and lists and objects of any name.
+`rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. A field that
+the table lacks is refused when its name speaks of the model (`_SPEAKS_OF_THE_MODEL`) or its value is a list or an
+object; another one (`unsloth_version`) is passed over with one warning.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from npu_gptoss.errors import InputError, quoted, short
+from npu_gptoss.errors import InputError, Refusal, quoted, short
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -24,67 +22,47 @@ _warned: set[str] = set()
 MODEL_TYPE = "gpt_oss"
 ARCHITECTURE = "GptOssForCausalLM"
 MXFP4 = "mxfp4"
-_CHECK_FILE = "Check that the file belongs to a gpt-oss checkpoint and is unchanged."
+SLIDING, FULL = "sliding_attention", "full_attention"
+_CHECK_FILE = "check that the file belongs to a gpt-oss checkpoint and is unchanged"
+LARGEST = 1e30  # of a number that the model computes with: its square is a float32
+MISSING = object()
 
 
 class ConfigError(InputError):
     """A config.json that cannot be used: names the field, what was expected, what was got and what to do."""
 
 
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing (the field is missing)"
-
-
-MISSING = _Nothing()
-
-
-def refuse(field: str, expected: str, got: object, remedy: str = _CHECK_FILE) -> NoReturn:
-    """Raises ConfigError with the four parts of the sentence."""
-    raise ConfigError(f"{short(field)} must be {expected}, got {quoted(got)}. {remedy}")
+def refuse(field: str, why: str, got: object, remedy: str = _CHECK_FILE) -> NoReturn:
+    """Raises ConfigError. got: the foreign value, or MISSING."""
+    if got is MISSING:
+        raise ConfigError(Refusal(field, None, f"the field is missing, {why}", remedy))
+    raise ConfigError(Refusal(field, quoted(got), why, remedy, joint=" = "))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one value must be, in words and as a predicate that never raises."""
+    """A condition of one value: in words, and as a predicate that never raises."""
 
     expected: str
     holds: Callable[[Any], bool]
     remedy: str = _CHECK_FILE
 
     def check(self, field: str, value: object) -> None:
-        if not self.holds(value):
-            refuse(field, self.expected, value, self.remedy)
-
-
-def ruled(rule: Rule, default: Any = NO_DEFAULT) -> Any:
-    """A dataclass's field whose value must keep the rule."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def check_rules(values: Any, prefix: str = "") -> None:
-    """Every field of a dataclass of `ruled` fields. Raises ConfigError."""
-    for each in fields(values):
-        each.metadata["rule"].check(prefix + each.name, getattr(values, each.name))
+        if value is MISSING or not self.holds(value):
+            refuse(field, f"expected {self.expected}", value, self.remedy)
 
 
 def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-LARGEST = 1e30  # of a number that the model computes with: its square is a float32
-
-
 def is_number(value: object) -> bool:
-    """Finite; the bounds also keep out NaN, and integers that no float can hold."""
+    """Finite; the limits also keep out NaN, and integers that no float can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def integer(minimum: int, maximum: int = 2**31 - 1) -> Rule:
-    def holds(value: object) -> bool:
-        return is_int(value) and minimum <= value <= maximum
-
-    return Rule(f"an integer of at least {minimum} and at most {maximum}", holds)
+    return Rule(f"an integer from {minimum} to {maximum}", lambda v: is_int(v) and minimum <= v <= maximum)
 
 
 def above(minimum: float, maximum: float = LARGEST) -> Rule:
@@ -92,67 +70,87 @@ def above(minimum: float, maximum: float = LARGEST) -> Rule:
     return Rule(expected, lambda v: is_number(v) and minimum < v <= maximum)
 
 
+def only(value: Any, reason: str) -> Rule:
+    """The one value that gpt-oss has."""
+    return Rule(f"{value!r} ({reason})", lambda v: type(v) is type(value) and v == value)
+
+
+def _tuple_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, tuple) and all(map(holds, values))
+
+
+def _names_without_experts(value: object) -> bool:
+    names = () if value is None else value
+    return isinstance(names, (list, tuple)) and all(isinstance(name, str) and "experts" not in name for name in names)
+
+
 NUMBER = Rule("a finite number", is_number)
 BOOLEAN = Rule("true or false", lambda v: isinstance(v, bool))
-TOKEN = Rule("a token id (an integer of at least 0) or null", lambda v: v is None or (is_int(v) and v >= 0))
+TOKEN = Rule("a token id (an integer from 0) or null", lambda v: v is None or (is_int(v) and v >= 0))
 TEXT = Rule("a text or null", lambda v: v is None or isinstance(v, str))
 DTYPE = Rule(
-    "'bfloat16' or 'float32' (or absent)",
+    "'bfloat16' or 'float32', or no such field (gpt-oss was trained in bfloat16 and overflows in float16)",
     lambda v: v in (None, "bfloat16", "float32"),
-    "gpt-oss was trained in bfloat16 and overflows in float16: take a bfloat16 checkpoint.",
+    "take a bfloat16 checkpoint",
 )
+_NO_SCALE = Rule("null (gpt-oss scales cos and sin by 0.1 ln(factor) + 1)", lambda v: v is None)
 
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN's numbers, as in `rope_scaling` of config.json.
-
-    The defaults are what transformers computes for a file without them. The published files say `truncate` false, which
-    is another function (see rope.py).
-    """
-
-    factor: float = ruled(Rule("a number of at least 1 and at most 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6))
-    original_max_position_embeddings: int = ruled(integer(1))
-    beta_fast: float = ruled(above(0, 1e6), 32.0)
-    beta_slow: float = ruled(above(0, 1e6), 1.0)
-    truncate: bool = ruled(BOOLEAN, True)
-
-    def __post_init__(self) -> None:
-        check_rules(self, "rope_scaling.")
-        if self.beta_fast <= self.beta_slow:
-            refuse("rope_scaling.beta_fast", f"above beta_slow ({self.beta_slow})", self.beta_fast)
-
-
-YARN_FIELDS = tuple(each.name for each in fields(YarnScaling))
-
-# name -> (the only value that gpt-oss has, why). Absent means this value: it is the default of transformers' class.
-_FIXED: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "The experts' clamped SwiGLU is built on it; no other activation exists here."),
-    "attention_bias": (True, "All four attention projections of gpt-oss have biases."),
-    "tie_word_embeddings": (False, "gpt-oss has an lm_head of its own."),
-    "swiglu_alpha": (1.702, "The kernels compute SwiGLU with this gain."),
-    "is_encoder_decoder": (False, "gpt-oss is a decoder."),
-    "tie_encoder_decoder": (False, "gpt-oss is a decoder."),
-    "add_cross_attention": (False, "gpt-oss has no cross attention."),
-    "pruned_heads": ({}, "Pruned heads are not supported: save the model without them."),
+# The numbers of `GptOssConfig`, by its names. The largest lie far above any gpt-oss, and below what would exhaust
+# memory or time. A name with a dot is a field of a section.
+OF_THE_MODEL: dict[str, Rule] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size"), integer(1, 1 << 20)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), integer(1, 1 << 16)),
+    **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), integer(1, 1 << 16)),
+    "num_hidden_layers": integer(1, 1000),
+    "head_dim": Rule("an even integer from 2 to 4096", lambda v: is_int(v) and 2 <= v <= 4096 and v % 2 == 0),
+    "vocab_size": integer(1, 1 << 24),
+    "sliding_window": integer(1),
+    "layer_types": Rule(f"a list of {SLIDING!r} and {FULL!r}", _tuple_of(lambda v: v in (SLIDING, FULL))),
+    "rope_theta": above(1, 1e12),
+    "rms_norm_eps": above(0, 1),
+    "max_position_embeddings": integer(1, 1 << 20),  # the table of rotary angles has a row for each
+    "swiglu_limit": above(0),
+    "eos_token_id": TOKEN,
+    "other_eos_token_ids": Rule("token ids", _tuple_of(lambda v: is_int(v) and v >= 0)),
+    "pad_token_id": TOKEN,
+    "quantization": Rule(f"{MXFP4!r} or None", lambda v: v in (None, MXFP4)),
+    "dtype": DTYPE,
+    "rope_scaling.factor": Rule("a number from 1 to 1e+06", lambda v: is_number(v) and 1 <= v <= 1e6),
+    "rope_scaling.original_max_position_embeddings": integer(1),
+    "rope_scaling.beta_fast": above(0, 1e6),
+    "rope_scaling.beta_slow": above(0, 1e6),
+    "rope_scaling.truncate": BOOLEAN,
 }
 
-# Read, and without effect on inference: training, initialisation, caching, and who wrote the file.
-_WITHOUT_EFFECT: dict[str, Rule] = {
-    "attention_dropout": NUMBER,  # training only
-    "initializer_range": NUMBER,
-    "router_aux_loss_coef": NUMBER,
-    "output_router_logits": BOOLEAN,
-    "use_cache": BOOLEAN,
+# Checked, and not kept. Absent means the only value: it is the default of transformers' class.
+_CHECKED: dict[str, Rule] = {
+    "architectures": Rule(f"[{ARCHITECTURE!r}]", lambda v: v in (None, [ARCHITECTURE], (ARCHITECTURE,))),
+    "hidden_act": only("silu", "the experts' clamped SwiGLU is built on it"),
+    "attention_bias": only(True, "all four attention projections of gpt-oss have biases"),
+    "tie_word_embeddings": only(False, "gpt-oss has an lm_head of its own"),
+    "swiglu_alpha": only(1.702, "the kernels compute SwiGLU with this gain"),
+    "add_cross_attention": only(False, "gpt-oss has no cross attention"),
+    **dict.fromkeys(("is_encoder_decoder", "tie_encoder_decoder"), only(False, "gpt-oss is a decoder")),
+    "pruned_heads": only({}, "a model with pruned heads must be saved without them"),
+    **dict.fromkeys(("rope_scaling.rope_type", "rope_scaling.type"), only("yarn", "gpt-oss was trained with YaRN")),
+    "rope_scaling.partial_rotary_factor": Rule("1.0 (gpt-oss rotates whole heads)", lambda v: is_number(v) and v == 1),
+    **dict.fromkeys((f"rope_scaling.{name}" for name in ("attention_factor", "mscale", "mscale_all_dim")), _NO_SCALE),
+    "quantization_config.quant_method": only(MXFP4, "a BF16 checkpoint has no quantization_config"),
+    "quantization_config.modules_to_not_convert": Rule(
+        "a list of module names without experts, which MXFP4 holds, or null", _names_without_experts
+    ),
+    "quantization_config.dequantize": BOOLEAN,  # a wish to transformers' loader
+    # no effect on inference: training, initialisation, caching, the maker of the file
+    **dict.fromkeys(("attention_dropout", "initializer_range", "router_aux_loss_coef"), NUMBER),
+    **dict.fromkeys(("output_router_logits", "use_cache", "_attn_implementation_autoset"), BOOLEAN),
+    **dict.fromkeys(("transformers_version", "_name_or_path", "attn_implementation"), TEXT),
     "bos_token_id": TOKEN,  # harmony's <|start|> opens a prompt, nothing is prepended
-    "transformers_version": TEXT,
-    "_name_or_path": TEXT,
     "unsloth_fixed": BOOLEAN,  # set by a much used BF16 re-upload
-    "attn_implementation": TEXT,  # the kernel that somebody trained with, not what it computes
-    "_attn_implementation_autoset": BOOLEAN,
 }
+RULES = OF_THE_MODEL | _CHECKED
 
-# What transformers' `to_dict` adds for every model: generation defaults (a request brings its own), labels, outputs.
+# Fields that transformers' `to_dict` adds for every model, of any value: generation defaults (a request brings its
+# own), labels, outputs.
 _BOOKKEEPING_NAMES = """
     bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
     diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
@@ -164,150 +162,111 @@ _BOOKKEEPING_NAMES = """
 """
 _BOOKKEEPING = frozenset(_BOOKKEEPING_NAMES.split())
 
-# A name with one of these words speaks of the model, not of who made it.
+# Parts of names that speak of the model, and not of who made it
 _WORDS_OF_THE_MODEL = """
     activation adapter alibi attention attn bias bits$ cap$ capping compress context conv_ conv1d _eps$ expert gate
     group head hidden intermediate kv_ layer lora mamba mask mlp moe mrope mtp multiplier nextn norm peft position
     predict prune quant rank_ residual rope rotary router routed scale scaling shared sink sliding softcap sparse ssm
     swiglu temperature_ tie_ token_id topk vision vocab window yarn ^load_in_ ^qk ^rms ^r$
 """
-_CHANGES_THE_MODEL = re.compile("|".join(_WORDS_OF_THE_MODEL.split()), re.IGNORECASE)
-
-_REMEDIES = {
-    "auto_map": "It asks to run code from the checkpoint, which this package never does: remove the field.",
-    "text_config": "It belongs to a multimodal wrapper: use the text model alone.",
+_SPEAKS_OF_THE_MODEL = re.compile("|".join(_WORDS_OF_THE_MODEL.split()), re.IGNORECASE)
+_UNKNOWN = {
+    "auto_map": ("it asks to run code from the checkpoint, which this package never does", "remove the field"),
+    "text_config": ("it belongs to a multimodal wrapper", "use the text model alone"),
 }
+_NO_FIELD = (
+    "gpt-oss has no such field, and it may change what the model computes",
+    "remove the field if it changes nothing, else this is another model",
+)
 
-# second name -> name: an older (experts_per_token) and a newer (num_experts) spelling, which must agree
-_ALIASES = {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+
+def check_all(values: Any, prefix: str = "") -> None:
+    """Every attribute of `values` that has a rule. Raises ConfigError."""
+    for name, rule in OF_THE_MODEL.items():
+        section, _, field = name.rpartition(".")
+        if section == prefix:
+            rule.check(name, getattr(values, field))
 
 
 def read_fields(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The fields of `names` that a config.json holds, unchecked, in this class's spelling.
+    """Returns the fields of `names` that a config.json holds, unchecked, in the spelling of `GptOssConfig`.
 
-    Always there: `quantization`, `dtype`, `rope_theta`, `rope_scaling` (a dict with some of YARN_FIELDS),
-    `eos_token_id` and `other_eos_token_ids`. Raises ConfigError for every field that is not understood.
+    Always there: `quantization`, `dtype`, `rope_theta`, `rope_scaling` (a dict), `eos_token_id` and
+    `other_eos_token_ids`. Raises ConfigError for every other field that is wrong or not understood.
     """
     if not isinstance(values, Mapping):
-        refuse("the configuration", "a JSON object", values)
+        refuse("config.json", "expected a JSON object", values)
     rest = dict(values)
-    _check_what_is_fixed(rest)
-    for name in _WITHOUT_EFFECT.keys() & rest.keys():
-        _WITHOUT_EFFECT[name].check(name, rest.pop(name))
-    for alias, name in _ALIASES.items():
+    _check_model_type(rest.pop("model_type", MISSING), rest)
+    found: dict[str, Any] = {"quantization": None}
+    if (section := rest.pop("quantization_config", None)) is not None:
+        _checked_section("quantization_config", section, required=("quant_method",))
+        found["quantization"] = MXFP4
+    dtypes = {name: rest.pop(name, None) for name in ("torch_dtype", "dtype")}
+    dtypes = {n: v.removeprefix("torch.") if isinstance(v, str) else v for n, v in dtypes.items() if v is not None}
+    for name, value in dtypes.items():
+        DTYPE.check(name, value)
+    found["dtype"] = _agreed(dtypes) if dtypes else None
+    found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
+    found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest.pop("eos_token_id", None))
+    for alias, name in (("experts_per_token", "num_experts_per_tok"), ("num_experts", "num_local_experts")):
         if alias in rest:
             value = rest.pop(alias)
             _agreed({name: rest.setdefault(name, value), alias: value})
-    found: dict[str, Any] = {"quantization": _read_quantization(rest), "dtype": _read_dtype(rest)}
-    found["rope_theta"], found["rope_scaling"] = _read_rope(rest)
-    found["eos_token_id"], found["other_eos_token_ids"] = _read_eos(rest)
     found |= {name: rest.pop(name) for name in names if name in rest and name not in found}
     for name in sorted(rest.keys() - _BOOKKEEPING, key=str):
-        _check_unknown(str(name), rest[name])
+        if name in _CHECKED:
+            _CHECKED[name].check(name, rest[name])
+        else:
+            _check_unknown(str(name), rest[name])
     return found
 
 
-def _check_unknown(name: str, value: object) -> None:
-    """Warns once in a process of a field that no part of gpt-oss reads, or refuses it."""
-    known = name in _REMEDIES or _CHANGES_THE_MODEL.search(name)
-    if known or not isinstance(value, (str, int, float, bool, type(None))):
-        remedy = "It may change what the model computes: remove it if not, else this is another model."
-        _refuse_unknown(name, "the fields of a gpt-oss config.json", value, _REMEDIES.get(name, remedy))
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning(
-            "config.json: nothing reads the field %s = %s. It is no part of gpt-oss and is passed over.",
-            short(name, 100),
-            quoted(value),
-        )
+def _check_model_type(model_type: object, rest: Mapping[str, Any]) -> None:
+    if model_type == MODEL_TYPE:
+        return
+    remedy = "give the directory of a gpt-oss checkpoint"
+    if model_type is MISSING and "rope_scaling_factor" in rest:
+        remedy = "give the directory above this one, which is OpenAI's original/ layout"
+    refuse("model_type", f"expected {MODEL_TYPE!r}", model_type, remedy)
 
 
-def _refuse_unknown(name: str, expected: str, value: object, remedy: str = _CHECK_FILE) -> NoReturn:
-    name = short(name, 100)
-    raise ConfigError(f"unknown field {name!r}: expected only {expected}, got {name} = {quoted(value)}. {remedy}")
-
-
-def _check_what_is_fixed(rest: dict[str, Any]) -> None:
-    """Takes the fields that have only one value out of `rest`."""
-    model_type = rest.pop("model_type", MISSING)
-    if model_type != MODEL_TYPE:
-        remedy = "Give the directory of a gpt-oss checkpoint."
-        if model_type is MISSING and "rope_scaling_factor" in rest:
-            remedy = "This is OpenAI's original/ layout: give the directory above it."
-        refuse("model_type", repr(MODEL_TYPE), model_type, remedy)
-    architectures = rest.pop("architectures", None)
-    if architectures not in (None, [ARCHITECTURE], (ARCHITECTURE,)):
-        refuse("architectures", f"[{ARCHITECTURE!r}]", architectures, "Give a gpt-oss checkpoint for text generation.")
-    for name, (only, why) in _FIXED.items():
-        value = rest.pop(name, only)
-        if type(value) is not type(only) or value != only:
-            refuse(name, repr(only), value, why)
-
-
-def _read_quantization(rest: dict[str, Any]) -> str | None:
-    where = "quantization_config"
-    section = rest.pop(where, None)
-    if section is None:
-        return None
+def _checked_section(where: str, section: object, required: Collection[str], rules_of: str = "") -> dict[str, Any]:
+    """A copy of a section whose fields keep the rules of `rules_of`.name (default: `where`)."""
     if not isinstance(section, Mapping):
-        refuse(where, "a JSON object or null", section)
-    section = dict(section)
-    remedy = "Use the official MXFP4 checkpoint or a BF16 one."
-    method = section.pop("quant_method", MISSING)
-    if method != MXFP4:
-        refuse(f"{where}.quant_method", repr(MXFP4), method, remedy)
-    modules = section.pop("modules_to_not_convert", None)
-    modules = [] if modules is None else modules
-    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, str) for module in modules):
-        refuse(f"{where}.modules_to_not_convert", "a list of module names or null", modules)
-    experts = [module for module in modules if "experts" in module]
-    if experts:
-        remedy = "If the experts are not quantized, remove quantization_config."
-        refuse(f"{where}.modules_to_not_convert", "free of experts (they are what MXFP4 holds)", experts, remedy)
-    BOOLEAN.check(f"{where}.dequantize", section.pop("dequantize", False))  # a wish to transformers' loader
-    for name in sorted(map(str, section)):
-        _refuse_unknown(f"{where}.{name}", "quant_method and modules_to_not_convert", section[name], remedy)
-    return MXFP4
-
-
-def _read_dtype(rest: dict[str, Any]) -> str | None:
-    found = {}
-    for name in ("torch_dtype", "dtype"):
-        value = rest.pop(name, None)
-        if value is not None:
-            found[name] = value.removeprefix("torch.") if isinstance(value, str) else value
-            DTYPE.check(name, found[name])
-    return _agreed(found) if found else None
-
-
-def _read_eos(rest: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    value = rest.pop("eos_token_id", None)
-    if not isinstance(value, (list, tuple)):
-        return value, ()
-    if not value:
-        refuse("eos_token_id", "a token id or a list of at least one", value)
-    for token in value:
-        integer(0).check("eos_token_id", token)
-    return value[0], tuple(value[1:])
+        refuse(where, "expected a JSON object", section)
+    prefix = (rules_of or where) + "."
+    rules = {name.removeprefix(prefix): rule for name, rule in RULES.items() if name.startswith(prefix)}
+    for name in required:
+        rules[name].check(f"{where}.{name}", section.get(name, MISSING))
+    for name, value in section.items():
+        if name not in rules:
+            refuse(f"{where}.{name}", f"expected only {', '.join(rules)}", value)
+        rules[name].check(f"{where}.{name}", value)
+    return dict(section)
 
 
 def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """rope_theta and YaRN's numbers, from `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+    """Returns rope_theta and YaRN's numbers, from `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
     sections = {name: rest.pop(name, None) for name in ("rope_scaling", "rope_parameters")}
     sections = {name: section for name, section in sections.items() if section is not None}
     if not sections:
-        refuse("rope_scaling", "a JSON object with YaRN's numbers", MISSING)
+        refuse("rope_scaling", "expected a JSON object with YaRN's numbers", MISSING)
     thetas = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
     scalings = {}
     for where, section in sections.items():
-        if not isinstance(section, Mapping):
-            refuse(where, "a JSON object with YaRN's numbers", section)
-        section = dict(section)
-        if "rope_theta" in section:
-            thetas[f"{where}.rope_theta"] = section.pop("rope_theta")
-        scalings[where] = _read_yarn(where, section)
-    if not thetas:
-        refuse("rope_theta", "a finite number above 1", MISSING)
+        if isinstance(section, Mapping):
+            section = dict(section)
+            if "rope_theta" in section:
+                thetas[f"{where}.rope_theta"] = section.pop("rope_theta")
+            if section.get("type") is not None:
+                section.setdefault("rope_type", section["type"])
+            else:
+                section.pop("type", None)
+        required = ("rope_type", "factor", "original_max_position_embeddings")
+        yarn = _checked_section(where, section, required, rules_of="rope_scaling")
+        scalings[where] = {name: value for name, value in yarn.items() if f"rope_scaling.{name}" in OF_THE_MODEL}
+    OF_THE_MODEL["rope_theta"].check("rope_theta", next(iter(thetas.values()), MISSING))
     theta, scaling = _agreed(thetas), _agreed(scalings)
     trained = scaling["original_max_position_embeddings"]
     context = rest.pop("initial_context_length", trained)
@@ -315,32 +274,36 @@ def _read_rope(rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return theta, scaling
 
 
+def _read_eos(value: object) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the first end token and the others; a file has one or a list."""
+    if not isinstance(value, (list, tuple)):
+        return value, ()
+    if not value:
+        refuse("eos_token_id", "expected a token id or a list of at least one", value)
+    for token in value:
+        integer(0).check("eos_token_id", token)
+    return value[0], tuple(value[1:])
+
+
 def _agreed(found: dict[str, Any]) -> Any:
     """The one value of fields that must not contradict each other."""
     (first, value), *others = found.items()
     for name, other in others:
         if other != value:
-            refuse(name, f"equal to {first} ({quoted(value)})", other, "Both name one thing: remove the wrong one.")
+            refuse(name, f"expected the value of {first} ({quoted(value)})", other, "remove the wrong one of the two")
     return value
 
 
-def _read_yarn(where: str, section: dict[str, Any]) -> dict[str, Any]:
-    old_type = section.pop("type", None)
-    rope_type = section.pop("rope_type", MISSING if old_type is None else old_type)
-    if rope_type != "yarn" or old_type not in (None, "yarn"):
-        got = rope_type if rope_type != "yarn" else old_type
-        refuse(f"{where}.rope_type", "'yarn'", got, "gpt-oss was trained with YaRN; no other scaling fits it.")
-    part = section.pop("partial_rotary_factor", 1.0)
-    if part != 1:
-        refuse(f"{where}.partial_rotary_factor", "1.0", part, "gpt-oss rotates whole heads.")
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        value = section.pop(name, None)
-        if value is not None:
-            refuse(f"{where}.{name}", "null or absent", value, "gpt-oss scales cos and sin by 0.1 ln(factor) + 1.")
-    for name in sorted(map(str, section)):
-        if name not in YARN_FIELDS:
-            _refuse_unknown(f"{where}.{name}", f"YaRN's {', '.join(YARN_FIELDS)}", section[name])
-    for name in ("factor", "original_max_position_embeddings"):
-        if name not in section:
-            refuse(f"{where}.{name}", "a number", MISSING)
-    return section
+def _check_unknown(name: str, value: object) -> None:
+    """Refuses a field that may change the model; warns of another one, once in a process."""
+    known = name in _UNKNOWN or _SPEAKS_OF_THE_MODEL.search(name)
+    if known or not isinstance(value, (str, int, float, bool, type(None))):
+        why, remedy = _UNKNOWN.get(name, _NO_FIELD)
+        refuse(short(name, 100), why, value, remedy)
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            "config.json: nothing reads the field %s = %s. It is no part of gpt-oss and is passed over.",
+            short(name, 100),
+            quoted(value),
+        )

@@ -51,4 +51,4 @@ def stop_token_ids(directory: Path, config: GptOssConfig) -> frozenset[int]:
 
 
 def _refuse(path: Path, field: str, expected: str, got: Any) -> None:
-    raise InputError(f"{path}: {field} must be {expected}, got {quoted(got)}. {_REMEDY}")
+    raise InputError(f"{path}: {field} must be {expected}, got {quoted(got)}. {_REMEDY}", field=field)

@@ -93,7 +93,7 @@ def accounted(
         if expanded and name not in expected and _PLAIN.fullmatch(name):
             expected = expected_tensors(replace(config, quantization=None))
         if name in seen:
-            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.")
+            raise CheckpointError(f"{where}: {name} should come once, got it twice: the shards overlap.", field=name)
         seen.add(name)
         if name not in expected:
             check_layout([name], config, where)
@@ -113,17 +113,20 @@ def check_layout(names: Iterable[str], config: GptOssConfig, where: object) -> N
     if packed and plain:
         raise CheckpointError(
             f"{where}: expected experts in one layout, got {packed} (MXFP4) and {plain} (BF16). "
-            "The files are of two checkpoints: download one of them again."
+            "The files are of two checkpoints: download one of them again.",
+            field=packed,
         )
     if config.quantization and plain:
         raise CheckpointError(
             f"{where}: config.json says that the experts are MXFP4, got {plain}, the BF16 layout. {remedy} "
-            "It has no quantization_config."
+            "It has no quantization_config.",
+            field="quantization_config",
         )
     if packed and not config.quantization:
         raise CheckpointError(
             f"{where}: config.json has no quantization_config, so the experts should be in the BF16 layout, "
-            f"got {packed} (MXFP4). {remedy}"
+            f"got {packed} (MXFP4). {remedy}",
+            field="quantization_config",
         )
 
 
@@ -139,7 +142,8 @@ def check_names(found: Collection[str], expected: Collection[str], where: object
     if faults:
         raise CheckpointError(
             f"{where}: expected the {len(expected)} tensors of gpt-oss by config.json, got {' and '.join(faults)}. "
-            "Check that config.json belongs to these weights and that the download is complete."
+            "Check that config.json belongs to these weights and that the download is complete.",
+            field=(missing + unexpected)[0],
         )
 
 
@@ -148,14 +152,17 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype | str, sp
     if shape != spec.shape:
         raise CheckpointError(
             f"{where}: {name} should have shape {list(spec.shape)} by config.json, got {list(shape)}. "
-            "Check that config.json belongs to these weights."
+            "Check that config.json belongs to these weights.",
+            field=name,
         )
     if dtype not in spec.dtypes:
         remedy = "Take the official MXFP4 checkpoint or a BF16 one."
         if dtype == torch.float16:
             remedy = "float16 has cut off what exceeds its range. " + remedy
         allowed = " or ".join(map(dtype_name, spec.dtypes))
-        raise CheckpointError(f"{where}: {name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}")
+        raise CheckpointError(
+            f"{where}: {name} should have dtype {allowed}, got {short(dtype_name(dtype))}. {remedy}", field=name
+        )
 
 
 def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) -> torch.dtype:
@@ -166,6 +173,7 @@ def common_float(dtypes: Mapping[str, torch.dtype | str | None], where: object) 
         if dtype != common:
             raise CheckpointError(
                 f"{where}: all tensors but MXFP4's should have one dtype, got {first} in {dtype_name(common)} "
-                f"and {name} in {dtype_name(dtype)}. Convert them to one of the two."
+                f"and {name} in {dtype_name(dtype)}. Convert them to one of the two.",
+                field=name,
             )
     return common

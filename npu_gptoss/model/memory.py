@@ -51,5 +51,6 @@ def check_memory(config: GptOssConfig, dtype: torch.dtype, where: object) -> Non
     if free is not None and needed > free:
         raise CheckpointError(
             f"{where}: expected {needed / _GIB:.1f} GiB of free memory for the weights on a CPU, got "
-            f"{free / _GIB:.1f} GiB. Take a machine with more memory, or an accelerator."
+            f"{free / _GIB:.1f} GiB. Take a machine with more memory, or an accelerator.",
+            field="memory",
         )

@@ -22,7 +22,8 @@ class Ranks:
         """The default group, which must be initialized: NCCL for GPUs, gloo for CPUs."""
         if not dist.is_initialized():
             raise InputError(
-                "torch.distributed is not initialized: start one process a device, for instance with torchrun"
+                "torch.distributed is not initialized: start one process a device, for instance with torchrun",
+                field="torch.distributed",
             )
         return cls(Shard(dist.get_rank(), dist.get_world_size(), experts))
 

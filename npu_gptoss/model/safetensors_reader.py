@@ -69,17 +69,22 @@ class StoredTensor:
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint directory, from the headers of its files. Raises CheckpointError."""
     if not is_directory(directory):
-        raise CheckpointError(f"{directory}: expected a checkpoint's directory, but there is none. Check the path.")
+        raise CheckpointError(
+            f"{directory}: expected a checkpoint's directory, but there is none. Check the path.", field=str(directory)
+        )
     index, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if is_there(index):
         return _read_shards(directory, _read_index(index))
     if not is_there(single):
-        raise CheckpointError(f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}")
+        raise CheckpointError(
+            f"{directory}: expected {SINGLE_NAME} or {INDEX_NAME}, got {_what_else(directory)}", field=str(directory)
+        )
     stray = sorted(file.name for file in directory.glob("*.safetensors") if file != single)
     if stray:  # vLLM would read them too
         raise CheckpointError(
             f"{directory}: expected {SINGLE_NAME} alone, got {listed(stray)} too and no index. "
-            "Delete what does not belong here, or get the index."
+            "Delete what does not belong here, or get the index.",
+            field=str(directory),
         )
     return read_header(single)
 
@@ -93,23 +98,29 @@ def weight_files(directory: Path) -> list[Path]:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file in the order of their bytes, checked against the file's size. Raises CheckpointError."""
     if not is_there(file):
-        raise CheckpointError(f"{file}: expected a file with weights, but there is none. {_AGAIN}")
+        raise CheckpointError(f"{file}: expected a file with weights, but there is none. {_AGAIN}", field=file.name)
     try:
         total = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             if _LFS_POINTER.startswith(start) and (start + stream.read(100)).startswith(_LFS_POINTER):
-                raise CheckpointError(f"{file}: expected weights, got a Git LFS pointer to them. Run `git lfs pull`.")
+                raise CheckpointError(
+                    f"{file}: expected weights, got a Git LFS pointer to them. Run `git lfs pull`.", field=file.name
+                )
             length = int.from_bytes(start, "little")
             if total >= 8 and length > MOST_HEADER_BYTES:
-                raise CheckpointError(f"{file}: expected a safetensors file, got something else. {_AGAIN}")
+                raise CheckpointError(
+                    f"{file}: expected a safetensors file, got something else. {_AGAIN}", field=file.name
+                )
             if total < 8 + length:
-                raise CheckpointError(f"{file}: the file is truncated within its header ({total} bytes). {_AGAIN}")
+                raise CheckpointError(
+                    f"{file}: the file is truncated within its header ({total} bytes). {_AGAIN}", field=file.name
+                )
             stream.seek(8)
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(
-            f"{file}: expected a readable file, but {reason(error)}. Check its permissions."
+            f"{file}: expected a readable file, but {reason(error)}. Check its permissions.", field=file.name
         ) from None
     try:
         if not text.startswith(b"{"):
@@ -118,7 +129,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         _check_metadata(header.pop("__metadata__", None))
         tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
     except ValueError as error:
-        raise CheckpointError(f"{file}: expected a safetensors header, but {error}. {_AGAIN}") from None
+        raise CheckpointError(
+            f"{file}: expected a safetensors header, but {error}. {_AGAIN}", field=file.name
+        ) from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.size))
     position = 8 + length
     for tensor in tensors:
@@ -126,16 +139,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if tensor.offset != position:
             raise CheckpointError(
                 f"{file}: {short(tensor.name)} should start at byte {position}, where the one before it ends, "
-                f"but starts at {tensor.offset}. {_AGAIN}"
+                f"but starts at {tensor.offset}. {_AGAIN}",
+                field=tensor.name,
             )
         if end > total:
             raise CheckpointError(
                 f"{file}: the file is truncated: {short(tensor.name)} ends at byte {end}, the file has {total}. "
-                f"{_AGAIN}"
+                f"{_AGAIN}",
+                field=tensor.name,
             )
         position = end
     if position != total:
-        raise CheckpointError(f"{file}: expected {position} bytes by its header, got {total}. {_AGAIN}")
+        raise CheckpointError(
+            f"{file}: expected {position} bytes by its header, got {total}. {_AGAIN}", field=file.name
+        )
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -153,12 +170,14 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
                 if not count:
                     raise CheckpointError(
                         f"{stored.file}: {stored.name} should have {stored.size} bytes, got {done}. "
-                        "The file has been truncated since it was opened: read it again when nobody writes to it."
+                        "The file has been truncated since it was opened: read it again when nobody writes to it.",
+                        field=stored.name,
                     )
                 done += count
     except OSError as error:
         raise CheckpointError(
-            f"{stored.file}: {stored.name} could not be read ({reason(error)}). Check the disk, then try again."
+            f"{stored.file}: {stored.name} could not be read ({reason(error)}). Check the disk, then try again.",
+            field=stored.name,
         ) from None
     return tensor
 
@@ -196,12 +215,15 @@ def _read_index(file: Path) -> dict[str, str]:
     content = read_json(file)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: expected a `weight_map` of tensor names to files, got none. Download it again.")
+        raise CheckpointError(
+            f"{file}: expected a `weight_map` of tensor names to files, got none. Download it again.", field=file.name
+        )
     for name, shard in weight_map.items():
         if not _is_file_name(shard):
             raise CheckpointError(
                 f"{file}: {short(name)} should lie in a safetensors file of this directory, got {quoted(shard)}. "
-                "Only safetensors beside the index are read: convert the checkpoint, or correct the index."
+                "Only safetensors beside the index are read: convert the checkpoint, or correct the index.",
+                field=name,
             )
     return weight_map
 
@@ -220,13 +242,15 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
     if absent:
         raise CheckpointError(
             f"{index}: expected {len(shards)} shards, but {listed(absent)} {'is' if len(absent) == 1 else 'are'} not "
-            "there. Download what is missing."
+            "there. Download what is missing.",
+            field=index.name,
         )
     stray = sorted(file.name for file in weight_files(directory) if file.name not in (*shards, INDEX_NAME))
     if stray:
         raise CheckpointError(
             f"{index}: expected only the shards that it names, got {listed(stray)} too, left from another checkpoint. "
-            "Delete what does not belong here."
+            "Delete what does not belong here.",
+            field=index.name,
         )
     found: dict[str, StoredTensor] = {}
     for shard in shards:
@@ -234,7 +258,8 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
             if name in found:
                 raise CheckpointError(
                     f"{short(name)} should be in one shard, got it in {found[name].file.name} and in {shard}. "
-                    "The shards are not of one checkpoint: download them again."
+                    "The shards are not of one checkpoint: download them again.",
+                    field=name,
                 )
             found[name] = tensor
     for name, shard in weight_map.items():
@@ -242,13 +267,15 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
         if where != shard:
             raise CheckpointError(
                 f"{index}: expected {short(name)} in {shard}, got it in {where}. "
-                "Index and shards are not of one checkpoint: download them again."
+                "Index and shards are not of one checkpoint: download them again.",
+                field=name,
             )
     unlisted = [name for name in found if name not in weight_map]
     if unlisted:
         raise CheckpointError(
             f"{index}: expected every tensor of the shards to be listed, got {listed(unlisted)} in "
-            f"{found[unlisted[0]].file.name} unlisted. Index and shards are not of one checkpoint: download them again."
+            f"{found[unlisted[0]].file.name} unlisted. Index and shards are of two checkpoints: download them again.",
+            field=index.name,
         )
     return found
 

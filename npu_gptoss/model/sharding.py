@@ -49,9 +49,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.experts not in (TENSOR, EXPERT):
-            raise InputError(f"experts are shared by {TENSOR!r} or {EXPERT!r}, got {self.experts!r}")
+            raise InputError(f"experts are shared by {TENSOR!r} or {EXPERT!r}, got {self.experts!r}", field="experts")
         if not 0 <= self.rank < self.size:
-            raise InputError(f"a rank must be 0 to {self.size - 1}, got {self.rank}")
+            raise InputError(f"a rank must be 0 to {self.size - 1}, got {self.rank}", field="rank")
 
     @property
     def layout(self) -> str:
@@ -60,21 +60,17 @@ class Shard:
 
     def check(self, config: GptOssConfig) -> None:
         """Refuses a model that this many ranks cannot share evenly."""
-        sizes = {
-            "query heads": config.num_attention_heads,
-            "key/value heads": config.num_key_value_heads,
-            "rows of lm_head": config.vocab_size,
-        }
-        if self.experts == EXPERT:
-            sizes["experts"] = config.num_local_experts
-        elif config.quantization:
-            sizes[f"groups of {GROUP} in the intermediate size"] = config.intermediate_size // GROUP
-        else:
-            sizes["the intermediate size"] = config.intermediate_size
-        uneven = [f"{name} ({size})" for name, size in sizes.items() if size % self.size]
+        names = ["num_attention_heads", "num_key_value_heads", "vocab_size"]
+        names.append("num_local_experts" if self.experts == EXPERT else "intermediate_size")
+        sizes = {name: getattr(config, name) for name in names}
+        if config.quantization and "intermediate_size" in sizes:
+            sizes["intermediate_size"] //= GROUP
+        uneven = {name: size for name, size in sizes.items() if size % self.size}
         if uneven:
-            remedy = f"; experts={EXPERT!r} deals them out whole" if "intermediate" in uneven[-1] else ""
-            raise InputError(f"{self.size} ranks cannot share {', '.join(uneven)} evenly{remedy}")
+            remedy = f"; experts={EXPERT!r} deals them out whole" if "intermediate_size" in uneven else ""
+            groups = f" in groups of {GROUP}" if config.quantization and remedy else ""
+            named = ", ".join(f"{name} ({size}{groups if name == names[-1] else ''})" for name, size in uneven.items())
+            raise InputError(f"{self.size} ranks cannot share {named} evenly{remedy}", field=next(iter(uneven)))
 
     def local(self, config: GptOssConfig) -> GptOssConfig:
         """The config of this rank's attention and experts; how many experts and tokens there are stays the same."""

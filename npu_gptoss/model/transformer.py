@@ -41,10 +41,13 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Refuses what gpt-oss cannot be computed in."""
     if dtype == torch.float16:
         raise InputError(
-            "float16 cannot hold gpt-oss's activations (they overflow beyond 65504): use bfloat16, or float32 on a CPU"
+            "float16 cannot hold gpt-oss's activations (they overflow beyond 65504): use bfloat16, or float32 on a CPU",
+            field="dtype",
         )
     if dtype not in DTYPES:
-        raise InputError(f"gpt-oss runs in {' or '.join(map(dtype_name, DTYPES))}, got {dtype_name(dtype)}")
+        raise InputError(
+            f"gpt-oss runs in {' or '.join(map(dtype_name, DTYPES))}, got {dtype_name(dtype)}", field="dtype"
+        )
 
 
 class GptOss:

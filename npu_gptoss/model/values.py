@@ -62,7 +62,8 @@ def _check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype, where: ob
     raise CheckpointError(
         f"{where}: {name} should hold finite numbers, got {int(wrong.sum())} of {tensor.numel()} that are not "
         f"(the first is {tensor.flatten()[first].item()} at {[int(i) for i in torch.nonzero(wrong)[0]]}). "
-        "The file is damaged, or the training diverged: download it again, or take an earlier checkpoint."
+        "The file is damaged, or the training diverged: download it again, or take an earlier checkpoint.",
+        field=name,
     )
 
 

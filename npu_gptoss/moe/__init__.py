@@ -76,7 +76,8 @@ def route(
     if router_logits.dim() != 2 or not 1 <= top_k <= router_logits.shape[1]:
         raise InputError(
             "router_logits must be [tokens, experts] and top_k 1 to experts, "
-            f"got {list(router_logits.shape)} and {top_k}"
+            f"got {list(router_logits.shape)} and {top_k}",
+            field="router_logits" if router_logits.dim() != 2 else "top_k",
         )
     run = chosen(ROUTE, kernel, 0, lambda _: route_call(router_logits.dtype))
     return run(logits=router_logits, top_k=top_k)
@@ -127,11 +128,15 @@ def expert_mlp(
     Returns [tokens, hidden] in the dtype of hidden_states: the local experts' share, before any all-reduce.
     """
     if hidden_states.dim() != 2 or hidden_states.shape[1] != prepared.hidden_size:
-        raise InputError(f"hidden_states must be [tokens, {prepared.hidden_size}], got {list(hidden_states.shape)}")
+        raise InputError(
+            f"hidden_states must be [tokens, {prepared.hidden_size}], got {list(hidden_states.shape)}",
+            field="hidden_states",
+        )
     if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != hidden_states.shape[0]:
         raise InputError(
             f"topk_weights and topk_ids must both be [{hidden_states.shape[0]}, k], "
-            f"got {list(topk_weights.shape)} and {list(topk_ids.shape)}"
+            f"got {list(topk_weights.shape)} and {list(topk_ids.shape)}",
+            field="topk_ids",
         )
     if hidden_states.shape[0] == 0:
         return torch.empty_like(hidden_states)

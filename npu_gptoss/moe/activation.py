@@ -28,7 +28,8 @@ def activation_name(activation: object) -> str:
     if value == SWIGLUOAI:
         return SWIGLUOAI
     raise InputError(
-        f"gpt-oss has the activation {SWIGLUOAI!r}, got {activation!r}; another would give wrong text silently"
+        f"gpt-oss has the activation {SWIGLUOAI!r}, got {activation!r}; another would give wrong text silently",
+        field="activation",
     )
 
 

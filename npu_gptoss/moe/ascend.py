@@ -83,7 +83,8 @@ def expert_range(weights: AnyExperts) -> tuple[int, int, int]:
     if [local[i] for i in held] != list(range(weights.num_experts)) or held != list(range(first, first + len(held))):
         raise InputError(
             f"on Ascend a rank holds a contiguous range of the experts in order, got the map {local}; "
-            "leave expert placement at 'linear'"
+            "leave expert placement at 'linear'",
+            field="expert_map",
         )
     return first, first + len(held), len(local)
 

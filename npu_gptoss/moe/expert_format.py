@@ -53,7 +53,8 @@ def arrange(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if (cast := _cast(weight)) is None:
             raise InputError(
                 f"{VARIABLE}=nz, but torch-npu keeps experts' weights {list(weight.shape)} in another format after "
-                "npu_format_cast(weight, 29); unset the variable, or set it to nd"
+                "npu_format_cast(weight, 29); unset the variable, or set it to nd",
+                field=VARIABLE,
             )
         return cast
     if weight.device.type != "npu":  # a card's operators without the card: nothing to time

@@ -68,7 +68,7 @@ def expand_transposed(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.d
     """
     _check_pair(blocks, scales, dtype)
     if blocks.dim() != 4:
-        raise Mxfp4Error(f"blocks must be [experts, rows, groups, 16], got shape {list(blocks.shape)}.")
+        raise Mxfp4Error(f"blocks must be [experts, rows, groups, 16], got shape {list(blocks.shape)}.", field="blocks")
     experts, rows, groups, _ = blocks.shape
     out = torch.empty(experts, groups * GROUP, rows, dtype=dtype, device=blocks.device)
     one = torch.empty(rows, groups * GROUP, dtype=dtype, device=blocks.device)
@@ -93,11 +93,14 @@ def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dtypes and other K.
     """
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise Mxfp4Error(f"weights must be bfloat16, float16 or float32 to be compressed, got {weight.dtype}.")
+        raise Mxfp4Error(
+            f"weights must be bfloat16, float16 or float32 to be compressed, got {weight.dtype}.", field="weight"
+        )
     if weight.dim() == 0 or weight.shape[-1] % GROUP:
         raise Mxfp4Error(
             f"the last axis must be a multiple of {GROUP} (values that share a scale), got shape {list(weight.shape)}. "
-            "Transpose the weight if the axis that is summed over is another one, or pad it with zeros."
+            "Transpose the weight if the axis that is summed over is another one, or pad it with zeros.",
+            field="weight",
         )
     flat = weight.reshape(-1, GROUP)
     blocks = torch.empty(flat.shape[0], _BYTES, dtype=torch.uint8, device=weight.device)
@@ -134,7 +137,8 @@ def _compress_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not torch.isfinite(largest).all():
         bad = int((~torch.isfinite(values)).sum())
         raise Mxfp4Error(
-            f"weights must be finite to be compressed, got {bad} NaN or Inf; MXFP4 has neither. Repair them first."
+            f"weights must be finite to be compressed, got {bad} NaN or Inf; MXFP4 has neither. Repair them first.",
+            field="weight",
         )
     exponent = torch.frexp(largest).exponent - 1 - _MAX_EXPONENT  # frexp's mantissa is in [0.5, 1)
     exponent = torch.where(largest == 0, 0, exponent).clamp(min=-_BIAS).to(torch.int32)
@@ -170,14 +174,16 @@ def _values(scale: int) -> list[float]:
 def _check_pair(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
     if dtype not in _WORD:
         raise Mxfp4Error(
-            f"MXFP4 can be expanded to bfloat16 or float32, got {dtype}, whose range is too small. Take one of the two."
+            f"MXFP4 can be expanded to bfloat16 or float32, got {dtype}, whose range is too small. Take either.",
+            field="dtype",
         )
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise Mxfp4Error(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}.")
+        raise Mxfp4Error(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}.", field="blocks")
     if blocks.dim() < 2 or blocks.shape[-1] != _BYTES or blocks.shape[:-1] != scales.shape:
         raise Mxfp4Error(
             f"blocks must be [..., groups, {_BYTES}] and scales [..., groups], "
-            f"got {list(blocks.shape)} and {list(scales.shape)}."
+            f"got {list(blocks.shape)} and {list(scales.shape)}.",
+            field="blocks",
         )
 
 
@@ -191,10 +197,12 @@ def _check_range(scales: torch.Tensor, values: torch.Tensor) -> None:
     if largest == _NAN_SCALE:
         count = int((scales == _NAN_SCALE).sum())
         raise Mxfp4Error(
-            f"scales must be at most 254, got {count} of 255, which means NaN. The data is damaged: download it again."
+            f"scales must be at most 254, got {count} of 255, which means NaN. The data is damaged: download it again.",
+            field="scales",
         )
     if not torch.isfinite(values).all():
         raise Mxfp4Error(
             f"values must be below 2 ** 128, got a scale of {largest} with values above it. "
-            "The data is damaged: download it again."
+            "The data is damaged: download it again.",
+            field="scales",
         )

@@ -121,10 +121,11 @@ def expand(packed: PackedMatrix, experts: torch.Tensor, out: torch.Tensor, *, ke
     if out.shape != (*experts.shape, *packed.shape[1:]) or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise InputError(
             f"out must be {[*experts.shape, *packed.shape[1:]]} of bfloat16 and contiguous, "
-            f"got {list(out.shape)} of {out.dtype}"
+            f"got {list(out.shape)} of {out.dtype}",
+            field="out",
         )
     if experts.dtype != torch.int32:
-        raise InputError(f"experts must be int32, got {experts.dtype}")
+        raise InputError(f"experts must be int32, got {experts.dtype}", field="experts")
     quarter = packed.rows * packed.shape[2]
     run = select_kernel(EXPAND, signature(out=out.dtype), {"quarter": quarter}, override=kernel)
     run(packed=packed, experts=experts, out=out)

@@ -23,15 +23,17 @@ def _check(weights: object, dtype: torch.dtype | None, **shapes: tuple[int, ...]
     for name, shape in shapes.items():
         got = getattr(weights, name)
         if got is None or tuple(got.shape) != shape:
-            raise InputError(f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}")
+            raise InputError(
+                f"{name} must be {list(shape)}, got {'none' if got is None else list(got.shape)}", field=name
+            )
         if dtype is not None and got.dtype != dtype:
-            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got.dtype)}")
+            raise InputError(f"{name} must be {dtype_name(dtype)}, got {dtype_name(got.dtype)}", field=name)
 
 
 def _check_pairs(name: str, gate_up: torch.Tensor, layout: str, pairs: int) -> None:
     """A gate without its up would be dropped silently. pairs: the axis of both in `layout`."""
     if gate_up.dim() != len(layout.split(", ")) or gate_up.shape[pairs] % 2:
-        raise InputError(f"{name} must be [{layout}], got {list(gate_up.shape)}")
+        raise InputError(f"{name} must be [{layout}], got {list(gate_up.shape)}", field=name)
 
 
 class _Experts:

@@ -59,7 +59,10 @@ class SinkAttentionBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         if cache_dtype_str != "auto":
-            raise InputError(f"the KV cache of gpt-oss has the model's dtype: expected 'auto', got {cache_dtype_str!r}")
+            raise InputError(
+                f"the KV cache of gpt-oss has the model's dtype: expected 'auto', got {cache_dtype_str!r}",
+                field="--kv-cache-dtype",
+            )
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
@@ -142,7 +145,8 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
         if objections:
             raise InputError(
                 f"{owner}: gpt-oss attention is causal, with one sink a head, and takes no other option: got "
-                + ", ".join(objections)
+                + ", ".join(objections),
+                field=objections[0].replace("=", " ").split()[0],
             )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -156,7 +160,9 @@ class SinkAttentionImpl(AttentionImpl[AttentionMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called by vLLM once the weights are there: a sink that was never written is NaN (see model.py)."""
         if not torch.isfinite(self.sinks).all():
-            raise InputError(f"{self.owner}.sinks was not filled by the checkpoint, or is not finite")
+            raise InputError(
+                f"{self.owner}.sinks was not filled by the checkpoint, or is not finite", field=f"{self.owner}.sinks"
+            )
         if self.owner.endswith("layers.0.self_attn"):
             logger.info("%s", self.what_serves(act_dtype))
 

@@ -55,7 +55,7 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
     )
     objection = objection_of(config, part, vllm_config.model_config.dtype, device)
     if wish == PACKED and objection:
-        raise InputError(f"{VARIABLE}=packed: {objection}")
+        raise InputError(f"{VARIABLE}=packed: {objection}", field=VARIABLE)
     if device != "npu":
         return wish == PACKED
     devices = part.ranks * get_dp_group().world_size
@@ -79,7 +79,7 @@ def kept_packed(vllm_config: VllmConfig, config: GptOssConfig) -> bool:
             f"{VARIABLE}={ways} loads without this check."
         )
         logger.error("%s", sentence)
-        raise InputError(sentence)
+        raise InputError(sentence, field="--gpu-memory-utilization")
     if config.quantization is not None and stage.is_first_rank and get_tensor_model_parallel_rank() == 0:
         logger.info("%s.", choice.sentence())
         if choice.packed and envs.get(expert_format.VARIABLE) == "nz":

@@ -1,4 +1,4 @@
-"""What this port of gpt-oss does not do, said before anything is loaded.
+"""Settings of vLLM that this port of gpt-oss refuses, before anything is loaded.
 
 vLLM asks a model's config class to verify the whole configuration when it is put together, in the process that the user
 started. Ours adds refusals to vLLM's own class for gpt-oss; `checked_config` is called once more by the model.
@@ -7,10 +7,11 @@ started. Ours adds refusals to vLLM's own class for gpt-oss; `checked_config` is
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from npu_gptoss.errors import InputError
-from npu_gptoss.model.config import GptOssConfig
+from npu_gptoss.errors import InputError, Refusal, asked_for
+from npu_gptoss.model.config import ConfigError, GptOssConfig
 from npu_gptoss.serving.ascend import limits as ascend
 from npu_gptoss.serving.cuda import limits as cuda
 
@@ -22,64 +23,67 @@ logger = logging.getLogger("vllm.npu_gptoss")
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy")
 
 
-def objections(config: VllmConfig, device_type: str) -> list[str]:
-    """What is asked for and cannot be had, each as "what was got; what to do instead"."""
+def checks(config: VllmConfig, device_type: str) -> Iterator[tuple[bool, Refusal]]:
+    """Yields each refusal with whether this configuration asks for it. A new limit is one more row."""
     from npu_gptoss.serving.lines.vllm import DRAFTERS, QUANTIZATIONS
 
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    dtype = str(model.dtype).removeprefix("torch.")
+    model, cache, parallel, out = config.model_config, config.cache_config, config.parallel_config, "leave it out"
+    dtype, load_format = str(model.dtype).removeprefix("torch."), config.load_config.load_format
+    kv_dtype, kv_scales = cache.cache_dtype, getattr(cache, "calculate_kv_scales", False)
+    contexts, drafter = parallel.decode_context_parallel_size, config.speculative_config
+    drafters = f"{' and '.join(DRAFTERS)} draft here" if DRAFTERS else "no drafter is supported"
     dtypes = ascend.dtypes() if device_type == "npu" else ("bfloat16", "float32")
-    found = []
-    if dtype not in dtypes:
-        found += [f"--dtype {dtype}: gpt-oss runs in {' or '.join(dtypes)} on {device_type}; use --dtype {dtypes[0]}"]
-    if (asked := config.load_config.load_format) not in LOAD_FORMATS:
-        found += [f"--load-format {asked}: weights come from safetensors; use --load-format auto"]
-    if config.lora_config is not None:
-        found += ["--enable-lora: adapters are not supported; merge them into the checkpoint"]
-    contexts = parallel.decode_context_parallel_size
-    refused = {
-        f"--quantization {model.quantization}: the checkpoint says whether it is MXFP4 or BF16": (
-            model.quantization not in QUANTIZATIONS
-        ),
-        f"--kv-cache-dtype {cache.cache_dtype}: the KV cache has the model's dtype": (
-            cache.cache_dtype != "auto" or getattr(cache, "calculate_kv_scales", False)
-        ),
-        f"--speculative-config: {' and '.join(DRAFTERS) + ' draft here' if DRAFTERS else 'not supported'}": (
-            config.speculative_config is not None and config.speculative_config.method not in DRAFTERS
-        ),
-        f"--runner {model.runner_type}: this port generates text": model.runner_type != "generate",
-        "--disable-sliding-window: every other layer was trained with its window": model.disable_sliding_window,
-        "--enable-eplb: experts do not move between ranks": parallel.enable_eplb,
-        "--enable-dbo: not supported": parallel.enable_dbo,
-        f"--decode-context-parallel-size {contexts}: not supported": contexts > 1,
-        "--kv-sharing-fast-prefill: no layer shares its KV cache": cache.kv_sharing_fast_prefill,
-    }
-    found += [f"{sentence}; leave it out" for sentence, wrong in refused.items() if wrong]
-    beside = {"npu": ascend.objections, "cuda": cuda.objections}.get(device_type)
-    return found + (beside(config) if beside else [])
+    why = f"gpt-oss runs in {' or '.join(dtypes)} on {device_type}"
+    yield dtype not in dtypes, Refusal("--dtype", dtype, why, f"use --dtype {dtypes[0]}")
+    why = "weights come from safetensors"
+    yield load_format not in LOAD_FORMATS, Refusal("--load-format", load_format, why, "use --load-format auto")
+    why, remedy = "adapters are not supported", "merge them into the checkpoint"
+    yield config.lora_config is not None, Refusal("--enable-lora", None, why, remedy)
+    why = "the checkpoint's own format is served, MXFP4 or BF16"
+    yield model.quantization not in QUANTIZATIONS, Refusal("--quantization", model.quantization, why, out)
+    why = "the KV cache has the model's dtype"
+    yield kv_dtype != "auto" or kv_scales, Refusal("--kv-cache-dtype", kv_dtype, why, out)
+    wrong = drafter is not None and drafter.method not in DRAFTERS
+    yield wrong, Refusal("--speculative-config", None, drafters, out)
+    wrong = model.runner_type != "generate"
+    yield wrong, Refusal("--runner", model.runner_type, "this port generates text", out)
+    why = "every other layer was trained with its window"
+    yield model.disable_sliding_window, Refusal("--disable-sliding-window", None, why, out)
+    yield parallel.enable_eplb, Refusal("--enable-eplb", None, "experts do not move between ranks", out)
+    yield parallel.enable_dbo, Refusal("--enable-dbo", None, "steps are not halved", out)
+    why = "each rank keeps the whole context"
+    yield contexts > 1, Refusal("--decode-context-parallel-size", contexts, why, out)
+    why = "no layer shares its KV cache"
+    yield cache.kv_sharing_fast_prefill, Refusal("--kv-sharing-fast-prefill", None, why, out)
+    of_device = {"npu": ascend.checks, "cuda": cuda.checks}.get(device_type)
+    yield from of_device(config) if of_device else ()
+
+
+def objections(config: VllmConfig, device_type: str) -> list[Refusal]:
+    return asked_for(checks(config, device_type))
 
 
 def checked_config(config: VllmConfig) -> GptOssConfig:
-    """The checkpoint's config.json as vLLM holds it, overrides included, once nothing speaks against serving it.
+    """Returns the checkpoint's config.json as vLLM holds it, overrides included, when nothing is refused.
 
-    Raises InputError with every objection at once, and logs the sentence, because vLLM wraps the exception in its own.
+    Raises InputError with every refusal at once, and logs the sentence, because vLLM wraps the exception in its own.
     """
     from npu_gptoss.serving.lines.vllm import as_written, current_platform
 
     found = objections(config, current_platform.device_type)
     try:
         checked = GptOssConfig.from_dict(as_written(config.model_config.hf_config.to_dict()))
-    except InputError as error:
-        found.append(f"config.json of {config.model_config.model}: {str(error).rstrip('.')}")
+    except ConfigError as error:
+        found += error.at(f"config.json of {config.model_config.model}").refusals
     if found:
-        sentence = "npu-gptoss cannot serve this. " + " ".join(f"{objection}." for objection in found)
+        sentence = "npu-gptoss cannot serve this. " + " ".join(f"{refusal}." for refusal in found)
         logger.error("%s", sentence)
-        raise InputError(sentence)
+        raise InputError(sentence, refusals=tuple(found))
     return checked
 
 
 def register(architecture: str) -> None:
-    """Puts our verification before vLLM's own of this architecture. Idempotent."""
+    """Runs our verification before vLLM's own of this architecture. Idempotent."""
     from npu_gptoss.serving.ascend import sizes as ascend_sizes
     from npu_gptoss.serving.lines.vllm import MODELS_CONFIG_MAP, count_steps, current_platform
 

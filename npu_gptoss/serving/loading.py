@@ -58,7 +58,8 @@ def load_weights(
     if not any(".experts." in name for name in placements):  # every stage has a layer, and every layer experts
         raise InputError(
             f"{where}: expected a model to fill, got one whose experts are prepared already. Weights cannot be loaded "
-            "a second time: restart the server."
+            "a second time: restart the server.",
+            field="weights",
         )
     filled: set[str] = set()
     tensors = checked_values(accounted(readable(weights, config, where), config, where), dtype, where)

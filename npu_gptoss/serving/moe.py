@@ -42,7 +42,9 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         self.activation = layer.activation
         self._routes: dict[torch.dtype, Bound] = {}
         if not self.moe.has_bias:
-            raise InputError("the experts of gpt-oss have biases, but the layer was built with has_bias=False")
+            raise InputError(
+                "the experts of gpt-oss have biases, but the layer was built with has_bias=False", field="has_bias"
+            )
 
     def create_weights(
         self,
@@ -84,7 +86,10 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         weights = {name: getattr(layer, name).data for name in layer.names_of_experts}
         for name, tensor in weights.items():
             if name.endswith("bias") and not torch.isfinite(tensor).all():
-                raise InputError(f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite")
+                raise InputError(
+                    f"{layer.layer_name}.{name} was not filled by the checkpoint, or is not finite",
+                    field=f"{layer.layer_name}.{name}",
+                )
         expert_map = getattr(layer, "expert_map", None)
         layer.prepared_experts = prepare_experts(
             (Mxfp4Experts if self.packed else ExpertWeights)(
@@ -129,11 +134,14 @@ class GptOssExpertsMethod(FusedMoEMethodBase):
         if activation != self.activation or not renormalize:
             raise InputError(
                 f"the experts were prepared for activation {self.activation!r} and weights that sum to one, but are "
-                f"asked for activation {activation!r} and renormalize={renormalize}"
+                f"asked for activation {activation!r} and renormalize={renormalize}",
+                field="activation" if activation != self.activation else "renormalize",
             )
         for name, value in options.items():
             if name not in self.unused_options or value != self.unused_options[name]:
-                raise InputError(f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}")
+                raise InputError(
+                    f"gpt-oss routes by softmax over the top k, without other options: got {name}={value}", field=name
+                )
 
 
 class ExpertsConfig(OurConfig):

@@ -59,7 +59,8 @@ class GptOssMxfp4Config(OurConfig):
         # Our model hands this config to none of its layers, so another model's layer is asking.
         raise InputError(
             f"{prefix} belongs to a model that is not gpt-oss, and npu-gptoss expands MXFP4 checkpoints of gpt-oss "
-            "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint"
+            "only: leave the plugin out with VLLM_PLUGINS to load this checkpoint",
+            field=prefix,
         )
 
 

@@ -40,5 +40,6 @@ def _check_first_table(config: GptOssConfig, cache: torch.Tensor) -> None:
     if table != _first_table[0]:
         raise InputError(
             "the rotary operator of torch_npu keeps the table of the first model of a process, and this model has "
-            f"another (theta, scaling, shape, dtype): {table} after {_first_table[0]}; start it in a process of its own"
+            f"another (theta, scaling, shape, dtype): {table} after {_first_table[0]}; start another process",
+            field="rope_scaling",
         )

@@ -67,7 +67,8 @@ def tiny_config(*, mxfp4: bool = False, dtype: str = "bfloat16", **sizes: int) -
     for name in ("hidden", "intermediate"):
         if sizes[name] % GROUP:
             raise TinyError(
-                f"--{name} must be a multiple of {GROUP} (values that share an MXFP4 scale), got {sizes[name]}"
+                f"--{name} must be a multiple of {GROUP} (values that share an MXFP4 scale), got {sizes[name]}",
+                field=f"--{name}",
             )
     return published_config(
         **sizes,
@@ -90,7 +91,8 @@ def load_trained(path: Path = TRAINED_FILE) -> TrainedState:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise TinyError(
             f"{path} does not hold the trained state ({type(error).__name__}: {error}). Reinstall the package, or "
-            "train it again as docs/tiny-checkpoint.md says."
+            "train it again as docs/tiny-checkpoint.md says.",
+            field=path.name,
         ) from error
     return TrainedState(config, token_ids, tensors)
 
@@ -140,7 +142,9 @@ def write_tiny(
     `force` replaces a checkpoint that was written here, and never another directory. Raises TinyError, VocabularyError.
     """
     if mxfp4 and dtype != "bfloat16":
-        raise TinyError("an MXFP4 checkpoint holds its other tensors in bfloat16, as published: leave --dtype away")
+        raise TinyError(
+            "an MXFP4 checkpoint holds its other tensors in bfloat16, as published: leave --dtype away", field="--dtype"
+        )
     if trained:
         state = load_trained()
         config, tensors = state.config, trained_tensors(state)
@@ -152,7 +156,7 @@ def write_tiny(
     wanted["config"] = config.to_dict()
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise TinyError(f"{directory} is a file: name a directory that does not exist yet")
+        raise TinyError(f"{directory} is a file: name a directory that does not exist yet", field=str(directory))
     if directory.is_dir() and any(directory.iterdir()):
         present = _read_marker(directory)
         if present is not None and _is_complete(directory, present, wanted):
@@ -160,17 +164,21 @@ def write_tiny(
         if present is None:
             raise TinyError(
                 f"{directory} is not empty and holds no tiny checkpoint (no {MARKER}); name a directory that is new or "
-                "empty"
+                "empty",
+                field=str(directory),
             )
         if not force:
-            raise TinyError(f"{directory} holds a tiny checkpoint with other options; add --force to replace it")
+            raise TinyError(
+                f"{directory} holds a tiny checkpoint with other options; add --force to replace it", field="--force"
+            )
     try:
         _write_whole(directory, config, tensors, dtype, wanted)
     except (OSError, SafetensorError) as error:  # the library has a class of its own for a full disk
         reason = getattr(error, "strerror", None) or short(str(error))
         raise TinyError(
             f"{directory} cannot be written: {reason}. Nothing was left there. Make room (a tiny checkpoint needs "
-            "about 150 MB), or name another directory."
+            "about 150 MB), or name another directory.",
+            field=str(directory),
         ) from error
     return True
 

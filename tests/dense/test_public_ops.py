@@ -10,10 +10,10 @@ import torch
 
 from npu_gptoss import dense
 from npu_gptoss.dense.operations import LOGITS, QKV
-from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import Described, Operation, explain, platform_override
 from npu_gptoss.kernels.command import example
 from tests.dense.cases import Case, make_case
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -22,47 +22,47 @@ def case() -> Case:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "field"),
     [
-        ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, r"norm_weight \[hidden\] float32"),
-        ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta must be like residual"),
-        ({"delta": torch.zeros(3, 111)}, "delta must be like residual"),
-        ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
-        ({"weight": torch.zeros(128, 112, 1, dtype=torch.bfloat16)}, r"weight must be \[out, 112\]"),
-        ({"bias": torch.zeros(129)}, r"the bias of weight must be \[128\]"),
-        ({"bias": torch.zeros(5)}, r"the bias of weight must be \[128\]"),
-        ({"key_cache": torch.zeros(3, 2, 16)}, "the caches must be"),
-        ({"value_cache": torch.zeros(5, 4, 2, 16)}, "the caches must be alike"),
-        ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "no number of query heads of 16"),
-        ({"weight": torch.zeros(135, 112), "bias": torch.zeros(135)}, "no number of query heads of 16"),
-        ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions must be \[3\]"),
-        ({"positions": torch.zeros(4, dtype=torch.int64)}, r"positions must be \[3\]"),
+        ({"norm_weight": torch.ones(112, dtype=torch.bfloat16)}, "residual"),
+        ({"delta": torch.zeros(2, 112, dtype=torch.bfloat16)}, "delta"),
+        ({"delta": torch.zeros(3, 111)}, "delta"),
+        ({"weight": torch.zeros(128, 100, dtype=torch.bfloat16)}, "weight"),
+        ({"weight": torch.zeros(128, 112, 1, dtype=torch.bfloat16)}, "weight"),
+        ({"bias": torch.zeros(129)}, "bias"),
+        ({"bias": torch.zeros(5)}, "bias"),
+        ({"key_cache": torch.zeros(3, 2, 16)}, "key_cache"),
+        ({"value_cache": torch.zeros(5, 4, 2, 16)}, "key_cache"),
+        ({"weight": torch.zeros(64, 112), "bias": torch.zeros(64)}, "weight"),
+        ({"weight": torch.zeros(135, 112), "bias": torch.zeros(135)}, "weight"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
     ],
 )
-def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], field: str) -> None:
+    with refused(field):
         case.run("qkv", dense.qkv, **changes)
 
 
 def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
     for residual in (case.residual[:2], case.residual[:, :5]):
-        with pytest.raises(InputError, match=r"residual must be \[3, 112\]"):
+        with refused("residual"):
             dense.output(case.attended, case.output_weight, case.output_bias, residual)
     router = (case.residual, None, case.norm, 1e-5, case.router_weight, case.router_bias)
     for top_k in (0, 9):
-        with pytest.raises(InputError, match=f"top_k must be 1 to 8 .*, got {top_k}"):
+        with refused("top_k"):
             dense.router(*router, top_k)
-    with pytest.raises(InputError, match=r"live must be \[3\]"):
+    with refused("live"):
         dense.router(*router, 4, live=torch.ones(2))
-    with pytest.raises(InputError, match=r"out must be contiguous \[3, 300\]"):
+    with refused("out"):
         dense.logits(case.delta, case.lm_head, out=torch.empty(3, 300))
     for out in (torch.empty(300, 3, dtype=torch.bfloat16).T, torch.empty(3, 600, dtype=torch.bfloat16)[:, ::2]):
-        with pytest.raises(InputError, match="out must be contiguous"):
+        with refused("out"):
             dense.logits(case.delta, case.lm_head, out=out)
     for wrong in (torch.zeros(3), torch.zeros(3, 0)):
-        with pytest.raises(InputError, match=r"logits must be \[rows, vocab\]"):
+        with refused("logits"):
             dense.greedy(wrong)
-    with pytest.raises(InputError, match=r"out must be \[3\] int64"):
+    with refused("out"):
         dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
 
 

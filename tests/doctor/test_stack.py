@@ -80,7 +80,7 @@ def test_python(tmp_path, on, python, state, phrase):
         (stack.vllm_ascend, machine, None, "not applicable", ""),
         (stack.vllm_ascend, ascend, "0.11.0", "ok", ""),
         (stack.vllm_ascend, ascend, "0.11.0rc2", "ok", ""),
-        (stack.vllm_ascend, ascend, "0.11.0rc0", "failed", "install 0.11.0"),
+        (stack.vllm_ascend, ascend, "0.11.0rc0", "failed", "install vllm-ascend 0.11.0"),
         (stack.vllm_ascend, ascend, "0.13.0", "failed", "0.11.0rc1 to 0.11.0"),
         (stack.vllm_ascend, ascend, None, "failed", "pip install vllm-ascend==0.11.0"),
     ],

@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from npu_gptoss.engine.device import kernels_for, resolve_device, resolve_dtype
-from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import current_platform, platform_override
 from tests.checkpoints import random_config
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "meta", "mps", "cpu gpu"])
 def test_an_unknown_device_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(InputError, match="expected auto, cpu, cuda, npu"):
+    with refused("device"):
         resolve_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(InputError, match=r"the device 'cuda' cannot be used here: torch .* finds no such hardware"):
+    with refused("device"):
         resolve_device("cuda")
 
 
@@ -30,13 +30,13 @@ def test_a_number_beyond_the_devices_that_torch_sees_is_refused(monkeypatch: pyt
     two = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda asked: two)
     assert [resolve_device(name).index for name in ("cuda", "cuda:0", "cuda:1")] == [None, 0, 1]
-    with pytest.raises(InputError, match="no device 'cuda:2': torch sees 2 of that type, numbered from 0"):
+    with refused("device"):
         resolve_device("cuda:2")
 
 
 def test_npu_without_torch_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
-    with pytest.raises(InputError, match="the device 'npu' cannot be used here: torch_npu cannot be imported"):
+    with refused("device"):
         resolve_device("npu")
 
 
@@ -65,14 +65,14 @@ def test_dtypes_follow_the_name_or_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "field"),
     [
-        ("float16", "float16 cannot hold"),
-        (torch.float16, "float16 cannot hold"),
-        ("int8", "expected auto, float32 or bfloat16"),
-        ("half", "there is no dtype 'half'"),
+        ("float16", "dtype"),
+        (torch.float16, "dtype"),
+        ("int8", "dtype"),
+        ("half", "dtype"),
     ],
 )
-def test_other_dtypes_are_refused(name: str | torch.dtype, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_other_dtypes_are_refused(name: str | torch.dtype, field: str) -> None:
+    with refused(field):
         resolve_dtype(name, random_config())

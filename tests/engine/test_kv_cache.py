@@ -15,8 +15,8 @@ from npu_gptoss.engine.kv_cache import (
     default_num_blocks,
     slot_mapping,
 )
-from npu_gptoss.errors import InputError
 from tests.checkpoints import random_config
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 
@@ -97,5 +97,5 @@ def test_an_accelerators_cache_leaves_a_fifth_of_the_memory(monkeypatch: pytest.
 def test_a_block_larger_than_the_memory_is_refused() -> None:
     config, tokens = random_config(layers=4, max_positions=1 << 20), CPU_CACHE_BYTES // 4096
     assert default_num_blocks(config, tokens, torch.float32, CPU, 1) == 1
-    with pytest.raises(InputError, match="do not hold one block"):
+    with refused("num_blocks"):
         default_num_blocks(config, tokens + 1, torch.float32, CPU, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from npu_gptoss.engine.prompts import read_prompts_file
-from npu_gptoss.errors import InputError
+from tests.refused import refused
 
 
 def write(tmp_path: Path, *lines: str) -> Path:
@@ -27,38 +27,38 @@ def test_three_forms_are_read_in_order_and_empty_lines_count_as_lines(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "field"),
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[1]", "must be a JSON object with one of prompt, prompt_token_ids, messages"),
-        ('"text"', "must be a JSON object"),
-        ('["prompt"]', "must be a JSON object"),
-        ('"prompt"', "must be a JSON object"),
+        ('"text"', "--prompts"),
+        ('["prompt"]', "--prompts"),
+        ('"prompt"', "--prompts"),
         ("{}", "must be a JSON object with one of"),
-        ('{"prompt": "a", "prompt_token_ids": [1]}', "must be a JSON object with one of"),
-        ('{"prompt": 3}', "prompt must be a text, got 3"),
-        ('{"prompt": null}', "prompt must be a text, got null"),
-        ('{"prompt_token_ids": "1,2"}', "prompt_token_ids must be a list"),
-        ('{"prompt_token_ids": [1, "2"]}', "prompt_token_ids must be whole numbers"),
-        ('{"prompt_token_ids": [true]}', "prompt_token_ids must be whole numbers"),
-        ('{"prompt_token_ids": [1.0]}', "prompt_token_ids must be whole numbers"),
-        ('{"messages": {}}', "messages must be a list"),
-        ('{"prompt": "a", "temperature": 1}', "nothing reads 'temperature' beside 'prompt'"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "--prompts"),
+        ('{"prompt": 3}', "prompt"),
+        ('{"prompt": null}', "prompt"),
+        ('{"prompt_token_ids": "1,2"}', "prompt_token_ids"),
+        ('{"prompt_token_ids": [1, "2"]}', "prompt_token_ids"),
+        ('{"prompt_token_ids": [true]}', "prompt_token_ids"),
+        ('{"prompt_token_ids": [1.0]}', "prompt_token_ids"),
+        ('{"messages": {}}', "messages"),
+        ('{"prompt": "a", "temperature": 1}', "temperature"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(InputError, match=rf"line 3:? {message}"):
+def test_a_bad_line_is_named(tmp_path: Path, line: str, field: str) -> None:
+    with refused(field):
         read_prompts_file(write(tmp_path, '{"prompt": "a"}', "", line))
 
 
 def test_a_file_without_prompts_or_without_text_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no prompt"):
+    with refused("--prompts"):
         read_prompts_file(write(tmp_path, "", " "))
-    with pytest.raises(InputError, match="cannot be read: No such file"):
+    with refused("--prompts"):
         read_prompts_file(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+    with refused("--prompts"):
         read_prompts_file(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(InputError, match="is not UTF-8"):
+    with refused("--prompts"):
         read_prompts_file(tmp_path / "latin.jsonl")

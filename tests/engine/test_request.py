@@ -7,29 +7,29 @@ import math
 import pytest
 
 from npu_gptoss.engine.request import Request, SamplingParams
-from npu_gptoss.errors import InputError
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
-        ({"max_tokens": 1.5}, "max_tokens must be"),
-        ({"max_tokens": True}, "max_tokens must be"),
-        ({"temperature": -0.1}, "temperature must be a finite number from 0"),
-        ({"temperature": math.nan}, "temperature must be"),
-        ({"temperature": math.inf}, "temperature must be"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.1}, "top_p must be"),
-        ({"top_p": math.nan}, "top_p must be"),
-        ({"top_k": -1}, "top_k must be"),
-        ({"seed": 1.5}, "seed must be"),
-        ({"logprobs": -1}, "logprobs must be"),
-        ({"prompt_logprobs": "x"}, "prompt_logprobs must be"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": 1.5}, "seed"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": "x"}, "prompt_logprobs"),
     ],
 )
-def test_settings_without_meaning_are_refused_in_words(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_settings_without_meaning_are_refused_in_words(settings: dict[str, object], field: str) -> None:
+    with refused(field):
         SamplingParams(**settings)
 
 

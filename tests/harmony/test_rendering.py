@@ -27,6 +27,7 @@ from npu_gptoss.harmony.encoding import LONGEST_TOKEN, ContextError, Encoder, ch
 from npu_gptoss.harmony.rendering import LONGEST_SHOWN, tools_section
 from npu_gptoss.harmony.vocabulary import parse_ranks
 from npu_gptoss.tiny.tokenizer_files import packaged_vocabulary
+from tests.refused import refused
 
 RUNS = ("a", "-", "\n", " ", "=", "0", "é", "漢", "🙂", "\t", "\r\n", "<|", "/", "́")
 NAMES = ("start", "end", "message", "channel", "call", "return", "endoftext", "reserved_200013")
@@ -223,6 +224,6 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(encoder):
 
 def test_another_models_tokenizer_is_refused(tmp_path):
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"<\|return\|> should be token 200002, it is None"):
+    with refused("tokenizer.json"):
         text_tokenizer(tmp_path)
     assert text_tokenizer(tmp_path / "nothing") is None

@@ -17,6 +17,7 @@ from npu_gptoss.model.check import check_directory
 from npu_gptoss.model.config import ConfigError
 from npu_gptoss.model.generation import HARMONY_STOP_TOKENS, stop_token_ids
 from tests.model.corrupt import VOCABULARY, write_pristine
+from tests.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,11 @@ def change(directory: Path, name: str, **fields: Any) -> None:
     (directory / name).write_text(json.dumps({**values, **fields}))
 
 
-def refusal(directory: Path) -> str:
+def refusal(directory: Path) -> InputError:
     with pytest.raises(InputError) as caught:
         check_directory(directory)
-    return str(caught.value)
+    assert str(directory) in str(caught.value)
+    return caught.value
 
 
 def test_a_folder_of_modelscope_cannot_be_read(directory: Path) -> None:
@@ -100,7 +102,7 @@ def test_fine_tunes_load_and_unknown_notes_are_one_warning_each(directory, tool,
 )
 def test_what_may_change_the_function_is_refused(directory: Path, field: str, value: Any) -> None:
     change(directory, "config.json", **{field: value})
-    assert f"unknown field '{field}'" in refusal(directory)
+    assert refusal(directory).field == field
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,9 @@ def test_what_may_change_the_function_is_refused(directory: Path, field: str, va
 )
 def test_numbers_that_exhaust_a_machine_are_refused(directory: Path, field: str, value: Any) -> None:
     change(directory, "config.json", **{field: value})
-    text = refusal(directory)
-    assert field in text
-    assert len(text) < 600
+    error = refusal(directory)
+    assert error.field == field
+    assert len(str(error)) < 600
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_numbers_that_exhaust_a_machine_are_refused(directory: Path, field: str,
 )
 def test_a_generation_config_that_no_request_survives_is_refused(directory, fields, named) -> None:
     change(directory, "generation_config.json", **fields)
-    assert f"generation_config.json: {named} must be" in refusal(directory)
+    assert refusal(directory).field == named
 
 
 def test_an_absent_generation_config_stands_for_harmony_and_a_broken_one_does_not(directory: Path) -> None:
@@ -147,8 +149,8 @@ def test_an_absent_generation_config_stands_for_harmony_and_a_broken_one_does_no
     assert stop_token_ids(directory, config) == {250, 251}
     path = directory / "generation_config.json"
     path.write_text("{")
-    assert "generation_config.json: expected JSON" in refusal(directory)
-    with pytest.raises(InputError, match="expected JSON"):
+    assert refusal(directory).field == path.name
+    with refused("generation_config.json"):
         Engine(directory)
     path.unlink()
     assert stop_token_ids(directory, config) == {250, *HARMONY_STOP_TOKENS}
@@ -158,7 +160,7 @@ def test_a_tokenizer_that_panics_is_a_sentence(directory: Path, capfd: pytest.Ca
     """The library's panic is a BaseException, and writes to the terminal by itself."""
     pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
     change(directory, "tokenizer.json", pre_tokenizer=pattern)
-    assert "tokenizer.json is a tokenizer that cannot" in refusal(directory)
+    assert "tokenizer.json" in str(refusal(directory))
     with pytest.raises(InputError, match="cannot"):
         Engine(directory, num_blocks=4).text.encode(64 * "A" + "!")
     assert capfd.readouterr().err == ""
@@ -167,23 +169,23 @@ def test_a_tokenizer_that_panics_is_a_sentence(directory: Path, capfd: pytest.Ca
 def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(directory: Path) -> None:
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
     change(directory, "tokenizer.json", model={**model, "vocab": {**model["vocab"], "far": VOCABULARY}})
-    assert f"below vocab_size of config.json ({VOCABULARY}), got {VOCABULARY}" in refusal(directory)
+    assert refusal(directory).field == "tokenizer.json"
 
 
 def test_what_is_missing_or_does_not_belong_is_named(directory: Path) -> None:
     (directory / "other.safetensors").write_bytes(b"x")
-    assert "got other.safetensors too and no index" in refusal(directory)
+    assert "other.safetensors" in str(refusal(directory))
     (directory / "other.safetensors").unlink()
     (directory / "tokenizer.json").unlink()
-    assert "tokenizer.json: expected a tokenizer, but there is none" in refusal(directory)
+    assert refusal(directory).field == "tokenizer.json"
     check_directory(directory, text=False)
     (directory / "config.json").rename(directory / "adapter_config.json")
-    assert "an adapter" in refusal(directory)
+    assert "adapter_config.json" in str(refusal(directory))
 
 
 def test_overrides_mend_a_config(directory: Path) -> None:
     change(directory, "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(ConfigError, match="rope_type"):
+    with refused("rope_scaling.rope_type", ConfigError):
         check_directory(directory)
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     assert check_directory(directory, overrides={"rope_scaling": yarn}).rope_scaling.factor == 32.0

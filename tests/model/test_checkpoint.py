@@ -29,6 +29,7 @@ from npu_gptoss.model.config import GptOssConfig
 from npu_gptoss.model.sharding import Shard
 from tests.checkpoints import random_config, random_tensors, write_random_checkpoint
 from tests.model.published import gpt_oss_20b, published_config
+from tests.refused import refused
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS = "model.layers.1.mlp.experts."
@@ -136,31 +137,31 @@ def test_fault_is_found_before_any_tensor_is_read(tmp_path, monkeypatch, name, t
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "expected"),
+    ("name", "tensor", "field"),
     [
-        (EXPERTS + "down_proj_scales", None, r"1 missing \(.*down_proj_scales\)"),
-        (EXPERTS + "down_proj_scales", torch.zeros(4, 64, 2), r"should have shape \[4, 64, 1\] by config\.json"),
-        (EXPERTS + "down_proj_scales", torch.zeros(4, 64, 1), "down_proj_scales should have dtype uint8, got float32"),
-        (EXPERTS + "down_proj_blocks", torch.zeros(4, 64, 1, 16).char(), "should have dtype uint8, got int8"),
+        (EXPERTS + "down_proj_scales", None, "model.layers.1.mlp.experts.down_proj_scales"),
+        (EXPERTS + "down_proj_scales", torch.zeros(4, 64, 2), "model.layers.1.mlp.experts.down_proj_scales"),
+        (EXPERTS + "down_proj_scales", torch.zeros(4, 64, 1), "model.layers.1.mlp.experts.down_proj_scales"),
+        (EXPERTS + "down_proj_blocks", torch.zeros(4, 64, 1, 16).char(), "model.layers.1.mlp.experts.down_proj_blocks"),
     ],
 )
-def test_fault_in_mxfp4_experts_is_named(tmp_path: Path, name: str, tensor: torch.Tensor | None, expected: str) -> None:
+def test_fault_in_mxfp4_experts_is_named(tmp_path: Path, name: str, tensor: torch.Tensor | None, field: str) -> None:
     config = small_config(mxfp4=True)
     stored(tmp_path, wrong(random_tensors(config), name, tensor))
-    with pytest.raises(CheckpointError, match=expected):
+    with refused(field, CheckpointError):
         check_checkpoint(tmp_path, config)
 
 
 def test_layout_that_contradicts_the_config_is_one_sentence(tmp_path: Path) -> None:
     plain, packed = small_config(), small_config(mxfp4=True)
     stored(tmp_path, random_tensors(plain))
-    with pytest.raises(CheckpointError, match=r"says that the experts are MXFP4, got .*down_proj, the BF16 layout"):
+    with refused("quantization_config", CheckpointError):
         check_checkpoint(tmp_path, packed)
     stored(tmp_path, random_tensors(packed))
-    with pytest.raises(CheckpointError, match=r"no quantization_config, so .* BF16 layout, got .*_blocks \(MXFP4\)"):
+    with refused("quantization_config", CheckpointError):
         check_checkpoint(tmp_path, plain)
     stored(tmp_path, random_tensors(plain) | {n: t for n, t in random_tensors(packed).items() if EXPERTS in n})
-    with pytest.raises(CheckpointError, match="in one layout, got"):
+    with refused("model.layers.1.mlp.experts.down_proj_blocks", CheckpointError):
         check_checkpoint(tmp_path, packed)
 
 
@@ -169,18 +170,18 @@ def test_damaged_scales_are_named(tmp_path: Path) -> None:
     tensors = random_tensors(config)
     tensors[EXPERTS + "gate_up_proj_scales"][2, 5, 0] = 255
     write_checkpoint(tmp_path, config, tensors)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* got 1 of 255"):
+    with refused("model.layers.1.mlp.experts.gate_up_proj", CheckpointError):
         loaded(tmp_path, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
 def test_loading_as_another_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    for refused in (
+    for load in (
         lambda: iterate_tensors(tmp_path, small_config(), dtype=dtype),
         lambda: next(expand_stream([], dtype)),
     ):
-        with pytest.raises(CheckpointError, match=r"as bfloat16 or float32, got (float16|float64|int8)"):
-            refused()
+        with refused("dtype", CheckpointError):
+            load()
 
 
 def test_halves_may_come_in_any_order_and_far_apart() -> None:
@@ -200,13 +201,13 @@ def test_halves_may_come_in_any_order_and_far_apart() -> None:
 def test_half_that_stays_alone_or_comes_twice_is_named(half: str) -> None:
     tensors = random_tensors(small_config(mxfp4=True))
     name = f"{EXPERTS}gate_up_proj_{half}"
-    with pytest.raises(CheckpointError, match=rf"gate_up_proj_{half} should come with .*, got it alone"):
+    with refused(name, CheckpointError):
         list(
             expand_stream(
                 ((n, t) for n, t in tensors.items() if EXPERTS + "gate" not in n or n == name), torch.bfloat16
             )
         )
-    with pytest.raises(CheckpointError, match=rf"gate_up_proj_{half} should come once, got it twice"):
+    with refused(name, CheckpointError):
         list(expand_stream([(name, tensors[name])] * 2, torch.bfloat16))
 
 
@@ -214,7 +215,7 @@ def test_halves_that_do_not_fit_are_named() -> None:
     tensors = random_tensors(small_config(mxfp4=True))
     pair = [(EXPERTS + "down_proj_blocks", tensors[EXPERTS + "down_proj_blocks"])]
     pair += [(EXPERTS + "down_proj_scales", tensors[EXPERTS + "gate_up_proj_scales"])]
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj: blocks must be"):
+    with refused("model.layers.1.mlp.experts.down_proj", CheckpointError):
         list(expand_stream(pair, torch.bfloat16))
 
 
@@ -427,7 +428,7 @@ def test_weights_are_replaced_only_when_asked_and_then_completely(tmp_path: Path
 def test_config_and_tensors_must_agree_on_the_dtype(tmp_path: Path) -> None:
     config = small_config(dtype="float32")
     tensors = random_tensors(config)
-    with pytest.raises(CheckpointError, match=r"config\.dtype is bfloat16, got tensors in float32"):
+    with refused("dtype", CheckpointError):
         write_checkpoint(tmp_path, replace(config, dtype="bfloat16"), tensors)
     write_checkpoint(tmp_path, replace(config, dtype=None), tensors)
     assert GptOssConfig.from_directory(tmp_path).dtype == "float32"
@@ -436,5 +437,5 @@ def test_config_and_tensors_must_agree_on_the_dtype(tmp_path: Path) -> None:
 def test_tensor_given_twice_is_refused(tmp_path: Path) -> None:
     config = small_config()
     items = [*random_tensors(config).items()]
-    with pytest.raises(CheckpointError, match="should come once, got it twice"):
+    with refused("model.layers.0.input_layernorm.weight", CheckpointError):
         write_checkpoint(tmp_path, config, [*items, items[3]])

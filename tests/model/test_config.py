@@ -1,4 +1,4 @@
-"""config.json: every field is read or refused, and each refusal says field, expected, got and what to do."""
+"""config.json: each field is read or refused, and a refusal names the field and the value."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import copy
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import Refusal
 from npu_gptoss.model.config import ConfigError, GptOssConfig, YarnScaling
+from npu_gptoss.model.config_fields import _NO_FIELD, _UNKNOWN, RULES
 from tests.model.published import gpt_oss_20b, published_config
+from tests.refused import refused
 
 ABSENT = object()
 
@@ -34,12 +35,12 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def refusal(changes: dict[str, Any]) -> str:
+def refusal(changes: dict[str, Any]) -> Refusal:
     with pytest.raises(ConfigError) as caught:
         GptOssConfig.from_dict(changed(changes))
-    text = str(caught.value)
-    assert re.search(r"must be .+, got .+\. \S.+\.$|expected only .+, got .+\. \S.+\.$", text, re.DOTALL), text
-    return text
+    (found,) = caught.value.refusals
+    assert "expected" in found.why or found.why in [why for why, _ in (*_UNKNOWN.values(), _NO_FIELD)]
+    return found
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(24, 32), (36, 128)])
@@ -161,127 +162,113 @@ def test_fields_without_effect_leave_the_model_alone(field: str, value: Any) -> 
     assert GptOssConfig.from_dict(changed({field: value})) == gpt_oss_20b()
 
 
-# num_experts_per_tok has a second spelling: the next test
+ROPE, QUANTIZATION = "rope_scaling.", "quantization_config."
 REQUIRED = [
     *(f.name for f in dataclasses.fields(GptOssConfig) if f.default is dataclasses.MISSING),
-    *("model_type", "rope_scaling.factor", "rope_scaling.original_max_position_embeddings", "rope_scaling.rope_type"),
-    "quantization_config.quant_method",
+    *("model_type", ROPE + "factor", ROPE + "original_max_position_embeddings", ROPE + "rope_type"),
+    QUANTIZATION + "quant_method",
 ]
-REQUIRED.remove("num_experts_per_tok")
 
 
 @pytest.mark.parametrize("field", REQUIRED)
 def test_missing_field_is_named(field: str) -> None:
-    text = refusal({field: ABSENT})
-    assert text.startswith(field)
-    assert "got nothing (the field is missing)" in text
+    changes = {field: ABSENT}
+    if field == "num_experts_per_tok":
+        changes["experts_per_token"] = ABSENT  # its second spelling
+    found = refusal(changes)
+    assert (found.option, found.got) == (field, None)
 
 
-def test_missing_number_of_experts_per_token_is_named_when_both_spellings_are_missing() -> None:
-    assert refusal({"num_experts_per_tok": ABSENT, "experts_per_token": ABSENT}).startswith("num_experts_per_tok")
-
-
-WRONG_TYPES: dict[str, tuple[Any, ...]] = {
-    "hidden_size": ("2880", 2880.0, True, None),
-    "sliding_window": (True, None),
-    "num_hidden_layers": ([24],),
+WRONG: dict[str, tuple[Any, ...]] = {
+    # types
     "vocab_size": ({},),
-    "layer_types": ("sliding_attention", ["sliding_attention", 1] * 12),
-    "rope_theta": ("150000", math.nan, math.inf, 10**400),
-    "rms_norm_eps": (True, [1e-05]),
-    "swiglu_limit": (None,),
-    "eos_token_id": ("200002", [], [200002, "x"]),
-    "pad_token_id": (1.5,),
-    "torch_dtype": (16,),
-    "rope_scaling": ([32.0],),
-    "rope_scaling.truncate": ("false", 0),
-    "rope_scaling.factor": ("32",),
-    "rope_scaling.beta_fast": (None,),
-    "rope_scaling.original_max_position_embeddings": (4096.5,),
-    "quantization_config": ("mxfp4",),
-    "quantization_config.modules_to_not_convert": ("lm_head", [1]),
-    "attention_dropout": ("none",),
-    "use_cache": ("yes",),
     "transformers_version": (4.55,),
-    "attention_bias": (1,),
-    "tie_word_embeddings": (0,),
+    "use_cache": ("yes",),
+    "attention_dropout": ("none",),
+    "rope_scaling": ([32.0],),
+    "quantization_config": ("mxfp4",),
+    # types and impossible values
+    "hidden_size": ("2880", 2880.0, True, None, -2880, 2884),
+    "intermediate_size": (1000,),
+    "num_hidden_layers": ([24], 0),
+    "num_attention_heads": (60,),
+    "num_key_value_heads": (0,),
+    "head_dim": (63, 0),
+    "sliding_window": (True, None, 0),
+    "layer_types": (
+        "sliding_attention",
+        ["sliding_attention", 1] * 12,
+        ["sliding_attention"] * 23,
+        ["sliding_attention", "chunked_attention"] * 12,
+    ),
+    "rope_theta": ("150000", math.nan, math.inf, 10**400, 1),
+    "rms_norm_eps": (True, [1e-05], 0),
+    "swiglu_limit": (None, -7.0),
+    "swiglu_alpha": (1.0,),
+    "eos_token_id": ("200002", [], [200002, "x"], [200002, 201088], 201088),
+    "pad_token_id": (1.5, 201088, 300000),
+    "torch_dtype": (16, "float16"),
+    "dtype": ("torch.float64",),
+    ROPE + "truncate": ("false", 0),
+    ROPE + "factor": ("32", 0.5),
+    ROPE + "beta_fast": (None, 1.0, 0.5),
+    ROPE + "original_max_position_embeddings": (4096.5,),
+    ROPE + "rope_type": ("linear",),
+    ROPE + "type": ("llama3",),
+    ROPE + "attention_factor": (1.0,),
+    ROPE + "mscale": (1.0,),
+    ROPE + "mscale_all_dim": (1.0,),
+    ROPE + "partial_rotary_factor": (0.5,),
+    QUANTIZATION + "modules_to_not_convert": ("lm_head", [1], ["model.layers.3.mlp.experts"]),
+    QUANTIZATION + "dequantize": ("no",),
+    QUANTIZATION + "quant_method": ("fp8",),
+    "hidden_act": ("gelu",),
+    "attention_bias": (1, False),
+    "tie_word_embeddings": (0, True),
+    "is_encoder_decoder": (True,),
+    "pruned_heads": ({"0": [1]},),
+    "model_type": ("llama",),
+    "architectures": (["LlamaForCausalLM"], ["GptOssForCausalLM", "LlamaForCausalLM"]),
+    # contradictions
+    "initial_context_length": (8192,),
+    "experts_per_token": (2,),
+    "num_experts": (128,),
+    # unknown
+    "num_nextn_predict_layers": (1,),
+    "auto_map": (1,),
+    ROPE + "long_factor": (1,),
+    QUANTIZATION + "bits": (1,),
+    "other_eos_token_ids": (1,),
+    "quantization": (1,),
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG_TYPES for value in WRONG_TYPES[field]])
-def test_wrong_type_is_refused(field: str, value: Any) -> None:
-    changes = {field: value}
-    if field == "rope_scaling.original_max_position_embeddings":
-        changes["initial_context_length"] = value
-    assert refusal(changes).startswith(field)
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
+def test_wrong_value_is_refused(field: str, value: Any) -> None:
+    found = refusal({field: value})
+    assert found.option == field
+    assert found.got
 
 
-IMPOSSIBLE = [
-    ("num_attention_heads", 60, r"multiple of num_key_value_heads \(8\), got 60"),
-    ("num_key_value_heads", 0, "at least 1"),
-    ("head_dim", 63, "even"),
-    ("hidden_size", -2880, "at least 1"),
-    ("hidden_size", 2884, "multiple of 32 in an MXFP4 checkpoint"),
-    ("intermediate_size", 1000, "multiple of 32 in an MXFP4 checkpoint"),
-    ("layer_types", ["sliding_attention"] * 23, r"as long as num_hidden_layers \(24\)"),
-    ("layer_types", ["sliding_attention", "chunked_attention"] * 12, "'sliding_attention' and 'full_attention'"),
-    ("num_hidden_layers", 0, "at least 1"),
-    ("sliding_window", 0, "at least 1"),
-    ("rms_norm_eps", 0, "above 0"),
-    ("swiglu_limit", -7.0, "above 0"),
-    ("swiglu_alpha", 1.0, "must be 1.702"),
-    ("rope_theta", 1, "above 1"),
-    ("rope_scaling.factor", 0.5, "at least 1"),
-    ("rope_scaling.beta_fast", 1.0, r"above beta_slow \(1.0\), got 1.0"),
-    ("rope_scaling.beta_fast", 0.5, r"above beta_slow \(1.0\)"),
-    ("rope_scaling.rope_type", "linear", "'yarn'"),
-    ("rope_scaling.type", "llama3", "'yarn', got 'llama3'"),
-    ("rope_scaling.attention_factor", 1.0, "null or absent"),
-    ("rope_scaling.mscale", 1.0, "null or absent"),
-    ("rope_scaling.mscale_all_dim", 1.0, "null or absent"),
-    ("rope_scaling.partial_rotary_factor", 0.5, "must be 1.0"),
-    ("initial_context_length", 8192, r"original_max_position_embeddings \(4096\), got 8192"),
-    ("experts_per_token", 2, r"equal to num_experts_per_tok \(4\)"),
-    ("num_experts", 128, r"equal to num_local_experts \(32\)"),
-    ("hidden_act", "gelu", "'silu'"),
-    ("attention_bias", False, "must be True"),
-    ("tie_word_embeddings", True, "must be False"),
-    ("is_encoder_decoder", True, "must be False"),
-    ("pruned_heads", {"0": [1]}, "must be {}"),
-    ("model_type", "llama", "'gpt_oss'"),
-    ("architectures", ["LlamaForCausalLM"], "GptOssForCausalLM"),
-    ("architectures", ["GptOssForCausalLM", "LlamaForCausalLM"], r"must be \['GptOssForCausalLM'\]"),
-    ("quantization_config.dequantize", "no", "true or false"),
-    ("quantization_config.quant_method", "fp8", "'mxfp4'"),
-    ("quantization_config.modules_to_not_convert", ["model.layers.3.mlp.experts"], "free of experts"),
-    ("torch_dtype", "float16", "overflows in float16"),
-    ("dtype", "torch.float64", "'bfloat16' or 'float32' .*, got 'float64'"),
-    ("eos_token_id", [200002, 201088], r"below vocab_size \(201088\)"),
-    ("eos_token_id", 201088, r"below vocab_size \(201088\)"),
-    ("pad_token_id", 201088, r"below vocab_size \(201088\)"),
-    ("pad_token_id", 300000, r"below vocab_size \(201088\)"),
-]
+def test_every_rule_of_the_table_refuses_an_object() -> None:
+    """No value of config.json is an object but sections and pruned_heads, so each rule must bite."""
+    assert [name for name, rule in RULES.items() if rule.holds({"a": 1})] == []
+    assert [name for name, rule in RULES.items() if rule.holds(math.nan)] == []
 
 
-@pytest.mark.parametrize(("field", "value", "expected"), IMPOSSIBLE)
-def test_impossible_value_is_refused(field: str, value: Any, expected: str) -> None:
-    text = refusal({field: value})
-    assert text.startswith("rope_scaling.rope_type" if field == "rope_scaling.type" else field), text
-    assert re.search(expected, text), text
-
-
-def test_contradicting_dtypes_are_refused() -> None:
-    assert "dtype must be equal to torch_dtype ('bfloat16'), got 'float32'" in refusal(
-        {"torch_dtype": "bfloat16", "dtype": "torch.float32"}
-    )
+def test_contradictions_are_refused() -> None:
+    rope = published_config()["rope_scaling"]
+    assert refusal({"torch_dtype": "bfloat16", "dtype": "torch.float32"}).option == "dtype"
     assert GptOssConfig.from_dict(changed({"torch_dtype": "torch.float32", "dtype": "float32"})).dtype == "float32"
+    assert GptOssConfig.from_dict(changed({"rope_parameters": rope | {"rope_theta": 150000.0}})) == gpt_oss_20b()
+    assert refusal({"rope_parameters": rope | {"truncate": True}}).option == "rope_parameters"
+    assert refusal({"rope_parameters": rope | {"rope_theta": 10000.0}}).option == "rope_parameters.rope_theta"
 
 
 def test_a_token_goes_to_no_more_experts_than_there_are() -> None:
     values = changed({"num_experts_per_tok": 32, "experts_per_token": 32})
     assert GptOssConfig.from_dict(values).num_experts_per_tok == 32
-    text = refusal({"num_experts_per_tok": 33, "experts_per_token": 33})
-    assert "num_experts_per_tok must be at most num_local_experts (32), got 33" in text
+    assert refusal({"num_experts_per_tok": 33, "experts_per_token": 33}).option == "num_experts_per_tok"
 
 
 def test_sizes_that_mxfp4_cannot_group_are_fine_in_bf16() -> None:
@@ -289,49 +276,23 @@ def test_sizes_that_mxfp4_cannot_group_are_fine_in_bf16() -> None:
     assert config.quantization is None
 
 
-@pytest.mark.parametrize(
-    ("field", "hint"),
-    [
-        ("num_nextn_predict_layers", "remove it if not, else this is another model"),
-        ("auto_map", "never does"),
-        ("rope_scaling.long_factor", "YaRN's"),
-        ("quantization_config.bits", "quant_method and modules_to_not_convert"),
-        ("other_eos_token_ids", "gpt-oss config.json"),
-        ("quantization", "gpt-oss config.json"),
-    ],
-)
-def test_unknown_field_is_refused_not_ignored(field: str, hint: str) -> None:
-    text = refusal({field: 1})
-    assert f"unknown field '{field}'" in text
-    assert hint in text
-
-
-def test_contradicting_rope_sections_are_refused() -> None:
-    rope = published_config()["rope_scaling"]
-    assert GptOssConfig.from_dict(changed({"rope_parameters": rope | {"rope_theta": 150000.0}})) == gpt_oss_20b()
-    assert "rope_parameters must be equal to rope_scaling" in refusal({"rope_parameters": rope | {"truncate": True}})
-    assert "rope_parameters.rope_theta must be equal to rope_theta (150000)" in refusal(
-        {"rope_parameters": rope | {"rope_theta": 10000.0}}
-    )
-
-
-def test_original_layout_is_told_from_another_model() -> None:
+def test_original_layout_gets_a_remedy_of_its_own() -> None:
     original = {"num_hidden_layers": 24, "num_experts": 32, "rope_scaling_factor": 32.0, "swiglu_limit": 7.0}
-    with pytest.raises(ConfigError, match="original/ layout: give the directory above it"):
+    with refused("model_type", ConfigError) as caught:
         GptOssConfig.from_dict(original)
-    text = refusal({"model_type": "llama", "rope_scaling_factor": 32.0})  # a field alone does not make it ours
-    assert text.endswith("Give the directory of a gpt-oss checkpoint.")
+    other = refusal({"model_type": "llama", "rope_scaling_factor": 32.0})  # a field alone does not make it ours
+    assert caught.value.refusals[0].remedy != other.remedy
 
 
 def test_config_built_by_hand_is_checked_too() -> None:
     config = gpt_oss_20b()
-    with pytest.raises(ConfigError, match="layer_types must be as long as num_hidden_layers"):
+    with refused("layer_types", ConfigError):
         dataclasses.replace(config, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"hidden_size must be an integer of at least 1 and at most \d+, got '2880'"):
+    with refused("hidden_size", ConfigError):
         dataclasses.replace(config, hidden_size="2880")
-    with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
+    with refused("rope_scaling.factor", ConfigError):
         YarnScaling(factor=0.0, original_max_position_embeddings=4096)
-    with pytest.raises(ConfigError, match="JSON object"):
+    with refused("config.json", ConfigError):
         GptOssConfig.from_dict([1, 2])
 
 
@@ -341,33 +302,27 @@ def test_directory_is_read_and_errors_name_the_file(tmp_path: Path) -> None:
     assert GptOssConfig.from_directory(tmp_path) == gpt_oss_20b()
     assert GptOssConfig.from_directory(str(tmp_path)) == gpt_oss_20b()
     file.write_text(json.dumps(changed({"hidden_size": 0})))
-    with pytest.raises(InputError, match=re.escape(f"{file}: hidden_size must be")):
+    with refused("hidden_size", ConfigError) as caught:
         GptOssConfig.from_directory(tmp_path)
+    assert str(caught.value).startswith(f"{file}: ")
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"{", "expected JSON"),
-        (b"", "expected JSON"),
-        (b"\xff\xfe{}", "expected JSON in UTF-8"),
-        (b"[1]", "must be a JSON object, got"),
-        (
-            b'{"model_type": "gpt_oss", "hidden_size": 1, "hidden_size": 2}',
-            "'hidden_size' is there twice",
-        ),
-        (b"[" * 100_000, "expected JSON"),
-    ],
+    "content",
+    [b"{", b"", b"\xff\xfe{}", b"[1]", b'{"model_type": "gpt_oss", "head_dim": 1, "head_dim": 2}', b"[" * 100_000],
 )
-def test_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=expected) as caught:
+    with pytest.raises(ConfigError) as caught:
         GptOssConfig.from_directory(tmp_path)
-    assert "config.json" in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        with refused(str(directory), ConfigError):
+            GptOssConfig.from_directory(directory)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refused(str(tmp_path), ConfigError) as caught:
         GptOssConfig.from_directory(tmp_path)
-    with pytest.raises(ConfigError, match="no such directory"):
-        GptOssConfig.from_directory(tmp_path / "nowhere")
+    assert "adapter_config.json" in caught.value.refusals[0].why

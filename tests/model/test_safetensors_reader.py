@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from npu_gptoss.model import safetensors_reader
 from npu_gptoss.model.safetensors_reader import CheckpointError, find_tensors, listed, read_header, read_tensor
+from tests.refused import refused
 
 INDEX, FIRST, SECOND = (
     f"model{part}" for part in (".safetensors.index.json", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
@@ -132,7 +133,7 @@ def test_dtype_that_torch_lacks_is_kept_in_words(tmp_path: Path) -> None:
 
 
 def test_unreadable_path_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is none"):
+    with refused("gone", CheckpointError):
         read_header(tmp_path / "gone")
 
 
@@ -155,10 +156,10 @@ def test_file_that_shrinks_after_the_check_is_an_error_not_garbage(tmp_path: Pat
     save_file(TENSORS, file)
     stored = find_tensors(tmp_path)["a"]
     file.write_bytes(file.read_bytes()[: stored.offset + 20])
-    with pytest.raises(CheckpointError, match=r"a should have 48 bytes, got 20\. .*truncated since"):
+    with refused("a", CheckpointError):
         read_tensor(stored)
     file.unlink()
-    with pytest.raises(CheckpointError, match="a could not be read"):
+    with refused("a", CheckpointError):
         read_tensor(stored)
 
 

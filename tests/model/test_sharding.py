@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from npu_gptoss.bench.random_checkpoint import full_config
-from npu_gptoss.errors import InputError
 from npu_gptoss.model.config import tensor_parallel_objection
 from npu_gptoss.model.layout import expected_tensors
 from npu_gptoss.model.sharding import EXPERT, TENSOR, Shard
 from tests.checkpoints import random_config, random_tensors
 from tests.model.published import gpt_oss_20b
+from tests.refused import refused
 
 
 def shares(name: str, tensor: torch.Tensor, size: int, experts: str) -> list[torch.Tensor]:
@@ -79,18 +79,18 @@ def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "size", "experts", "message"),
+    ("sizes", "size", "experts", "field"),
     [
-        ({"kv_heads": 2}, 4, EXPERT, r"4 ranks cannot share key/value heads \(2\) evenly"),
-        ({"experts": 6}, 4, EXPERT, r"experts \(6\)"),
-        ({"intermediate": 96, "mxfp4": True}, 2, TENSOR, r"groups of 32 .*\(3\) evenly; experts='expert' deals them"),
-        ({"vocab_size": 511}, 2, TENSOR, r"rows of lm_head \(511\) evenly$"),  # dealing out experts would not help
+        ({"kv_heads": 2}, 4, EXPERT, "num_key_value_heads"),
+        ({"experts": 6}, 4, EXPERT, "num_local_experts"),
+        ({"intermediate": 96, "mxfp4": True}, 2, TENSOR, "intermediate_size"),
+        ({"vocab_size": 511}, 2, TENSOR, "vocab_size"),  # dealing out experts would not help
     ],
 )
-def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: str, field: str) -> None:
+    with refused(field):
         Shard(0, size, experts).check(random_config(layers=1, **sizes))
-    with pytest.raises(InputError, match=message):  # and no rank gets a share that is rounded down
+    with refused(field):  # and no rank gets a share that is rounded down
         Shard(0, size, experts).local(random_config(layers=1, **sizes))
 
 
@@ -106,7 +106,7 @@ def test_published_mxfp4_experts_are_cut_by_two_and_dealt_out_by_more(size: str)
         if ranks <= 2:
             Shard(0, ranks, TENSOR).check(packed)
         else:
-            with pytest.raises(InputError, match=rf"{ranks} ranks cannot share groups of 32 .*\(90\) evenly"):
+            with refused("intermediate_size"):
                 Shard(0, ranks, TENSOR).check(packed)
 
 
@@ -127,9 +127,9 @@ def test_layouts_are_named_as_records_have_them() -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InputError, match="a rank must be 0 to 1, got 2"):
+    with refused("rank"):
         Shard(2, 2)
-    with pytest.raises(InputError, match="shared by 'tensor' or 'expert', got 'pipeline'"):
+    with refused("experts"):
         Shard(0, 2, "pipeline")
 
 
@@ -151,4 +151,5 @@ def test_ranks_that_cannot_share_the_model_are_told_why(ranks: int, uneven: list
         assert objection is None
     else:
         assert objection is not None
-        assert objection.startswith(f"--tensor-parallel-size {ranks} does not divide {' and '.join(uneven)} of")
+        assert objection.asked == f"--tensor-parallel-size {ranks}"
+        assert f" {' and '.join(uneven)} of" in objection.why

@@ -12,7 +12,6 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata
 from npu_gptoss.dense import small_ops
-from npu_gptoss.errors import InputError
 from npu_gptoss.kernels import platform_override
 from npu_gptoss.model.assembly import WEIGHTS, expert_format
 from npu_gptoss.model.checkpoint import iterate_tensors
@@ -21,6 +20,7 @@ from npu_gptoss.model.layout import expected_tensors, split_layer
 from npu_gptoss.model.transformer import GptOss
 from tests.checkpoints import new_checkpoint, random_config, write_random_checkpoint
 from tests.oracle import load_oracle, oracle_logits, random_prompts
+from tests.refused import refused
 
 TOLERANCE = 1e-4  # absolute, on logits of standard deviation 2
 CAUGHT = 10 * TOLERANCE  # what a mistake must exceed, so that it is caught with room to spare
@@ -183,14 +183,14 @@ def test_mxfp4_and_its_bf16_expansion_give_the_same_bits(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words"),
+    ("dtype", "field"),
     [
-        (torch.float16, r"float16 cannot hold .* use bfloat16"),
-        (torch.float64, "float32 or bfloat16, got float64"),
+        (torch.float16, "dtype"),
+        (torch.float64, "dtype"),
     ],
 )
-def test_other_dtypes_are_refused_in_words(dtype: torch.dtype, words: str, directory: Path) -> None:
-    with pytest.raises(InputError, match=words):
+def test_other_dtypes_are_refused_in_words(dtype: torch.dtype, field: str, directory: Path) -> None:
+    with refused(field):
         GptOss.load(directory, dtype=dtype)
 
 
@@ -198,7 +198,7 @@ def test_other_dtypes_are_refused_in_words(dtype: torch.dtype, words: str, direc
     "name", ["model.norm.weight", "model.layers.2.self_attn.sinks", "model.layers.0.mlp.router.bias"]
 )
 def test_a_parameter_that_nothing_filled_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
-    with pytest.raises(InputError, match=rf"1 missing \({name}\)"):
+    with refused(name):
         build(config, {n: t for n, t in tensors.items() if n != name})
 
 
@@ -214,7 +214,7 @@ def test_a_stream_in_another_dtype_is_converted(config: GptOssConfig, tensors: T
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.bias"])
 def test_a_parameter_filled_twice_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
     stream = [*tensors.items(), (name, tensors[name])]
-    with pytest.raises(InputError, match=rf"{name} should come once"):
+    with refused(name):
         GptOss.from_tensors(config, stream, "cpu", torch.float32)
 
 
@@ -223,7 +223,7 @@ def test_a_parameter_filled_twice_is_an_error(name: str, config: GptOssConfig, t
     ["model.layers.4.self_attn.sinks", "model.layers.0.self_attn.q_norm.weight", "model.layers.x.sinks", "other"],
 )
 def test_a_tensor_that_nothing_reads_is_an_error(name: str, config: GptOssConfig, tensors: Tensors) -> None:
-    with pytest.raises(InputError, match=name):
+    with refused(name):
         build(config, {**tensors, name: torch.zeros(1)})
 
 
@@ -292,9 +292,9 @@ def test_weights_are_what_was_asked_for(mxfp4_directory: Path, prompt: list[int]
 
 
 def test_formats_that_cannot_be_are_refused_in_words(mxfp4_config: GptOssConfig) -> None:
-    with pytest.raises(InputError, match="weights must be one of auto, bf16, mxfp4, fp8, got 'int4'"):
+    with refused("weights"):
         expert_format(mxfp4_config, "int4", torch.bfloat16)
-    with pytest.raises(InputError, match="needs a checkpoint in MXFP4"):
+    with refused("weights"):
         expert_format(replace(mxfp4_config, quantization=None), "mxfp4", torch.bfloat16)
 
 
@@ -312,5 +312,5 @@ def test_half_of_a_packed_matrix_is_not_enough(mxfp4_directory: Path, mxfp4_conf
     name = f"model.layers.1.mlp.experts.down_proj_{half}"
     packed = stream(mxfp4_directory, mxfp4_config, expand=False)
     del packed[name]
-    with pytest.raises(InputError, match=rf"1 missing \({name}\)"):
+    with refused(name):
         build(mxfp4_config, packed)

@@ -20,6 +20,7 @@ from npu_gptoss.verify.cases import expert_inputs
 from npu_gptoss.verify.moe_checks import run_experts
 from npu_gptoss.verify.mutations import mutations_of
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, check, close, local_share, make_layer
+from tests.refused import refused
 from tests.tolerances import assert_close
 
 load_kernels()
@@ -174,7 +175,7 @@ def test_both_spellings_of_the_activation_are_known():
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu", "SwigluOAI", "", None, TheirActivation.SILU, 7])
 def test_an_unknown_activation_is_an_error_not_a_guess(activation):
-    with pytest.raises(InputError, match="gpt-oss has the activation 'swigluoai'"):
+    with refused("activation"):
         prepare_experts(make_layer(1).weights, activation=activation)
 
 
@@ -199,24 +200,24 @@ def test_what_all_experts_agree_on_comes_out_unchanged(kernel):
 
 def test_misshapen_weights_and_calls_are_refused_in_words():
     weights = make_layer(1).weights
-    with pytest.raises(InputError, match=r"down_proj must be \[8, 96, 64\], got \[8, 64, 96\]"):
+    with refused("down_proj"):
         dataclasses.replace(weights, down_proj=weights.down_proj.transpose(1, 2))
-    with pytest.raises(InputError, match=r"gate_up_proj_bias must be .* got none"):
+    with refused("gate_up_proj_bias"):
         dataclasses.replace(weights, gate_up_proj_bias=None)
-    with pytest.raises(InputError, match="gate_up_proj must be"):
+    with refused("gate_up_proj"):
         ExpertWeights(torch.zeros(2, 4, 3), *(torch.zeros(1),) * 3)
     prepared = prepare_experts(weights)
     routing = route(torch.randn(3, EXPERTS), TOP_K)
-    with pytest.raises(InputError, match=r"hidden_states must be \[tokens, 64\], got \[3, 32\]"):
+    with refused("hidden_states"):
         expert_mlp(torch.zeros(3, 32), prepared, *routing)
-    with pytest.raises(InputError, match=r"hidden_states must be \[tokens, 64\], got \[3, 64, 1\]"):
+    with refused("hidden_states"):
         expert_mlp(torch.zeros(3, HIDDEN, 1), prepared, *routing)
-    with pytest.raises(InputError, match=r"must both be \[2, k\]"):
+    with refused("topk_ids"):
         expert_mlp(torch.zeros(2, HIDDEN), prepared, *routing)
-    with pytest.raises(InputError, match=r"must both be \[3, k\], got \[3, 3\] and \[3, 4\]"):
+    with refused("topk_ids"):
         expert_mlp(torch.zeros(3, HIDDEN), prepared, routing[0][:, :3], routing[1])
     for top_k in (0, 9):
-        with pytest.raises(InputError, match=rf"top_k 1 to experts, got \[2, 8\] and {top_k}"):
+        with refused("top_k"):
             route(torch.zeros(2, EXPERTS), top_k)
 
 

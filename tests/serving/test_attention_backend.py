@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.utils import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from npu_gptoss.attention import AttentionMetadata, paged_attention
-from npu_gptoss.errors import InputError
 from npu_gptoss.serving import attention
 from npu_gptoss.serving.attention import SinkAttentionBackend, SinkAttentionImpl, SinkAttentionMetadataBuilder
+from tests.refused import refused
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.serving
@@ -102,22 +102,22 @@ def test_a_cache_that_forgets_keys_by_vllms_plan_is_refused(spec: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "field"),
     [
-        ({"sinks": None}, "sinks=None"),
-        ({"sinks": torch.zeros(HEADS + 1)}, r"sinks of shape \(5,\) for 4 heads"),
+        ({"sinks": None}, "sinks"),
+        ({"sinks": torch.zeros(HEADS + 1)}, "sinks"),
         ({"alibi_slopes": [1.0]}, "alibi_slopes"),
-        ({"sliding_window": 128}, "sliding_window=128"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type='encoder_only'"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attn_type"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "kv_sharing_target_layer_name"),
-        ({"window": 0}, "window=0"),
-        ({"sink_bias": 1}, "sink_bias=1"),
+        ({"window": 0}, "window"),
+        ({"sink_bias": 1}, "sink_bias"),
     ],
 )
-def test_an_option_that_would_be_dropped_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(InputError, match=named):
+def test_an_option_that_would_be_dropped_is_refused(options: dict[str, Any], field: str) -> None:
+    with refused(field):
         implementation(**options)
 
 
@@ -128,13 +128,13 @@ def test_the_window_cannot_be_forgotten() -> None:
 
 def test_sinks_that_the_checkpoint_did_not_fill_are_refused() -> None:
     unfilled = implementation(sinks=torch.full((HEADS,), float("nan")), owner="model.layers.3.self_attn")
-    with pytest.raises(InputError, match=r"^model\.layers\.3\.self_attn\.sinks was not filled by the checkpoint"):
+    with refused("model.layers.3.self_attn.sinks"):
         unfilled.process_weights_after_loading(torch.float32)
     implementation().process_weights_after_loading(torch.float32)
 
 
 def test_a_cache_in_another_dtype_is_refused() -> None:
-    with pytest.raises(InputError, match="got 'fp8'"):
+    with refused("--kv-cache-dtype"):
         SinkAttentionBackend.get_kv_cache_shape(40, BLOCK, KV_HEADS, HEAD_DIM, "fp8")
 
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers import quantization as vllm_quantization
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from npu_gptoss import plugin
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving import limits, lines, platform, quantization
 from npu_gptoss.serving.ascend import limits as ascend_limits
 from tests.checkpoints import new_checkpoint
@@ -322,28 +322,25 @@ def verdict(directory: Path, caplog: pytest.LogCaptureFixture, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "asked"),
     [
-        ({"dtype": "float16"}, "--dtype float16: gpt-oss runs in bfloat16 or float32 on cpu; use --dtype bfloat16."),
-        ({"quantization": "fp8"}, "--quantization fp8: the checkpoint says whether it is MXFP4 or BF16; leave it out."),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: the KV cache has the model's dtype; leave it out."),
-        ({"load_format": "pt"}, "--load-format pt: weights come from safetensors; use --load-format auto."),
-        ({"enable_lora": True}, "--enable-lora: adapters are not supported; merge them into the checkpoint."),
+        ({"dtype": "float16"}, "--dtype float16"),
+        ({"quantization": "fp8"}, "--quantization fp8"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"load_format": "pt"}, "--load-format pt"),
+        ({"enable_lora": True}, "--enable-lora"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            "--speculative-config: not supported; leave it out.",
+            "--speculative-config",
         ),
-        (
-            {"hf_overrides": {"sliding_window": 0}},
-            "sliding_window must be an integer of at least 1 and at most 2147483647, got 0.",
-        ),
-        ({"hf_overrides": {"attention_bias": False}}, "attention_bias must be True, got False."),
+        ({"hf_overrides": {"sliding_window": 0}}, "sliding_window = 0"),
+        ({"hf_overrides": {"attention_bias": False}}, "attention_bias = False"),
     ],
 )
-def test_unsupported_options_are_refused_before_the_load(options, sentence, directory, caplog):
+def test_unsupported_options_are_refused_before_the_load(options, asked, directory, caplog):
     said = verdict(directory, caplog, **options)
     assert said.startswith("npu-gptoss cannot serve this. ") or "hf_overrides" in options
-    assert sentence in said
+    assert f"{asked}: " in said
 
 
 def test_all_refusals_come_at_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -386,16 +383,15 @@ def configuration(**changes: Any) -> SimpleNamespace:
 )
 def test_options_that_vllm_may_refuse_first_are_refused_too(change: dict[str, Any], option: str) -> None:
     assert limits.objections(configuration(), "cpu") == []
-    (objection,) = limits.objections(configuration(**change), "cpu")
-    assert objection.startswith(option)
+    assert [refusal.asked for refusal in limits.objections(configuration(**change), "cpu")] == [option]
 
 
 def test_refusals_of_vllm_ascend_come_on_an_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_limits, "objections", lambda config: ["vllm-ascend 9: too new"])
-    assert limits.objections(configuration(), "npu") == ["vllm-ascend 9: too new"]
+    refusal = Refusal("vllm-ascend", 9, "too new", "install another")
+    monkeypatch.setattr(ascend_limits, "checks", lambda config: [(True, refusal)])
+    assert limits.objections(configuration(), "npu") == [refusal]
     assert limits.objections(configuration(), "cpu") == []
-    float32, _ = limits.objections(configuration(dtype=torch.float32), "npu")
-    assert float32 == "--dtype float32: gpt-oss runs in bfloat16 on npu; use --dtype bfloat16"
+    assert limits.objections(configuration(dtype=torch.float32), "npu")[0].asked == "--dtype float32"
 
 
 def test_a_server_says_the_sentence_and_ends(directory: Path) -> None:

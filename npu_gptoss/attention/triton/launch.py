@@ -69,9 +69,9 @@ def run(
     """As `paged_attention` of the family."""
     stride = head_stride(key_cache, value_cache)
     if out.stride(-1) != 1:
-        raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}")
+        raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}", field="out")
     if scale <= 0:
-        raise InputError(f"scale must be positive, got {scale}")
+        raise InputError(f"scale must be positive, got {scale}", field="scale")
     query = query if query.stride(-1) == 1 else query.contiguous()
     group = triton.next_power_of_2(query.shape[1] // key_cache.shape[2])
     tiling = HOPPER if hopper else tiling_for(query.dtype, sliding_window)

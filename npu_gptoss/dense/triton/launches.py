@@ -37,7 +37,7 @@ GREEDY_BLOCK, GREEDY_BLOCK_MANY = 1024, 8192
 def _rows(weight: torch.Tensor) -> torch.Tensor:
     """Side by side in memory, as the kernels read them."""
     if not weight.is_contiguous():
-        raise InputError(f"the weight must be contiguous, got strides {weight.stride()}")
+        raise InputError(f"the weight must be contiguous, got strides {weight.stride()}", field="weight")
     return weight
 
 

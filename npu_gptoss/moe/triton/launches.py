@@ -97,7 +97,9 @@ def _call(
     swiglu_limit: float,
 ) -> Call:
     if hidden_states.dtype != torch.bfloat16:
-        raise InputError(f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}")
+        raise InputError(
+            f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}", field="hidden_states"
+        )
     topk_ids = topk_ids.contiguous()
     expert_map = topk_ids if weights.expert_map is None else weights.expert_map
     topk_weights = topk_weights.float().contiguous()

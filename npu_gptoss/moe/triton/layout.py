@@ -72,7 +72,8 @@ def prepare(weights: AnyExperts, swiglu_limit: float) -> TiledExperts:
     if weights.intermediate_size % BAND:
         raise InputError(
             f"the Triton kernels want an intermediate size that {BAND} divides, got {weights.intermediate_size}; "
-            "set NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops"
+            "set NPU_GPTOSS_KERNEL_MOE_EXPERTS=small_ops",
+            field="intermediate_size",
         )
     return TiledExperts(
         weights.format,
@@ -196,7 +197,8 @@ def _check_scales(scales: torch.Tensor) -> None:
     if largest > LARGEST_SCALE:
         raise InputError(
             f"the Triton kernels take MXFP4 scales up to {LARGEST_SCALE} (weights up to 12), got {largest}. "
-            "If that is meant, load with weights=bf16"
+            "If that is meant, load with weights=bf16",
+            field="scales",
         )
 
 

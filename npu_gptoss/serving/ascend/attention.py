@@ -17,7 +17,7 @@ import torch
 
 from npu_gptoss.attention import AttentionMetadata, write_kv_cache
 from npu_gptoss.attention.ascend import BLOCK_SIZES, causal_mask, no_lse
-from npu_gptoss.errors import InputError
+from npu_gptoss.errors import InputError, Refusal
 from npu_gptoss.serving.ascend import captured, start_check
 from npu_gptoss.serving.attention import SinkAttentionImpl, step_metadata
 from npu_gptoss.serving.lines.ascend import (
@@ -53,10 +53,8 @@ class AscendSinkMetadataBuilder(AscendAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.block_size not in BLOCK_SIZES:
-            raise InputError(
-                f"--block-size {kv_cache_spec.block_size}: the attention of gpt-oss on Ascend reads a cache in blocks "
-                "of 128 keys (or a multiple of 128 up to 1024); use --block-size 128"
-            )
+            why = "gpt-oss on Ascend reads its cache in blocks of 128 keys (or a multiple of 128 up to 1024)"
+            raise InputError(Refusal("--block-size", kv_cache_spec.block_size, why, "use --block-size 128"))
         self.built: tuple[int, ...] = ()  # lengths of the step that was built last; see full_graph.guard
 
     def build(

@@ -1,4 +1,4 @@
-"""What gpt-oss cannot have on this vllm-ascend, said before anything is loaded."""
+"""Settings and packages that gpt-oss on Ascend refuses, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ctypes
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from npu_gptoss import cann, envs
+from npu_gptoss.errors import Refusal
 from npu_gptoss.serving import lines
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.npu_gptoss")
 
-# of --additional-config, each with why not
+# Fields of --additional-config, each with the reason against it
 OPTIONS = {
     "kv_cache_dtype": "the KV cache has the model's dtype",
     "torchair_graph_config.enabled": "graphs are ACL graphs",
@@ -32,7 +34,9 @@ VARIABLES = {
     "VLLM_ASCEND_ENABLE_FLASHCOMM1": "sequence parallelism is not supported",
     "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "it looks for weights of other models",
 }
+SEQUENCES = "pass_config.enable_sequence_parallelism"
 _ON = ("1", "true", "True")
+_OPERATOR = "npu_fused_infer_attention_score_v2"
 
 
 def installed() -> str | None:
@@ -40,43 +44,45 @@ def installed() -> str | None:
     return lines.installed("vllm-ascend", "vllm_ascend")
 
 
-def version_objection(release: str | None, line: lines.Line | None = None) -> str | None:
-    """Why this vllm-ascend is outside of the window, in words; None when it is inside."""
+def version_objection(release: str | None, line: lines.Line | None = None) -> Refusal | None:
+    """The refusal of a vllm-ascend outside of the window; None for one inside."""
     window = (line or lines.ascend_line()).vllm_ascend
     if window.has(release):
         return None
-    found = f"vllm-ascend {release}" if release else "a vllm-ascend without a version"
     served = " to ".join(dict.fromkeys((window.releases[0], window.releases[-1])))
-    return f"{found}: gpt-oss is served on vllm-ascend {served}; install {window.recommended}"
+    why = f"gpt-oss is served on vllm-ascend {served}"
+    return Refusal("vllm-ascend", release or "without a version", why, f"install vllm-ascend {window.recommended}")
 
 
-def operator_objection() -> str | None:
-    """Why torch_npu's attention operator does not do; looks at its registered schema and at no device."""
+def operator_objection() -> Refusal | None:
+    """The refusal of a torch-npu without the attention operator; reads its registered schema, touches no device."""
     import torch
     import torch_npu
 
-    name = "npu_fused_infer_attention_score_v2"
     line = lines.ascend_line()
     remedy = f"install torch-npu {line.torch_npu.recommended} (made for CANN {line.cann.recommended})"
     release = getattr(torch_npu, "__version__", "of unknown version")
-    overloads = getattr(torch.ops.npu, name, None)
+    overloads = getattr(torch.ops.npu, _OPERATOR, None)
     if overloads is None:
-        return f"torch-npu {release} has no {name}; {remedy}"
+        return Refusal("torch-npu", release, f"it has no {_OPERATOR}", remedy)
     if "learnable_sink" not in {argument.name for argument in overloads.default._schema.arguments}:
-        return f"{name} of torch-npu {release} has no learnable_sink, and gpt-oss attends with sinks; {remedy}"
+        why = f"its {_OPERATOR} has no learnable_sink, and gpt-oss attends with sinks"
+        return Refusal("torch-npu", release, why, remedy)
     return None
 
 
-def cann_objection() -> str | None:
-    """Why the installed CANN would compute wrongly without a word, as far as its files tell."""
+def cann_objection() -> Refusal | None:
+    """The refusal of a CANN that computes wrongly without an error, by its files."""
     place, _ = cann.find_toolkit()
     text = cann.toolkit_version(place) if place else ""
-    wrong = cann.defect(text, cann.built(place)) if place else None
-    return f"CANN {text} ({place}) is {wrong}; install CANN {lines.ascend_line().cann.recommended}" if wrong else None
+    if not place or not (wrong := cann.defect(text, cann.built(place))):
+        return None
+    remedy = f"install CANN {lines.ascend_line().cann.recommended}"
+    return Refusal("CANN", f"{text} ({place})", f"it is {wrong}", remedy)
 
 
-def triton_objection() -> str | None:
-    """Why a step cannot launch its Triton kernels: where vLLM finds no Triton it leaves them as Python functions."""
+def triton_objection() -> Refusal | None:
+    """The refusal of a stack without its Triton: vLLM then leaves kernels as plain functions, and a step fails."""
     from npu_gptoss.serving.lines.ascend import LAUNCHED
 
     kernels = {name: getattr(importlib.import_module(module), name) for module, name in LAUNCHED}
@@ -85,11 +91,9 @@ def triton_objection() -> str | None:
         return None
     line = lines.ascend_line()
     found = lines.installed("triton-ascend")
-    got = f"triton-ascend {found} is installed and vLLM does not use it" if found else "triton-ascend is not installed"
-    return (
-        f"{got}, and vLLM {line.vllm.recommended} launches {plain[0]} in every step: the first request would end the "
-        f"server with a TypeError; {triton_remedy(line)}"
-    )
+    why = f"it is {'installed and vLLM does not use it' if found else 'not installed'}, and vLLM"
+    why += f" {line.vllm.recommended} launches {plain[0]} in every step: the first request would end the server"
+    return Refusal("triton-ascend", found, why, f"run {triton_remedy(line)}")
 
 
 def triton_remedy(line: lines.Line) -> str:
@@ -98,8 +102,10 @@ def triton_remedy(line: lines.Line) -> str:
     return f"`{command}` (vllm-ascend's own image has {wanted.releases[-1]})"
 
 
-def event_objection() -> str | None:
-    """Why captured attention calls cannot wait for their lengths; loads torch_npu, and opens no device.
+def event_objection() -> Refusal | None:
+    """The refusal of full decode graphs whose attention calls cannot wait for their lengths.
+
+    Loads torch_npu and opens no device.
 
     torch-npu from 2.10 on makes an external event of a value in device memory. Where CANN has not the two calls for
     that, what waits for an event before it is recorded is dropped, and a replayed call may read its lengths too early.
@@ -112,45 +118,20 @@ def event_objection() -> str | None:
     missing = [name for name in ("aclrtValueWait", "aclrtValueWrite") if not hasattr(library, name)]
     if not missing:
         return None
-    return (
-        f"CANN's libascendcl.so has no {' and no '.join(missing)}, and with torch-npu {torch_npu.__version__} a "
-        f"replayed graph does not wait for its lengths; install CANN {lines.ascend_line().cann.recommended}"
-    )
+    why = f"with torch-npu {torch_npu.__version__} a replayed graph does not wait for its lengths"
+    remedy = f"install CANN {lines.ascend_line().cann.recommended}"
+    return Refusal("CANN", f"without {' and '.join(missing)} in libascendcl.so", why, remedy)
 
 
 def _has_graphs(config: VllmConfig) -> bool:
-    """Asked before vLLM has filled in its default, which is to capture."""
+    """True as well before vLLM has filled in its default, which is to capture."""
     from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
-def _scheduling_objection(config: VllmConfig) -> str | None:
-    from npu_gptoss.serving.lines.ascend import REPLAYS_IN_ORDER
-
-    if REPLAYS_IN_ORDER or not config.scheduler_config.async_scheduling:
-        return None
-    return (
-        "--async-scheduling: vllm-ascend 0.11.0 starts the next graph before the last one has ended, for wrong text or "
-        "a hang; leave it out, or use --enforce-eager"
-    )
-
-
-def _experts_objection(config: VllmConfig) -> str | None:
-    """vllm-ascend's dispatch takes a rank's first expert for rank * experts here, which it is for even shares alone:
-    others got the rows of experts that they do not have, and computed them by those that they have."""
-    parallel, experts = config.parallel_config, config.model_config.hf_config.num_local_experts
-    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    if not parallel.enable_expert_parallel or experts % ranks == 0:
-        return None
-    return (
-        f"--enable-expert-parallel on {ranks} ranks: vllm-ascend deals out {experts} experts rightly to ranks that "
-        "divide them; use as many, or leave it out"
-    )
-
-
 def choose_graphs(config: VllmConfig) -> None:
-    """The line's choice where the user made none."""
+    """Sets the release's choice where the user made none."""
     from npu_gptoss.serving.lines.ascend import GRAPHS
     from npu_gptoss.serving.lines.vllm import CUDAGraphMode
 
@@ -158,45 +139,55 @@ def choose_graphs(config: VllmConfig) -> None:
         config.compilation_config.cudagraph_mode = CUDAGraphMode[GRAPHS]
 
 
-def _kernel_objections() -> list[str]:
-    """Experts by plain torch operators ask the device, for the rows of each or for the scales of packed ones: right,
-    and in no graph."""
+def _kernel_checks(graphs: bool) -> Iterator[tuple[bool, Refusal]]:
+    """Kernels of plain torch operators read the rows of each expert, or packed scales, from the device: right, and
+    not capturable in a graph."""
     from npu_gptoss.kernels.registry import registry
     from npu_gptoss.kernels.selection import override_for, override_variable
     from npu_gptoss.moe.operations import EXPERTS
     from npu_gptoss.moe.packed import EXPAND
 
-    found = []
     for operation in (EXPERTS, EXPAND):
         asked = override_for(operation)
-        slow = [one for one in registry.kernels_of(operation) if one.solution in ("small_ops", "reference")]
-        if asked in {name for kernel in slow for name in (kernel.name, kernel.solution)}:
-            why = "it asks the device in every step, which no graph takes"
-            found.append(f"{override_variable(operation)}={asked}: {why}; unset it, or use --enforce-eager")
-    return found
+        slow = [kernel for kernel in registry.kernels_of(operation) if kernel.solution in ("small_ops", "reference")]
+        wrong = graphs and asked in {name for kernel in slow for name in (kernel.name, kernel.solution)}
+        why = "it reads from the device in every step, which no graph can capture"
+        yield wrong, Refusal(override_variable(operation), asked, why, "unset it, or use --enforce-eager")
 
 
-def objections(config: VllmConfig) -> list[str]:
-    """Each as "what was got; what to do instead"; empty when gpt-oss can run."""
+def checks(config: VllmConfig) -> Iterator[tuple[bool, Refusal]]:
+    """Yields each refusal with whether this configuration, or this machine, asks for it."""
+    from npu_gptoss.serving.lines.ascend import REPLAYS_IN_ORDER
     from npu_gptoss.serving.lines.vllm import sequence_parallelism
 
-    found = [version_objection(installed()), cann_objection(), operator_objection(), triton_objection()]
-    if sequence_parallelism(config):
-        found.append("enable_sequence_parallelism: not supported; leave it out")
+    for found in (version_objection(installed()), cann_objection(), operator_objection(), triton_objection()):
+        if found:
+            yield True, found
+    parallel, experts = config.parallel_config, config.model_config.hf_config.num_local_experts
+    graphs = _has_graphs(config)
+    why, out = "sequence parallelism is not supported", "leave it out"
+    yield sequence_parallelism(config), Refusal("--compilation-config", SEQUENCES, why, out)
     for name, why in OPTIONS.items():
         option, _, part = name.partition(".")
         value = (config.additional_config or {}).get(option)
         if part:
             value = (value or {}).get(part)
-        if value and value != "auto":
-            found.append(f"--additional-config {option}: {why}; leave it out")
-    found += [f"{name}=1: {why}; unset it" for name, why in VARIABLES.items() if os.environ.get(name) in _ON]
-    found.append(_experts_objection(config))
-    if _has_graphs(config):
-        found += [_scheduling_objection(config), *_kernel_objections()]
-    return [objection for objection in found if objection]
+        yield bool(value) and value != "auto", Refusal("--additional-config", name, why, out)
+    for name, why in VARIABLES.items():
+        yield os.environ.get(name) in _ON, Refusal(name, 1, why, "unset it")
+    # vllm-ascend takes rank * (experts here) for a rank's first expert, which is right for even shares alone: other
+    # ranks got the rows of experts that they do not have, and computed wrong answers.
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    wrong = parallel.enable_expert_parallel and experts % ranks != 0
+    why = f"vllm-ascend deals {experts} experts out rightly only to ranks that divide them"
+    remedy = "use as many ranks, or leave it out"
+    yield wrong, Refusal("--enable-expert-parallel", f"on {ranks} ranks", why, remedy)
+    wrong = graphs and not REPLAYS_IN_ORDER and config.scheduler_config.async_scheduling
+    why = "vllm-ascend 0.11.0 starts the next graph before the last one has ended, for wrong text or a hang"
+    yield wrong, Refusal("--async-scheduling", None, why, "leave it out, or use --enforce-eager")
+    yield from _kernel_checks(graphs)
 
 
 def dtypes() -> tuple[str, ...]:
-    """The operator with sinks takes bfloat16; the emulated one float32 too, on demand."""
+    """Dtypes of the operator with sinks: bfloat16, and float32 on the emulator on demand."""
     return ("bfloat16", "float32") if envs.get("ASCEND_EMULATOR_FP32") else ("bfloat16",)

@@ -101,7 +101,9 @@ class GptOssForCausalLM(nn.Module, SupportsEagle3):
         """weights: the checkpoint's tensors by their official names, all of them. Raises CheckpointError, and
         InputError for a second set: it would lie elsewhere, and graphs have the addresses of the first."""
         if hasattr(self, "gptoss"):
-            raise InputError("The weights of a running server stay as they are; start the server again for others.")
+            raise InputError(
+                "The weights of a running server stay as they are; start the server again for others.", field="weights"
+            )
         form = expert_format(self.config, FP8 if self.quantization == FP8 else AUTO, self.dtype)
         tensors = checked_values(readable(weights, self.config, self.checkpoint), self.dtype, self.checkpoint)
         if form == FLOATS:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from npu_gptoss.errors import asked_for
 from npu_gptoss.serving.cuda import limits
 
 
@@ -35,22 +36,26 @@ def config_of(**changes: Any) -> Having:
     return Having(**{name: Having(**part) for name, part in parts.items()}, **whole)
 
 
+def refused(config: Having) -> list[str]:
+    """The refused settings, as a user writes them."""
+    return [refusal.asked for refusal in asked_for(limits.checks(config))]
+
+
 @pytest.mark.parametrize(
     ("change", "option"),
     [
         ({"weight_transfer_config": object()}, "--weight-transfer-config"),
         ({"ubatch_size": 2}, "--ubatch-size 2"),
         # vLLM moves parameters, of which our weights are none: nothing left the GPU, without a word
-        ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb"),
-        ({"prefetch": Having(offload_group_size=2)}, "--cpu-offload-gb and --offload-group-size"),
+        ({"uva": Having(cpu_offload_gb=4)}, "--cpu-offload-gb 4"),
+        ({"prefetch": Having(offload_group_size=2)}, "--offload-group-size 2"),
         # as VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 lets it through: the device would read behind the table of rotary angles
         ({"max_model_len": 131073}, "--max-model-len 131073"),
     ],
 )
 def test_an_option_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], option: str) -> None:
-    assert limits.objections(config_of()) == []
-    (objection,) = limits.objections(config_of(**change))
-    assert objection.startswith(option)
+    assert refused(config_of()) == []
+    assert refused(config_of(**change)) == [option]
 
 
 MXFP4, BF16 = (
@@ -61,15 +66,15 @@ MXFP4, BF16 = (
 
 def test_ranks_that_cannot_cut_mxfp4_are_refused_with_a_remedy() -> None:
     """Which the model said of itself in the words of the offline engine, once every rank had started."""
-    (objection,) = limits.objections(config_of(hf_config=MXFP4, tensor_parallel_size=4))
-    assert objection.startswith("--tensor-parallel-size 4: it does not divide the 90 groups of 32")
-    assert "--enable-expert-parallel" in objection
+    (found,) = asked_for(limits.checks(config_of(hf_config=MXFP4, tensor_parallel_size=4)))
+    assert found.asked == "--tensor-parallel-size 4"
+    assert "--enable-expert-parallel" in found.remedy
     for fits in (
         {"hf_config": MXFP4, "tensor_parallel_size": 2},
         {"hf_config": BF16, "tensor_parallel_size": 4},
         {"hf_config": MXFP4, "tensor_parallel_size": 4, "data_parallel_size": 1, "enable_expert_parallel": True},
     ):
-        assert limits.objections(config_of(**fits)) == []
+        assert refused(config_of(**fits)) == []
 
 
 @pytest.mark.parametrize(("checkpoint", "wish"), [(MXFP4, "expanded"), (BF16, "packed")], ids=["mxfp4", "bf16"])
@@ -79,7 +84,6 @@ def test_a_format_of_the_experts_that_they_do_not_get_is_refused(
     """The variable is read elsewhere, and was dropped here without a word."""
     for word in ("auto", "packed" if wish == "expanded" else "expanded"):
         monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", word)
-        assert limits.objections(config_of(hf_config=checkpoint)) == []
+        assert refused(config_of(hf_config=checkpoint)) == []
     monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", wish)
-    (objection,) = limits.objections(config_of(hf_config=checkpoint))
-    assert objection.startswith(f"NPU_GPTOSS_EXPERT_WEIGHTS={wish}")
+    assert refused(config_of(hf_config=checkpoint)) == [f"NPU_GPTOSS_EXPERT_WEIGHTS={wish}"]
