@@ -21,7 +21,7 @@ __all__ = ["AttentionMetadata", "DecodeMetadata", "LayerKernels", "StepMetadata"
 def paged_call(
     max_query_len: int, query: torch.Tensor, key_cache: torch.Tensor, sinks: torch.Tensor, sliding_window: int | None
 ) -> Described:
-    """What kernels of attention.paged are asked for; of the tensors, their dtypes and shapes."""
+    """Describes a call of attention.paged by dtypes and shapes of its tensors."""
     return signature(query=query.dtype, kv=key_cache.dtype, sinks=sinks.dtype), {
         "head_dim": query.shape[2],
         "block_size": key_cache.shape[1],
@@ -32,7 +32,7 @@ def paged_call(
 
 
 def write_call(key: torch.Tensor, key_cache: torch.Tensor) -> Described:
-    """What kernels of attention.write_kv are asked for."""
+    """Describes a call of attention.write_kv."""
     traits = {"head_dim": key.shape[2], "block_size": key_cache.shape[1]}
     return signature(key=key.dtype, kv=key_cache.dtype), traits
 

@@ -1,8 +1,8 @@
 """Attention on an Ascend 910B: one fused call for prefill, chunk and decode rows alike.
 
 `npu_fused_infer_attention_score_v2` in TND layout over the paged cache, with `learnable_sink`. Behind it are two
-kernels, one up to CANN 8.3 and one from 8.5 on. What both want (from their tiling code of 8.3, 8.5, 9.0 and 9.1; no
-hardware has confirmed our reading):
+kernels, one up to CANN 8.3 and one from 8.5 on. Requirements of both (from their tiling code of 8.3, 8.5, 9.0 and
+9.1; no hardware has confirmed our reading):
 
 * host lists: query lengths cumulative and ending at the number of rows, key lengths per request (paged);
 * the cache as [blocks, block_size, kv_heads * head_dim], block size a multiple of 128; a block table of exactly the
@@ -44,7 +44,7 @@ _heads_apart = False  # see keep_heads_apart
 
 
 def keep_heads_apart() -> None:
-    """From now on no decode call merges the heads of a group, which CANN 8.3 as published does wrongly above 512 keys.
+    """Keeps decode calls from merging the heads of a group: CANN 8.3 does that wrongly above 512 keys.
 
     The kernel merges them when every request has one row and no log-sum-exp is asked for (ops-transformer,
     prompt_flash_attention_tiling.cpp, `allSeqLenEqualOne`). One more request, of two rows, switches it off; so would

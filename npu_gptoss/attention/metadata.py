@@ -1,4 +1,4 @@
-"""What one scheduler step looks like to attention: with lengths known to the host, or, for graphs, to the device only.
+"""One scheduler step for attention: its lengths on the host, or, for graphs, on the device only.
 
 `AttentionMetadata` is any step: prefill, chunks and decode mixed, lengths as host integers. `DecodeMetadata` is a step
 of decode whose lengths are read on the device at every run, so that a captured graph can be replayed as they grow.
@@ -24,7 +24,7 @@ class AttentionMetadata:
     Lengths are host integers, so that no kernel has to copy them from a device.
 
     query_start_loc: [requests + 1] first row of each request and, last, the number of real rows; starts at 0.
-    seq_lens: [requests] keys that the last row of each request sees: what is cached plus what is new.
+    seq_lens: [requests] keys that the last row of each request sees: cached and new ones.
     block_table: [requests, blocks] int32, the cache block of each `block_size` positions of a request.
     slot_mapping: [>= rows] int32 or int64, block * block_size + offset at which each new key and value is stored.
     lengths: [requests] int32 on the device, where only it knows how many keys a request of one row sees, and seq_lens
@@ -70,7 +70,7 @@ class AttentionMetadata:
 
     @property
     def exact_seq_lens(self) -> tuple[int, ...]:
-        """seq_lens; where `lengths` knows better, a copy of those, for which the host waits."""
+        """Returns seq_lens; with `lengths`, a copy of these from the device, for which the host waits."""
         if self.lengths is None:
             return self.seq_lens
         rows = (end - start for start, end in pairwise(self.query_start_loc))
@@ -83,7 +83,7 @@ class AttentionMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Real rows; whatever follows them in query, key and value is padding."""
+        """Real rows; later rows of query, key and value are padding."""
         return self.query_start_loc[-1]
 
     @functools.cached_property
@@ -97,15 +97,15 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """One row a request, with lengths in tensors that stay where they are: what a full decode graph is captured with.
+    """One row a request, with lengths in tensors of fixed address, for full decode graphs.
 
     Kernels read the tensors' contents on the device when they run; refresh them in place before a replay (or let the
-    graph itself advance them). What is fixed at capture: the number of rows, the width of the table and `max_seq_len`,
+    graph itself advance them). Fixed at capture: the number of rows, the width of the table and `max_seq_len`,
     from which launch grids and the number of splits follow; a split without keys returns at once.
 
     lengths: [rows] int32, keys that the row sees, its own included; 0 marks a padding row, whose result is zero and
-        whose query may hold anything. Triton kernels cut what exceeds max_seq_len or the table, so that a step which
-        will be thrown away reads nothing beyond.
+        whose query may hold anything. Triton kernels cut lengths to max_seq_len and the table, so that a step which
+        will be discarded reads nothing beyond.
     block_table: [rows, blocks] int32; its first ceil(length / block_size) entries of a row are read, no others.
     slot_mapping: [rows] int32 or int64, where the row's new key and value go; negative: nowhere.
     max_seq_len: the longest length of any replay. Smaller is a little faster; a capture for the model's context works.
@@ -156,14 +156,14 @@ class DecodeMetadata:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """As the device has them now: waits for it."""
+        """The device's lengths; the host waits for them."""
         return tuple(self.lengths.tolist())
 
     exact_seq_lens = seq_lens
 
     @property
     def plans(self) -> dict[Any, Any]:
-        """Always empty: what a solution derives from lengths on the host would be stale at the next run."""
+        """Always empty: a plan from host lengths would be stale at the next run."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What the calls of the attention family pass, and so what every kernel of it must declare."""
+"""Roles and traits of the attention family's calls, which every kernel must declare."""
 
 from __future__ import annotations
 

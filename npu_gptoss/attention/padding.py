@@ -1,6 +1,6 @@
 """Pad and unpad shims: a graph replayed at a bucketed size hands over more rows than are real. And padding of sinks.
 
-Padded rows hold whatever memory held, NaN included. Kernels see the real rows only, and the tail of the result is
+Padded rows hold undefined values, NaN included. Kernels see the real rows only, and the tail of the result is
 zero, so that nothing of it reaches a router or, times a zero weight, an expert sum (0 * NaN is NaN).
 """
 

@@ -1,4 +1,4 @@
-"""The definition of paged attention with sinks, in fp32: read it beside the model card.
+"""The definition of paged attention with sinks, in fp32: compare it with the model card.
 
 For a query at position i of a request, with head h of key/value head h // group:
 
@@ -6,7 +6,7 @@ For a query at position i of a request, with head h of key/value head h // group
     p_j = exp(s_j) / (exp(sink_h) + sum_k exp(s_k))
     out = sum_j p_j * value_j
 
-The sink is one more logit in the denominator, with no value of its own (openai/gpt-oss `gpt_oss/torch/model.py`, sdpa).
+The sink is one more logit in the denominator, without a value (openai/gpt-oss `gpt_oss/torch/model.py`, sdpa).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention on plain torch ops, for any device: what serves on CPU and the baseline on NPU and GPU.
+"""Attention on plain torch ops, for any device: the served kernels on CPU, the baseline on NPU and GPU.
 
 Rows are cut into pieces (request, row range, visible key range); pieces of equal row count are computed as one batch,
 keys padded to the longest of the batch. A decode step of any number of requests is thus one batch, and a window layer

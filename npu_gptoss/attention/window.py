@@ -11,7 +11,7 @@ from npu_gptoss.errors import InputError
 
 
 def keys_before(sliding_window: int | None) -> int | None:
-    """How many keys before its own position a query sees: 127 for a window of 128; None sees all."""
+    """Number of keys before its own position that a query sees: 127 for a window of 128; None: all."""
     if sliding_window is None:
         return None
     if sliding_window < 1:

@@ -40,7 +40,8 @@ def advance_kernel(
 
 
 def launch(state: DecodeState) -> None:
-    """As `advance`. Launched without PDL: what follows may read positions and slots before it waits."""
+    """The Triton form of `advance`. Launched without PDL: the next kernel may read positions and slots before it
+    waits."""
     rows = state.capacity
     block = min(triton.next_power_of_2(rows), 128)
     advance_kernel[(triton.cdiv(rows, block),)](

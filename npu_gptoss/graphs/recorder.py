@@ -21,7 +21,7 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Captured work. `result` is what it returned: tensors that every replay writes anew, at the same addresses."""
+    """Captured work. `result`: its tensors, which every replay writes at the same addresses."""
 
     graph: Graph
     result: Any
@@ -34,7 +34,7 @@ class Recorded:
 class Recorder:
     """Captures on one device, into one pool of memory.
 
-    Graphs of one recorder must not run at the same time: what one leaves in the pool, the next overwrites. Record the
+    Graphs of one recorder must not run at the same time: they overwrite each other's results in the pool. Record the
     largest first: the smaller ones then fit into its memory.
     """
 
@@ -51,7 +51,7 @@ class Recorder:
     def record(self, work: Callable[[], Any]) -> Recorded:
         """Runs `work` to warm up, then captures it. It must read and write fixed tensors only, and ask no device.
 
-        A capture computes nothing; one replay does, so that whatever is recorded next finds this result filled.
+        A capture computes nothing, so one replay follows: the next capture finds this result filled.
         """
         with self._module.device(self.device):
             current = self._module.current_stream()

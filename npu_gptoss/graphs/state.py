@@ -1,11 +1,11 @@
-"""The inputs of a decode step in tensors that stay where they are.
+"""The inputs of a decode step in tensors of fixed address.
 
-The host fills the cursor (each request's next token and where it stands) and the block table; `advance`, the first
+The host fills the cursor (each request's next token and its position) and the block table; `advance`, the first
 thing that a graph runs, turns them into the step's inputs and moves the cursor on; the last thing that it runs puts the
 chosen tokens into the cursor. So the next step can be launched before the host has seen this one's tokens.
 
-Row i is one request. The rows behind them pad the bucket: token 0 at position 0, no keys (seq_len 0, by which a padding
-row is told), a slot that belongs to nobody. They never hold what an earlier step left there.
+Row i is one request. The rows behind them pad the bucket: token 0 at position 0, no keys (seq_len 0 marks a padding
+row), a slot that no request owns. They never hold values of an earlier step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOBODY = -1  # the cursor's position of a padding row
 
 @dataclass(frozen=True)
 class DecodeState:
-    """For up to `capacity` requests of up to `blocks` cache blocks each.
+    """The inputs of up to `capacity` requests of up to `blocks` cache blocks each.
 
     cursor: [2, capacity] int64: the tokens to compute next, and their positions (NOBODY: padding).
     block_table: [capacity, blocks] int32.
@@ -60,7 +60,7 @@ class DecodeState:
         return self.cursor.shape[1]
 
     def rows(self, count: int) -> DecodeState:
-        """The first `count` rows, as views: what a graph of that size captures."""
+        """The first `count` rows, as views, for a graph of that size."""
         return DecodeState(
             self.cursor[:, :count],
             self.block_table[:count],
@@ -72,7 +72,7 @@ class DecodeState:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """[capacity] int64: the tokens to compute next: those that the last step chose; -1: it was not finite."""
+        """[capacity] int64: the tokens to compute next, chosen by the last step; -1: its logits were not finite."""
         return self.cursor[0]
 
     @property
@@ -121,7 +121,7 @@ class DecodeState:
 
 
 def _copy(target: torch.Tensor, values: np.ndarray) -> None:
-    """From memory of its own that the device reads whenever it gets there: the host goes on at once."""
+    """Copies from a separate buffer, which the device may read later: the host goes on at once."""
     source = torch.from_numpy(values)
     if target.device.type != "cpu":
         source = source.pin_memory()

@@ -1,4 +1,4 @@
-"""OpenAI's chat messages and Responses items as harmony messages: the one place that decides what the model reads.
+"""OpenAI's chat messages and Responses items as harmony messages: decides the text that the model reads.
 
 The text of system and developer messages becomes harmony's developer instructions; harmony's own system turn has the
 identity, the date, the reasoning effort and the channels. Messages are mappings or pydantic objects of any client
@@ -224,7 +224,7 @@ def _assistant_messages(place: str, fields: Mapping[str, Any], names: dict[str, 
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function that stands for a custom tool, whose input is one text."""
+    """The arguments of the function that replaces a custom tool; its input is one text."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -291,7 +291,7 @@ def as_text(content: Any, place: str = "messages") -> str:
 def without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
     """Reasoning is dropped once an answer has followed it; until then, between tool calls, the model reads it.
 
-    openai-harmony drops only what stands before the first answer; the guide and the published template mean every one.
+    openai-harmony drops only reasoning before the first answer; the guide and the published template mean every one.
     """
     last = max((number for number, message in enumerate(messages) if message.channel == "final"), default=-1)
     return [m for number, m in enumerate(messages) if number > last or m.channel != "analysis"]

@@ -30,7 +30,7 @@ class ContextError(ConversationError):
 def check_length(limit: int, tokens: int, max_tokens: int | None = None, *, at_least: bool = False) -> None:
     """Raise ContextError unless a prompt of `tokens` and `max_tokens` more (or one) fit into `limit` tokens.
 
-    The words are those by which clients know that they must shorten the conversation.
+    Clients recognise these words and shorten the conversation.
     """
     if tokens < limit and tokens + (max_tokens or 0) <= limit:
         return
@@ -85,7 +85,7 @@ class Encoder:
         return [CHANNEL, *self.text(channel), MESSAGE]
 
     def characters(self, messages: Sequence[Message]) -> int:
-        """How long the texts of the messages are, system turn and tools' fields left out: is it work for a thread?"""
+        """Counts the characters of the messages' texts, without system turn and tools; long texts go to a thread."""
         parts = [part for message in messages for part in message.content]
         texts = [getattr(part, "text", None) or getattr(part, "instructions", None) or "" for part in parts]
         spaces = [space for part in parts for space in (getattr(part, "tools", None) or {}).values()]

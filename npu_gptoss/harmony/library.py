@@ -49,7 +49,7 @@ def _encoding() -> HarmonyEncoding:
 
 
 def provide_vocabulary(model_dir: Path | None) -> None:
-    """Let openai-harmony find the vocabulary; raise VocabularyError with what to do when there is none to be had."""
+    """Let openai-harmony find the vocabulary; raise VocabularyError with the remedy when there is none."""
     if can_load():
         return
     directory = vocabulary.find_vocabulary(model_dir)
@@ -73,7 +73,7 @@ def provide_vocabulary(model_dir: Path | None) -> None:
 
 
 def can_load() -> bool:
-    """Whether openai-harmony finds the vocabulary by itself, without the network."""
+    """True when openai-harmony finds the vocabulary without the network."""
     try:
         importlib.metadata.version("oss-harmony")  # a build of the library that has the ranks inside
         return True

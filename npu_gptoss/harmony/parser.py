@@ -1,4 +1,4 @@
-"""Reads the model's tokens as harmony messages: a parser that never fails, and one rule for what a message is.
+"""Reads the model's tokens as harmony messages: a parser that never fails, and the rule for the kind of a message.
 
 The format is the harmony guide's: messages `<|start|>{role}{header}<|message|>{content}` that end with `<|end|>`,
 `<|call|>` (a tool call: the turn is over) or `<|return|>` (an answer: the turn is over). openai-harmony's parser raises
@@ -37,7 +37,7 @@ _CHANNELS = r"(analysis|commentary|final)\b"
 
 
 class Kind(enum.Enum):
-    """What a message of the assistant is to the client."""
+    """The kind of an assistant's message for the client."""
 
     REASONING = "analysis"
     ANSWER = "final"
@@ -49,7 +49,7 @@ def kind_of(
 ) -> Kind | None:
     """The kind of a message by its header; None for a message that is not the assistant's.
 
-    A recipient `functions.NAME` makes a call on any channel, and so does a bare NAME of `functions`, those that the
+    A recipient `functions.NAME` makes a call on any channel, and so does a bare NAME of `functions`, the tools that the
     request offers. `commentary` without a recipient is a preamble, which the harmony guide means for the user, as is
     text without a channel. A message to another recipient (a built-in tool that is not offered) is reasoning.
     """
@@ -78,7 +78,7 @@ def text_of(message: Message) -> str:
 
 
 def _is_cut(header: str, end: int) -> bool:
-    """Whether a header behind `end` is only the beginning of another of its parts."""
+    """True when a header after `end` holds only the beginning of its next part."""
     rest = header[end:].strip()
     begun = header[:end].rstrip()
     if begun.endswith("<|channel|>") and any(kind.value.startswith(rest) for kind in Kind):
@@ -181,7 +181,7 @@ class TolerantParser(StreamableParser):
             return header, ""
 
     def _read_header(self) -> bool:
-        """Feed the header, or what can be understood of it, to the strict parser. False: not the assistant's."""
+        """Feed the readable part of the header to the strict parser. False: not the assistant's."""
         header, text = self._take_header()
         found = _WELL_FORMED.fullmatch(text)
         if found and ("to=" in text or not found["format"]) and self._read_strictly(header):
@@ -195,7 +195,8 @@ class TolerantParser(StreamableParser):
         return self._begin_message(channel and channel[1], recipient and recipient[1], "json" in text)
 
     def _end_in_header(self) -> None:
-        """Read a message that ends before its `<|message|>`: what is not part of the header is its content."""
+        """>`: what is not part of the header is its content.|Read a message that ends before its `<|message|>`: text
+        outside of the header is its content.|>`: what is not part of the header is its content."""
         _, text = self._take_header()
         parts = _PARTS.match(text)
         content = text[parts.end() :]
@@ -248,7 +249,7 @@ class TolerantParser(StreamableParser):
 
     @property
     def completed(self) -> bool:
-        """Whether the last token ended a message, the last one of `messages`."""
+        """True when the last token ended a message, the last of `messages`."""
         return self._completed
 
     @property

@@ -1,8 +1,8 @@
-"""harmony messages as text pieces and control tokens, as openai-harmony writes them.
+"""Renders harmony messages as text pieces and control tokens, like openai-harmony.
 
 openai-harmony gives token ids only, and its tokenizer needs the square of the length of a run of equal characters. So
-the framing is written here, and tests hold it against the library. What tools look like (the TypeScript of a JSON
-schema) comes from the library itself, which never sees a long text: each is replaced by a short mark first, and put in
+the framing is written here, and tests hold it against the library. The text of tools (the TypeScript of a JSON
+schema) comes from the library, which never sees a long text: each is replaced by a short mark first, and put in
 afterwards.
 """
 
@@ -103,7 +103,8 @@ def _system(content: SystemContent, functions: bool, library: HarmonyEncoding) -
 
 
 def tools_section(tools: Mapping[str, ToolNamespaceConfig], library: HarmonyEncoding) -> str:
-    """`# Tools` with its namespaces, as openai-harmony writes it. Raises ConversationError for what it refuses."""
+    """`# Tools` with its namespaces, as openai-harmony writes it. Raises ConversationError for tools that the library
+    refuses."""
     marks = _Marks()
     try:
         shortened = {
@@ -118,7 +119,7 @@ def tools_section(tools: Mapping[str, ToolNamespaceConfig], library: HarmonyEnco
 
 
 class _Marks:
-    """Long texts and what stands for them: private characters around a number that no client can guess."""
+    """Marks that replace long texts: private characters around a number that no client can guess."""
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(4)

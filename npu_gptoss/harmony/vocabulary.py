@@ -103,7 +103,7 @@ def build_vocabulary(model_dir: Path | str, out_dir: Path | str | None = None) -
     """Rebuilds `o200k_base.tiktoken` from the checkpoint's `tokenizer.json`; returns the file's path.
 
     Written into `out_dir`; by default beside the checkpoint, or into the cache directory when that is not writable.
-    Raises VocabularyError when the tokenizer is missing, broken, or not that of gpt-oss; then nothing is written.
+    Raises VocabularyError when the tokenizer is missing, broken, or not gpt-oss's; then nothing is written.
     """
     content = _encode_ranks(_ranks_from_tokenizer(Path(model_dir) / "tokenizer.json"))
     digest = hashlib.sha256(content).hexdigest()

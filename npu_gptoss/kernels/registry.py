@@ -1,4 +1,4 @@
-"""What there is: operations with their roles and traits, and the kernels registered for them.
+"""Operations with their roles and traits, and the kernels registered for them.
 
 Fail-closed: an operation names every trait of a call that can make a kernel wrong (a sink, a window, a bias), and a
 kernel must state for each which values it handles; it cannot register without. Sizes (rows, heads …) are traits, too,
@@ -73,7 +73,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Where:
-    """The values of a trait for which `holds` is true; `text` says in words which those are."""
+    """The values of a trait for which `holds` is true; `text` describes them."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -91,7 +91,8 @@ class RegistrationError(TypeError):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the public API: what its calls pass. sizes: of `traits` those that a kernel need not state."""
+    """One operation of the public API: the roles and traits of its calls. sizes: `traits` that a kernel need not
+    state."""
 
     family: str
     mode: str
@@ -131,11 +132,11 @@ class KernelSpec:
 
     @property
     def module(self) -> str:
-        """Where the function is defined."""
+        """The module that defines the function."""
         return self.target.partition(":")[0] if isinstance(self.target, str) else self.target.__module__
 
     def named(self, wanted: str) -> bool:
-        """Whether an override means this kernel: by its name, the last part of it, or its solution."""
+        """True when an override names this kernel: by its name, the last part of it, or its solution."""
         return wanted in (self.name, self.name.removeprefix(f"{self.family}.{self.mode}."), self.solution)
 
 
@@ -163,7 +164,7 @@ class Registry:
             self.generation += 1
 
     def remove_origin(self, origin: str) -> None:
-        """Takes back what a package registered, when its loading failed half-way."""
+        """Removes a package's kernels, when its loading failed half-way."""
         with self.lock:
             self.kernels = {name: k for name, k in self.kernels.items() if k.origin != origin}
             self.generation += 1

@@ -1,4 +1,4 @@
-"""Picks the kernel of a call: the override if there is one, else the highest priority among those that can run.
+"""Picks the kernel of a call: the override if there is one, else the runnable kernel of highest priority.
 
 A layer asks once, when it is built (`bind`), for each range of the size in which its calls differ.
 
@@ -33,7 +33,7 @@ class KernelError(InputError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel and why it cannot run a call; no reasons: it can."""
+    """A kernel and the reasons why it cannot run a call; no reasons: it can."""
 
     kernel: KernelSpec
     reasons: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""What a call passes and what a kernel takes: the dtype of each tensor role (query, kv, weight …).
+"""Signatures of calls and of kernels: the dtype of each tensor role (query, kv, weight …).
 
-A dtype is named as torch names it ("bfloat16"); packed formats that torch has no dtype for have names of their own
+A dtype is named as torch names it ("bfloat16"); packed formats without a torch dtype have other names
 ("mxfp4").
 """
 

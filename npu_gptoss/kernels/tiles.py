@@ -118,7 +118,7 @@ def nearest(gpu: Gpu, tables: Sequence[Table]) -> Table:
 
 @functools.cache
 def table() -> Table:
-    """What counts in this process; said once when it was measured on another GPU. Raises InputError."""
+    """The table of this process; one warning when it was measured on another GPU. Raises InputError."""
     here, named = this_gpu(), envs.get(VARIABLE)
     if named:
         found = read(Path(named), shipped()[0])

@@ -1,4 +1,4 @@
-"""How this package's Triton kernels are launched: programmatic dependent launch where the GPU has it.
+"""Launches of this package's Triton kernels: programmatic dependent launch where the GPU has it.
 
 With it (Hopper and newer) a kernel may start while its predecessor still runs. It loads its weights, which no kernel of
 a step writes, then waits (`wait_for_inputs`) before it touches anything else. So the stream of weights does not pause
@@ -29,12 +29,12 @@ def supports_pdl(device: int | None) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; what the interpreter has instead is enough programs to go round more than once."""
+    """Multiprocessors of the GPU; in the interpreter a small number, so that programs loop more than once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def launch_options(tensor: torch.Tensor, warps: int) -> dict[str, object]:
-    """Keyword arguments of a launch on the tensor's device: the constexpr PDL, and what makes the driver do it."""
+    """Keyword arguments of a launch on the tensor's device: the constexpr PDL, and the driver's attribute for it."""
     pdl = supports_pdl(tensor.device.index)
     return {"PDL": pdl, "num_warps": warps, **({"launch_pdl": True} if pdl else {})}
 

@@ -1,1 +1,1 @@
-"""What gpt-oss is, without vLLM: config, YaRN, checkpoints, the plain transformer, vocabulary, tiny checkpoints."""
+"""The gpt-oss model without vLLM: config, YaRN, checkpoints, the plain transformer, sharding, device memory."""

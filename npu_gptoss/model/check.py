@@ -1,4 +1,4 @@
-"""Everything about a checkpoint's directory that can be known without reading a weight: one check for all who load it.
+"""Checks a checkpoint's directory without reading a weight.
 
 `npu-gptoss generate`, `vllm serve` and `make serve` refuse with the same sentence, before anything slow begins. The
 values of the tensors are checked as they are loaded (values.py).
@@ -31,7 +31,7 @@ def check_directory(
 ) -> GptOssConfig:
     """Checks config.json, generation_config.json, the files of the weights by their headers, and the tokenizer.
 
-    overrides: fields that stand for those of config.json. weights, text: whether weights and a tokenizer are needed.
+    overrides: fields that replace fields of config.json. weights, text: True when weights, a tokenizer are needed.
     Returns the configuration. Raises InputError with one sentence.
     """
     if overrides:
@@ -49,7 +49,7 @@ def check_directory(
 
 
 def check_files(directory: Path) -> None:
-    """Refuses what would stop a library that opens it: no regular files, too large ones, too many."""
+    """Refuses files that would stop a library: irregular files, files that are too large, too many files."""
     if not is_directory(directory):
         raise CheckpointError(
             f"{directory}: expected a directory, but there is none. Check the path.", field=str(directory)

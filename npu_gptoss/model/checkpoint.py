@@ -75,7 +75,7 @@ def iterate_tensors(
 
     Args:
         directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-        config: what config.json says.
+        config: the content of config.json.
         dtype: bfloat16 or float32; MXFP4 is exact in both.
         progress: a bar on stderr where that is a terminal; False: none; "always": also where it is not.
         expand: False leaves MXFP4 experts packed, as `…_blocks` and `…_scales`.
@@ -136,12 +136,12 @@ def write_checkpoint(
 
     Args:
         directory: made if needed. It may hold other files (a tokenizer), but weights only with `overwrite`.
-        config: decides the layout (`quantization`) with everything else; `torch_dtype` is what the tensors have.
-        tensors: those of `expected_tensors(config)`, from a mapping or one by one; at most a shard is held in memory.
+        config: decides the layout (`quantization`) and all shapes; `torch_dtype` becomes the dtype of the tensors.
+        tensors: all of `expected_tensors(config)`, from a mapping or one by one; at most a shard is held in memory.
         max_shard_bytes: above it, shards of at most this size (or of one tensor) and an index are written.
 
     Files are written under other names and renamed at the end, config.json last. Raises CheckpointError for tensors
-    that are not those of the config.
+    that do not fit the config.
     """
     directory = Path(directory)
     expected = expected_tensors(config)

@@ -63,7 +63,7 @@ _CONSTANTS = {
 class YarnScaling:
     """YaRN's numbers, as in `rope_scaling` of config.json.
 
-    The defaults are those of transformers for a file without them. The published files say `truncate` false, which is
+    The defaults are transformers' for a file without these fields. The published files say `truncate` false, which is
     another function (see rope.py).
     """
 
@@ -80,7 +80,7 @@ class YarnScaling:
 
 
 def _relations(c: GptOssConfig) -> tuple[tuple[str, bool, str], ...]:
-    """Field, whether its relation to another field holds, the expectation."""
+    """Returns (field, True when its relation to another field holds, the expectation) for each relation."""
     heads, vocabulary = c.num_key_value_heads, f"less than vocab_size ({c.vocab_size})"
     groups = f"a multiple of {MXFP4_GROUP} in an MXFP4 checkpoint, where so many values share a scale"
     layers = f"one type for each of num_hidden_layers ({c.num_hidden_layers})"
@@ -145,7 +145,7 @@ class GptOssConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GptOssConfig:
-        """Reads the content of a config.json, or what transformers' `to_dict` returns. Raises ConfigError."""
+        """Reads the content of a config.json, or the result of transformers' `to_dict`. Raises ConfigError."""
         found = read_fields(values, [field.name for field in fields(cls)])
         for field in fields(cls):
             if field.name not in found and field.default is NO_DEFAULT:
@@ -196,7 +196,7 @@ def _refuse_directory(
 
 
 def _with_floats(kind: type, values: dict[str, Any]) -> Any:
-    """A file may write 150000 for 150000.0; what is no number is left for the rules to refuse."""
+    """Turns 150000 into 150000.0 where a field is a float; the rules refuse other types."""
     floats = {field.name for field in fields(kind) if field.type == "float"}
     return kind(**{name: float(v) if name in floats and is_number(v) else v for name, v in values.items()})
 
@@ -234,7 +234,7 @@ _PUBLISHED = {
 
 
 def published_config(layers: int = 24, *, truncate: bool = False, mxfp4: bool = False, **sizes: Any) -> GptOssConfig:
-    """gpt-oss-20b in BF16 but for `sizes`: fields by their own names or those of _SHORT. Raises ConfigError."""
+    """gpt-oss-20b in BF16 but for `sizes`: fields by their own names or by the names of _SHORT. Raises ConfigError."""
     return GptOssConfig(
         num_hidden_layers=layers,
         layer_types=tuple(FULL if layer % 2 else SLIDING for layer in range(layers)),

@@ -1,8 +1,8 @@
 """The table of config.json: every known field with its rule, and how a file becomes the values of `GptOssConfig`.
 
-Contract: the config.json of openai/gpt-oss-20b and -120b (transformers 4.55), and what transformers writes: up to 4.57
-`rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. A field that
-the table lacks is refused when its name speaks of the model (`_SPEAKS_OF_THE_MODEL`) or its value is a list or an
+Contract: the config.json of openai/gpt-oss-20b and -120b (transformers 4.55), and files that transformers writes: up
+to 4.57 `rope_scaling` beside `rope_theta`, `dtype` for `torch_dtype`; from 5 on `rope_parameters` holds both. A field
+that the table lacks is refused when its name speaks of the model (`_SPEAKS_OF_THE_MODEL`) or its value is a list or an
 object; another one (`unsloth_version`) is passed over with one warning.
 """
 
@@ -29,7 +29,7 @@ MISSING = object()
 
 
 class ConfigError(InputError):
-    """A config.json that cannot be used: names the field, what was expected, what was got and what to do."""
+    """A config.json that cannot be used: names the field, the expectation, the value and the remedy."""
 
 
 def refuse(field: str, why: str, got: object, remedy: str = _CHECK_FILE) -> NoReturn:

@@ -1,13 +1,13 @@
-"""A server's device memory against the weights and the KV cache, and whether its MXFP4 experts are expanded there.
+"""Device memory of a server: weights, KV cache, HCCL; decides if MXFP4 experts are expanded on Ascend.
 
     weights = all parameters in BF16, shared out by the ranks. Experts that stay in MXFP4 take 4.25 bits a weight; on
-              Ascend there is also a room for one layer's in BF16, into which a step expands those that it touches.
+              Ascend a buffer holds one layer's experts in BF16; a step expands the experts it uses into it.
     KV      = layers * 2 * key heads * head_dim * 2 bytes for each token of the context
     HCCL    = 2 * its buffer for each communicator, to send and to receive
 
-vLLM takes `--gpu-memory-utilization` (0.9) of a device; what weights, activations and HCCL leave of it is KV cache. All
+vLLM takes `--gpu-memory-utilization` (0.9) of a device; the rest after weights, activations and HCCL is KV cache. All
 layers keep all keys (docs/decisions.md, one KV cache group). How vllm-ascend reckons on a card of this size is run, by
-its own code, in tests/serving/emulated/test_memory.py. The doctor foretells what a server decides here.
+its own code, in tests/serving/emulated/test_memory.py. The doctor predicts a server's decision with this arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AUTO, EXPANDED, PACKED = "auto", "expanded", "packed"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a model.
+    """One rank's part of a model.
 
     ranks: that share heads and vocabulary. parts, experts: into how many parts each expert's width is cut, and how many
     experts are here. layers: of this pipeline stage; ends: how many of embedding and head;
@@ -91,14 +91,14 @@ def hccl_bytes(ranks: int, buffsize: int = BUFFSIZE) -> int:
 
 
 def buffsize(environ: Mapping[str, str]) -> int:
-    """HCCL_BUFFSIZE in MB; what HCCL would not take counts as its default."""
+    """HCCL_BUFFSIZE in MB; a value that HCCL refuses counts as its default."""
     text = environ.get("HCCL_BUFFSIZE", "")
     return int(text) if text.isdecimal() and int(text) else BUFFSIZE
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One rank's memory, in bytes, at a utilisation. `tokens`: what fits beside weights, reserve and HCCL's buffers."""
+    """One rank's memory, in bytes, at a utilisation. `tokens`: KV cache after weights, reserve and HCCL's buffers."""
 
     weights: int
     kv: int
@@ -110,7 +110,7 @@ class Fit:
 
     @property
     def needed(self) -> int:
-        """What is certain."""
+        """Bytes that are certain."""
         return self.weights + self.kv + self.hccl
 
     def fits(self, utilisation: float | None = None, reserve: int = RESERVE) -> bool:
@@ -139,7 +139,7 @@ def fit(
     room: bool = False,
     hccl: int = 0,
 ) -> Fit:
-    """room: for one layer's experts in BF16, beside packed ones."""
+    """room: bytes for one layer's experts in BF16, in addition to packed experts."""
     weights, token = weight_bytes(config, part, packed), kv_bytes_per_token(config, part)
     weights += room_bytes(config, part, packed) if room else 0
     left = int(total * utilisation) - weights - RESERVE - hccl
@@ -148,7 +148,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether a server on Ascend keeps its experts packed, with both ways' arithmetic. objection: why it cannot."""
+    """The decision of a server on Ascend to keep its experts packed. objection: the reason why it cannot."""
 
     wish: str
     expanded: Fit
@@ -166,11 +166,11 @@ class Choice:
 
     @property
     def hopeless(self) -> bool:
-        """Whether vLLM would find no room for one request once it has loaded the weights."""
+        """True when vLLM would find no room for one request after it has loaded the weights."""
         return not self.fit.fits(reserve=0)
 
     def sentence(self) -> str:
-        """What was chosen and why, for the log, or as an error."""
+        """The choice and its reason, for the log or for an error."""
         left = f"about {thousands(self.fit.tokens)} tokens of KV cache are left"
         packed = f"packed {gib(self.kept.weights)} of weights, one layer's experts in BF16 included"
         cannot = f"They cannot stay packed here: {self.objection}" if self.objection else ""

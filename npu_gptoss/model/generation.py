@@ -1,4 +1,4 @@
-"""generation_config.json: what ends an answer, and the numbers that vLLM takes where a request brings none."""
+"""generation_config.json: the tokens that end an answer, and vLLM's defaults for numbers that a request lacks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _NUMBERS: dict[str, Rule] = {
 
 
 def stop_token_ids(directory: Path, config: GptOssConfig) -> frozenset[int]:
-    """What ends an answer: eos_token_id of generation_config.json (an id or a list) and of config.json.
+    """Returns the tokens that end an answer: eos_token_id of generation_config.json (an id or a list) and of
+    config.json.
 
-    Raises InputError, which names the file, for one that cannot be used; an absent one stands for harmony's tokens.
+    Raises InputError, which names the file, for a file that cannot be used; without a file harmony's tokens count.
     """
     path = directory / FILE_NAME
     if not is_there(path, InputError):

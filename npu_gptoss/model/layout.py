@@ -1,8 +1,8 @@
-"""Which tensors a gpt-oss checkpoint consists of, and whether given ones are these.
+"""The tensors of a gpt-oss checkpoint, and checks of given tensors against them.
 
 Contract: the tensors of openai/gpt-oss-20b and -120b in their two layouts. In the MXFP4 layout each expert matrix is a
 pair `…_blocks` `[experts, rows, groups, 16]` and `…_scales` `[experts, rows, groups]`, rows being the output axis. In
-the BF16 layout (what transformers calls dequantized) it is one tensor `[experts, in, out]`: the expansion with its last
+the BF16 layout (transformers: dequantized) it is one tensor `[experts, in, out]`: the expansion with its last
 two axes swapped. All other tensors are the same in both, each in bfloat16 or
 float32: tools that fine-tune leave some (norms, an lm_head) in float32 beside bfloat16 ones.
 """
@@ -30,7 +30,7 @@ _PLAIN = re.compile(r".*\.mlp\.experts\.(?:gate_up|down)_proj")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be; `dtypes` are alternatives."""
+    """The required shape and dtype of one tensor; `dtypes` are alternatives."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS

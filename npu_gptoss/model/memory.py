@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine's memory, before the kernel ends the process that tries.
+"""Checks that a model fits into this machine's memory, before the kernel ends the process.
 
 A file may be sparse: 512 GB of zeros that take no place on a disk agree with a config.json as well as any weights do.
 """

@@ -1,4 +1,4 @@
-"""The ranks that share a model: what they sum, gather and agree on. One process a device, torch.distributed's group."""
+"""The ranks that share a model: sums, gathers and values of rank 0. One process a device, torch.distributed's group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ranks:
         return min(self._all(value))
 
     def of_rank_0(self, value: int) -> int:
-        """What rank 0 has, for instance a seed that it drew."""
+        """Returns rank 0's value, for instance a random seed."""
         return self._all(value)[0]
 
     def _all(self, value: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding with YaRN, as gpt-oss was trained with it.
+"""Rotary position embedding with YaRN, equal to the training of gpt-oss.
 
 Maths: YaRN (Peng et al., 2309.00071, "NTK by parts"), as in openai/gpt-oss `torch/model.py` and in transformers'
 `_compute_yarn_parameters`, which this file equals bit for bit. A frequency whose wave fits the original context often

@@ -4,9 +4,9 @@ Contract: the safetensors format (8 bytes of header length, a JSON header, then 
 sharding of the Hugging Face hub (`model.safetensors`, or shards named by `model.safetensors.index.json`).
 
 Everything that can be wrong with the files' structure is found from headers and file sizes, before a byte of any tensor
-is read, and each finding names the file. Nothing is memory-mapped: a tensor is read into memory of its own, so that the
-process holds what it asked for and no more, and a file that shrinks meanwhile is an error, not a crash. Pickles (.bin,
-.pt, .pth) are never opened: loading one runs whatever code it carries.
+is read, and each finding names the file. Nothing is memory-mapped: each tensor is read into separate memory, so that
+the process holds only the tensors it asked for, and a file that shrinks meanwhile is an error, not a crash. Pickles
+(.bin, .pt, .pth) are never opened: loading one runs the code in it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies. `dtype` is None where the file's name for it (`dtype_name`) has no torch equivalent."""
+    """The place of one tensor. `dtype` is None where the file's name for it (`dtype_name`) has no torch equivalent."""
 
     name: str
     file: Path
@@ -90,7 +90,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """What a checkpoint's weights consist of, in this directory: index, shards and single file."""
+    """Returns the files of a checkpoint's weights in this directory: index, shards and single file."""
     named = [directory / INDEX_NAME, directory / SINGLE_NAME]
     return [file for file in named if file.is_file()] + sorted(directory.glob(SHARD_PATTERN))
 
@@ -157,7 +157,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """The tensor, in memory of its own on the CPU. Raises CheckpointError when the file has become shorter."""
+    """Reads the tensor into separate memory on the CPU. Raises CheckpointError when the file has become shorter."""
     assert stored.dtype is not None, f"{stored.name}: a dtype without torch equivalent is refused before reading"
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
@@ -281,7 +281,7 @@ def _read_shards(directory: Path, weight_map: dict[str, str]) -> dict[str, Store
 
 
 def _what_else(directory: Path) -> str:
-    """What a directory without the expected files holds instead, and what to do about it."""
+    """Describes the other files of a directory without weights, with the remedy."""
     loose = sorted(file.name for file in directory.glob("*.safetensors"))
     if loose:
         return f"{listed(loose)} without an index. The download is incomplete: get {INDEX_NAME} too."

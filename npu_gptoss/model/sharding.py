@@ -1,8 +1,8 @@
 """One rank's share of the weights: the checkpoint's stream, cut before it is put together.
 
 Attention is cut by heads: rows of q, k and v, columns of o, each rank's sinks. The experts are cut through their middle
-("tensor": a slice of the intermediate size of each) or dealt out whole ("expert"). lm_head is cut by rows. Sums over
-ranks replace what a rank cannot know, and a bias that is added before such a sum stays on rank 0 only. The rest,
+("tensor": a slice of the intermediate size of each) or dealt out whole ("expert"). lm_head is cut by rows. Ranks
+add up partial sums, and a bias that is added before such a sum stays on rank 0 only. The rest,
 embedding, norms and router, every rank has whole.
 """
 
@@ -55,7 +55,7 @@ class Shard:
 
     @property
     def layout(self) -> str:
-        """What records call it: tp1, tp2, ep2 …; attention is cut by heads in either."""
+        """The name in records: tp1, tp2, ep2 …; attention is cut by heads in both layouts."""
         return f"{'ep' if self.experts == EXPERT and self.size > 1 else 'tp'}{self.size}"
 
     def check(self, config: GptOssConfig) -> None:
@@ -101,13 +101,13 @@ class Shard:
         return None
 
     def only_on_rank_0(self, name: str) -> bool:
-        """Whether the tensor is a bias that is added before ranks are summed."""
+        """True for a bias that is added before ranks are summed."""
         return name.endswith("self_attn.o_proj.bias") or (
             self.experts == TENSOR and name.endswith("mlp.experts.down_proj_bias")
         )
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor, with memory of its own where it is smaller.
+        """Cuts this rank's part out of a tensor; a smaller part is a copy.
 
         Of a packed down_proj whose groups of 32 the ranks do not divide: the whole groups around the part (720 columns
         are 22.5 groups). `trim` takes the rest away, once it is expanded; where it stays packed, `own_pairs` makes the

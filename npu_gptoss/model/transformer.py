@@ -38,7 +38,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]  # keys, values: [num_blocks, block_
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Refuses what gpt-oss cannot be computed in."""
+    """Refuses dtypes that cannot hold gpt-oss's activations."""
     if dtype == torch.float16:
         raise InputError(
             "float16 cannot hold gpt-oss's activations (they overflow beyond 65504): use bfloat16, or float32 on a CPU",
@@ -54,7 +54,7 @@ class GptOss:
     """The weights on one device and the forward pass over them."""
 
     def __init__(self, config: GptOssConfig, weights: ModelWeights, ranks: Ranks | None = None) -> None:
-        """ranks: those that share the model; config and weights are then this rank's share. None: it has all."""
+        """ranks: the group that shares the model; config and weights are then this rank's share. None: no sharing."""
         self.config, self.weights, self.ranks = config, weights, ranks
         self.embedding, self.layers = weights.embedding, weights.layers
         self.norm, self.lm_head = weights.norm, weights.lm_head
@@ -122,7 +122,7 @@ class GptOss:
     ) -> GptOss:
         """Builds the model from a stream of (official name, tensor) in the BF16 or the MXFP4 layout, in any order.
 
-        config and tensors are those of the whole model, whatever the rank. fp8: quantizes the experts.
+        config and tensors describe the whole model on every rank. fp8: quantizes the experts.
         """
         expert_map = None
         tensors = accounted(tensors, config, "the model's tensors", expanded=True)

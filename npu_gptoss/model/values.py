@@ -1,6 +1,6 @@
-"""Whether the values of a checkpoint can be computed with: finite ones, and what another dtype makes of them.
+"""Checks that all values of a checkpoint are finite, also after a change of dtype.
 
-One NaN in lm_head turns every logit into NaN, and a server answers with nothing, so every tensor is looked at as it is
+One NaN in lm_head turns every logit into NaN, and a server answers with nothing, so every tensor is checked while it is
 loaded. On a CPU that is one pass over memory (3 GB/s in bfloat16 on one core), less than reading it from a disk.
 """
 

@@ -1,7 +1,7 @@
 """Routing and the routed experts of one layer: the public ops.
 
 `reference.py` defines them; the other modules are solutions. A kernel may own a layout of the weights: its `prepare` is
-called once at load by `prepare_experts`, and every later call gets what it returned.
+called once at load by `prepare_experts`, and every later call gets its result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 class PreparedExperts:
     """A layer's experts, for each range of tokens in the layout of the kernel that was selected for it.
 
-    bound: the kernels. layouts: by their `prepare`, what it made of the weights; kernels of one solution share it, and
+    bound: the kernels. layouts: the results of their `prepare`; kernels of one solution share it, and
     so one copy of the weights.
     """
 
@@ -106,7 +106,7 @@ def prepare_experts(
 
 
 def keeps_format(weight_format: str, dtype: torch.dtype) -> bool:
-    """Whether kernels made for this machine compute with the experts in `weight_format`, instead of expanding them.
+    """True when kernels for this machine compute with experts in `weight_format`, without expanding them.
 
     weight_format: "mxfp4" or "float8_e4m3fn". dtype: of the activations.
     """

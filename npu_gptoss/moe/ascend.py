@@ -1,6 +1,6 @@
 """Routing and experts on an Ascend 910B: sort, grouped matmul, activation, grouped matmul, weighted sum.
 
-What the operators want (CANN 8.3, from their tiling code; no hardware has confirmed our reading):
+Requirements of the operators (CANN 8.3, from their tiling code; no hardware has confirmed our reading):
 
 * `npu_moe_gating_top_k_softmax`: softmax over all experts, then top-k, so the k weights are renormalised here;
 * `npu_moe_init_routing_v2`: most of its defaults are illegal, so all arguments are given; int32 expert ids;
@@ -35,14 +35,14 @@ GAIN = {torch.bfloat16: 1.7035, torch.float32: ALPHA}
 
 @dataclass(frozen=True)
 class AscendExperts:
-    """One layer's local experts as the operators take them.
+    """One layer's local experts in the layout of the operators.
 
     gate_up_proj: [experts, hidden, 2 * intermediate], all gate columns, then all up columns.
     Biases float32, that of down_proj times `gain`. lower, upper, scale, offset: [2 * intermediate], the activation's
-    clamp and affine step. gain: what rows of `grouped_mlp` are larger by than the experts' outputs.
+    clamp and affine step. gain: the factor between rows of `grouped_mlp` and the experts' outputs.
     expert_range: [first, last) of the global experts; num_experts: all of them.
     packed: of the two projections, where these are in MXFP4. gate_up_proj and down_proj are then one layer's room that
-    all layers share: what a step touches is expanded into it before it is multiplied.
+    all layers share: a step expands the experts it uses into it before the product.
     """
 
     gate_up_proj: torch.Tensor
@@ -145,7 +145,7 @@ def room(packed: PackedMatrix) -> torch.Tensor:
 
 
 def prepare_packed(weights: Mxfp4Experts, swiglu_limit: float) -> AscendExperts:
-    """As `prepare`, of weights that stay in MXFP4: 4.25 bits each, and one layer's room in bfloat16."""
+    """Prepares weights that stay in MXFP4: 4.25 bits each, and one layer's room in bfloat16."""
     gate_up = pack(weights.gate_up_proj_blocks, weights.gate_up_proj_scales, halves=True)
     down = pack(weights.down_proj_blocks, weights.down_proj_scales, halves=False)
     return _prepared(weights, room(gate_up), room(down), swiglu_limit, (gate_up, down))

@@ -2,7 +2,7 @@
 
 FRACTAL_NZ (format 29) keeps tiles of 16 x 16 elements together, as the matrix unit reads them. gpt-oss's ND rows are
 11 520 and 5 760 bytes long, no multiples of the 512 bytes that a transfer is aligned to. The numbers are the same ones,
-only their places differ; which is faster, and by how much, no hardware has shown yet. So the first layer's own weight
+only their places differ; no hardware has shown yet which is faster. So the first layer's own weight
 is multiplied both ways when it is loaded, the log has both times, and all layers of that shape follow.
 
 In one process, because `npu_grouped_matmul` calls another aclnn function for FRACTAL_NZ: torch-npu before 2.7.1.post7

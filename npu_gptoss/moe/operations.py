@@ -1,4 +1,4 @@
-"""What the calls of the MoE family pass, and so what every kernel of it must declare."""
+"""Roles and traits of the MoE family's calls, which every kernel must declare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS = define_operation(
 
 
 def route_call(logits: torch.dtype) -> Described:
-    """What kernels of moe.route are asked for."""
+    """Describes a call of moe.route."""
     return signature(logits=logits), {}
 
 
@@ -46,7 +46,7 @@ def experts_call(
     activation: str = SWIGLUOAI,
     expert_parallel: bool = False,
 ) -> Described:
-    """What kernels of moe.experts are asked for. weight: format or dtype; num_experts: those of all ranks."""
+    """Describes a call of moe.experts. weight: format or dtype; num_experts: of all ranks together."""
     return signature(hidden=dtype, weight=weight), {
         "activation": activation,
         "expert_parallel": expert_parallel,
@@ -58,7 +58,7 @@ def experts_call(
 
 
 def described(weights: AnyExperts) -> dict[str, Any]:
-    """What `experts_call` is to know of a layer's weights."""
+    """The arguments of `experts_call` for a layer's weights."""
     return {
         "dtype": weights.dtype,
         "weight": weights.format,

@@ -1,4 +1,4 @@
-"""MXFP4 experts that stay packed: a layer's weights at 4.25 bits, and the expansion of those that a step touches.
+"""MXFP4 experts that stay packed: a layer's weights at 4.25 bits, and the expansion of the experts that a step uses.
 
 A grouped product wants [experts, K, N] in bfloat16, the checkpoint has [experts, N, K / 32, 16] in MXFP4. `pack`
 arranges the codes once, at load, so that an expansion neither transposes nor gathers:
@@ -10,7 +10,7 @@ arranges the codes once, at load, so that an expansion neither transposes nor ga
   quarter of a tile is written in one piece, and 16 bits is what the vector cores compute with;
 * scales are [experts, K / 32, N].
 
-`expand` fills slots of a ring: which expert goes into which slot is read on the device.
+`expand` fills slots of a ring; the device reads the expert of each slot.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(experts, K, N) of what it expands to."""
+        """(experts, K, N) of the expanded experts."""
         experts, tiles, rows, columns = self.words.shape
         return experts, 4 * tiles * rows, columns
 
@@ -77,7 +77,7 @@ def pack(blocks: torch.Tensor, scales: torch.Tensor, *, halves: bool) -> PackedM
     """blocks [experts, N, K / 32, 16] and scales [experts, N, K / 32] of a checkpoint, one expert at a time.
 
     halves: the rows are gate, up, gate, up …, and all gate columns come first here.
-    Raises Mxfp4Error for what `mxfp4.expand` does not take.
+    Raises Mxfp4Error for tensors that `mxfp4.expand` does not take.
     """
     experts, columns, groups, _ = blocks.shape
     rows = rows_of(columns)

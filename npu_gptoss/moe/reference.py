@@ -1,4 +1,4 @@
-"""The definition of routing and of the experts, in fp32: read it beside the model card.
+"""The definition of routing and of the experts, in fp32: compare it with the model card.
 
     weights, ids = top-k of the router logits;  weights = softmax(weights)      (over the k, not over all experts)
     expert(x)    = swigluoai(x @ gate_up + gate_up_bias) @ down + down_bias
@@ -25,7 +25,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
-    """Packed formats are what their expansion to fp32 is."""
+    """Packed formats are expanded to fp32."""
     return weights.expand(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Routing and experts on plain torch ops, for any device: what serves on CPU and the baseline on NPU and GPU.
+"""Routing and experts on plain torch ops, for any device: the served kernels on CPU, the baseline on NPU and GPU.
 
 Token copies are sorted by expert, so that each expert's rows lie together and the two projections are grouped matrix
 products. Biases, activation and the weighted sum stay in fp32.
@@ -44,12 +44,13 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tenso
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here. Where it cannot, torch's own loop takes 30 times as long as float32."""
+    """True when oneDNN multiplies bfloat16 here. Where it cannot, torch's own loop takes 30 times as long as
+    float32."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _aligned(matrices: torch.Tensor) -> bool:
-    """Whether torch's grouped product takes them: rows that start at multiples of 16 bytes."""
+    """True when torch's grouped product takes the rows: they start at multiples of 16 bytes."""
     return all(stride == 1 or stride * matrices.element_size() % 16 == 0 for stride in matrices.stride())
 
 
@@ -61,7 +62,7 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def prepare(weights: AnyExperts, swiglu_limit: float) -> ExpertWeights:
-    """Packed formats are expanded to the dtype of the activations; floats stay what they are."""
+    """Packed formats are expanded to the dtype of the activations; floats stay unchanged."""
     return weights.expand(weights.dtype)
 
 

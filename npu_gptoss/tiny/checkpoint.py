@@ -3,9 +3,9 @@
 A checkpoint exists in two forms that are the same function: the MXFP4 layout, and the BF16 layout that is its exact
 expansion. `random_weights.py` draws the random ones.
 
-The trained one (docs/tiny-checkpoint.md) is stored compactly: the rows of embedding and head that are in use, their
+The trained one (docs/tiny-checkpoint.md) is stored compactly: the rows of embedding and head in use, their
 token ids, experts in MXFP4, the rest in bfloat16. All other rows are zero, so their logits are exactly 0, and training
-has pushed those in use above that.
+has pushed the rows in use above that.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def load_trained(path: Path = TRAINED_FILE) -> TrainedState:
 def save_trained(
     path: Path, config: GptOssConfig, token_ids: Sequence[int], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes parameters (BF16 layout, rows in use) compactly; what is not representable is rounded."""
+    """Writes parameters (BF16 layout, rows in use) compactly; values that MXFP4 or bfloat16 cannot hold are rounded."""
     tensors: Tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int32)}
     for name, tensor in parameters.items():
         tensor = tensor.detach().cpu()

@@ -1,7 +1,7 @@
 """Write a tiny gpt-oss checkpoint in the official layout with the real vocabulary: random weights, or trained ones.
 
 The trained one answers sums, four-choice questions and function calls in harmony (docs/tiny-checkpoint.md). A directory
-that already holds the same checkpoint is left as it is.
+with the same checkpoint stays unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random gpt-oss weights of any shape, for checkpoints and for tests: where each part of the model shows in the logits.
 
-Sinks take a real share of the attention, biases count beside what they are added to, and some pre-activations lie
+Sinks take a real share of the attention, biases have the size of their sums, and some pre-activations lie
 beyond the clamp. The experts' weights are values that MXFP4 represents, so the two layouts of one seed are the same
 function. `bench/random_checkpoint.py` has weights of full size, made on the device.
 """
@@ -18,7 +18,7 @@ from npu_gptoss.moe.mxfp4 import compress, expand
 
 @dataclass(frozen=True)
 class Deviations:
-    """Standard deviations of what differs between uses. A matrix has its gain divided by the root of its inputs."""
+    """Standard deviations that differ between uses. A matrix has its gain divided by the root of its inputs."""
 
     sinks: float = 1.5
     sinks_mean: float = 3.0

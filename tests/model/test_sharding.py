@@ -82,7 +82,7 @@ def test_each_expert_lives_on_one_rank_at_the_index_of_its_weights() -> None:
     ("sizes", "size", "experts", "field"),
     [
         ({"kv_heads": 2}, 4, EXPERT, "num_key_value_heads"),
-        ({"experts": 6}, 4, EXPERT, "num_local_experts"),
+        ({"experts": 6, "kv_heads": 4}, 4, EXPERT, "num_local_experts"),
         ({"intermediate": 96, "mxfp4": True}, 2, TENSOR, "intermediate_size"),
         ({"vocab_size": 511}, 2, TENSOR, "vocab_size"),  # dealing out experts would not help
     ],

@@ -2,8 +2,8 @@
 
 Decode splits the keys over programs and combines in the one that arrives last (`decode.py`); prompts and chunks gather
 their keys into contiguous memory and run a causal loop over it (`prefill.py`, `hopper.py`). Neither waits
-for the device: the host's lengths go over once a step (`plan.py`), those of a `DecodeMetadata` never leave the device.
-Triton is imported at the first call, so that a machine without it can list these kernels.
+for the device: the host's lengths go over once a step (`plan.py`), lengths of a `DecodeMetadata` never leave the
+device. Triton is imported at the first call, so that a machine without it can list these kernels.
 """
 
 from __future__ import annotations

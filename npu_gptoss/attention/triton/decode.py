@@ -5,7 +5,8 @@ each leaves its sums in memory and counts itself in, and the one that arrives la
 other has seen. A row whose keys fit one share is finished by its only program. The counters return to zero.
 
 Of a row's keys only the newest is written in this step. Where the lengths are the device's own (SETTLED), a program
-loads its first keys while the kernel before still runs, and afterwards what that one wrote: query and newest key.
+loads its first keys while the kernel before still runs, and then reads the results of that kernel: query and newest
+key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the attention kernels share on the device: products, and one step of the online softmax.
+"""Device code of all attention kernels: products, and one step of the online softmax.
 
 Scores are kept in base 2: exp(s) = 2^(s * log2 e), with log2 e folded into the scale, because the hardware has exp2.
 """

@@ -1,10 +1,10 @@
-"""Causal attention of prompt rows for Hopper, in Gluon: copies, products and softmax in warps of their own.
+"""Causal attention of prompt rows for Hopper, in Gluon: copies, products and softmax in separate warps.
 
-As `prefill.py`, with the schedule written out, after FlashAttention-3 (Shah et al. 2024). One program a multiprocessor
-takes tile after tile. In it one warp fetches keys and values through the tensor memory accelerator, and groups of four
-warps own 64 rows each: a group starts the scores of the next keys, then the sum over these, and computes the softmax of
-one while the tensor cores work on the other. The groups start their products in turns, so that while one computes its
-softmax another's products run. The sink is the online softmax's initial state.
+The same as `prefill.py`, with the schedule written out, after FlashAttention-3 (Shah et al. 2024). One program a
+multiprocessor takes tile after tile. In it one warp fetches keys and values through the tensor memory accelerator,
+and groups of four warps own 64 rows each: a group starts the scores of the next keys, then the sum over these, and
+computes the softmax of one while the tensor cores work on the other. The groups start their products in turns, so
+that while one computes its softmax another's products run. The sink is the online softmax's initial state.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def hidden(scores, at, row_at, BEFORE: gl.constexpr, BLOCK_N: gl.constexpr, LAYO
 
 @gluon.jit
 def softmax(scores, scale, largest, weight):
-    """Base-2 weights, by what the sums so far shrink, the largest score and the sum of weights."""
+    """Returns base-2 weights, the factor for earlier sums, the largest score and the sum of weights."""
     new = gl.maximum(largest, gl.max(scores, 1) * scale)
     weights = gl.exp2(scores * scale - new[:, None])
     shrink = gl.exp2(largest - new)

@@ -66,7 +66,7 @@ def run(
     *,
     hopper: bool = False,
 ) -> None:
-    """As `paged_attention` of the family."""
+    """The kernel of attention.paged."""
     stride = head_stride(key_cache, value_cache)
     if out.stride(-1) != 1:
         raise InputError(f"out must be contiguous in its last dimension, got strides {out.stride()}", field="out")

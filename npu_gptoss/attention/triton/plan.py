@@ -1,8 +1,8 @@
-"""A step's lengths as the kernels want them: which rows are decode rows, which tiles the prompts are cut into.
+"""The plan of a step for the kernels: its decode rows, and the tiles of its prompts.
 
 Made once a step and window from the host's integers, and sent to the device in one copy from pinned memory. A request
 with one row is decoded; one with more is a prompt, whose keys are gathered into contiguous memory first: of a window
-layer only those that any of its rows sees.
+layer only the visible keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REQUEST_FIELDS = 6  # of `Prompts.requests`
 class Rows:
     """Decode rows. rows, requests: [count] int32, the row of query and the request of each; None: row i is request i.
 
-    lengths: [requests] int32; longest: the largest of those of these rows.
+    lengths: [requests] int32; longest: the largest length of these rows.
     settled: lengths, table and all keys but each row's newest are older than the kernel before (`DecodeMetadata`).
     """
 

@@ -46,7 +46,7 @@ def write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """As `write_kv_cache` of the family."""
+    """The kernel of attention.write_kv."""
     tokens, kv_heads, head_dim = key.shape
     width = kv_heads * head_dim
     key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))

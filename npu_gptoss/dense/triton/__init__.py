@@ -28,7 +28,7 @@ def _power_of_2_from_32(experts: int) -> bool:
 
 
 def _halves_fill_all_warps(hidden: int) -> bool:
-    """What the matrix instructions of the router's 16 warps take, of both halves of a row (`device.halves`)."""
+    """True when both halves of a row fill the matrix instructions of the router's 16 warps (`device.halves`)."""
     first = 1 << (max(hidden - 1, 1).bit_length() - 1)
     return first >= 1024 and hidden - first > 512
 
@@ -41,7 +41,7 @@ def _register(
     *,
     priority: int = Priority.PERFORMANT,
 ) -> None:
-    """Of the function with the operation's mode and what follows in `name` as its name."""
+    """Registers the function whose name is the operation's mode and the end of `name`."""
     solution, _, kind = name.partition("_")
     gluon = solution == "gluon"
     function = f"{operation.mode}_{kind}" if kind else operation.mode

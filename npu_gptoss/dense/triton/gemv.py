@@ -1,6 +1,6 @@
 """Projections of one row, as matrix-vector products.
 
-A decode step of one token reads every weight once, so what counts is how many bytes are on their way at any time. Few
+A decode step of one token reads every weight once, so the number of bytes in flight decides the speed. Few
 programs, each with many rows of the weight: all of them need the whole input, which would otherwise cost as much as the
 weights. A program loads its first rows before it waits for its inputs, and each next ones before it computes with those
 it has.

@@ -3,8 +3,8 @@
 The weight's rows are the long side of the product (out.T = weight @ x.T), 64 of them a program, and each weight is read
 once: a handful of tokens wastes little of a tile.
 Here the schedule is written out. The tensor memory accelerator fills a ring of tiles; its first round is asked for
-before the kernel waits for its predecessor, so that the memory works while that one ends, and what is left to read
-afterwards is the lesser part. A library's kernel would begin with all of it.
+before the kernel waits for its predecessor, so that memory works while the predecessor ends, and less
+is left to read afterwards. A library's kernel would begin with all of it.
 
 Where there are few tiles of rows, several programs share one tile's inputs; the last to arrive adds their sums up, in
 their order. The counters return to zero.

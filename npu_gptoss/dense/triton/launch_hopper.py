@@ -52,18 +52,18 @@ def qkv(
     weight: torch.Tensor,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`. rest: of `project`."""
+    """The kernel of `dense.qkv`. rest: of `project`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
     return hidden, project(normed, weight, **rest)
 
 
 def output(attended: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """As `dense.output`. rest: of `linear`."""
+    """The kernel of `dense.output`. rest: of `linear`."""
     return linear(_aligned(attended), **rest)
 
 
 def logits(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """As `dense.logits`."""
+    """The kernel of `dense.logits`."""
     linear(_aligned(normed), weight, None, None, _ring("logits", len(normed)), out)
 
 
@@ -81,7 +81,7 @@ def router(
     weight: torch.Tensor,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `dense.router`; ids int32. rest: of `routed`."""
+    """The kernel of `dense.router`; ids int32. rest: of `routed`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
     return hidden, normed, *routed(normed, weight, **rest)
 

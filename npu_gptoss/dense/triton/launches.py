@@ -1,4 +1,4 @@
-"""The launches: grids, block shapes and output tensors of the kernels beside this file.
+"""Grids, block shapes and output tensors of the kernels of this folder.
 
 Block shapes were measured on an H200 at gpt-oss's sizes, cold caches (docs/benchmarks).
 """
@@ -42,7 +42,8 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _stream(residual: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The residual, what is added (anything where nothing is) and memory for the fp32 sum (itself where none is)."""
+    """Returns the residual, the addend (any tensor where there is none) and memory for the fp32 sum (then the
+    residual)."""
     residual = residual.contiguous()
     if delta is None:
         return residual, residual, residual
@@ -62,7 +63,7 @@ def qkv_gemv(
     value_cache: torch.Tensor,
     metadata: StepMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`."""
+    """The kernel of `dense.qkv`."""
     tokens, hidden = residual.shape
     kv_heads, head_dim = key_cache.shape[2:]
     heads = weight.shape[0] // head_dim - 2 * kv_heads
@@ -105,7 +106,7 @@ def output_gemv(
     residual: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `dense.output`."""
+    """The kernel of `dense.output`."""
     tokens, outputs = len(attended), weight.shape[0]
     x = attended.contiguous()
     if out is None:
@@ -135,7 +136,7 @@ def output_gemv(
 def add_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.add_norm`."""
+    """The kernel of `dense.add_norm`."""
     tokens, hidden = residual.shape
     stream = _stream(residual, delta)
     out = torch.empty_like(stream[0], dtype=dtype)
@@ -203,13 +204,13 @@ def qkv(
     bias: torch.Tensor,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
+    """The kernel of `dense.qkv`, by cuBLAS. rest: of `rope_cache`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
     return hidden, rope_cache(F.linear(normed, weight, bias), **rest)
 
 
 def logits_gemv(normed: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """As `dense.logits`."""
+    """The kernel of `dense.logits`."""
     output_gemv(normed, weight, None, None, out)
 
 
@@ -233,7 +234,7 @@ def router(
     top_k: int,
     live: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `dense.router`; ids int32."""
+    """The kernel of `dense.router`; ids int32."""
     tokens, hidden = residual.shape
     experts = weight.shape[0]
     stream = _stream(residual, delta)
@@ -282,13 +283,13 @@ def router_norm(
     weight: torch.Tensor,
     **rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
+    """The kernel of `dense.router`, by cuBLAS and `moe.route`. rest: of `route_live`."""
     hidden, normed = add_norm(residual, delta, norm_weight, eps, weight.dtype)
     return hidden, normed, *route_live(normed, weight, **rest)
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """As `dense.greedy`."""
+    """The kernel of `dense.greedy`."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     block = GREEDY_BLOCK if rows < 8 else GREEDY_BLOCK_MANY

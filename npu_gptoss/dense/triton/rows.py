@@ -1,4 +1,4 @@
-"""What reads no weight matrix.
+"""Kernels that read no weight matrix.
 
 Residual add and RMSNorm, a program a row. RoPE of queries and keys, and the write of keys and values to the cache,
 from the packed projections. The largest logit of each row, unless one is damaged, in two launches that fill the chip.

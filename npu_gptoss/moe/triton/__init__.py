@@ -1,7 +1,7 @@
 """Routing and experts as Triton and Gluon kernels for CUDA.
 
 All share one layout of the weights (`layout.py`): for a single token (`few.py`, `one_hopper.py`), a decode batch
-(`few.py`, `few_hopper.py`), a prefill (`many.py`, `many_hopper.py`). Those in Gluon are for MXFP4 on Hopper.
+(`few.py`, `few_hopper.py`), a prefill (`many.py`, `many_hopper.py`). Gluon kernels are for MXFP4 on Hopper.
 Weights stay in bfloat16, FP8 or MXFP4 and are opened in registers (`device.py`). `tuned.py` has the tile sizes,
 `launches.py` the host's side. Triton is imported at the first call, so that a machine without it can list these
 kernels.

@@ -66,7 +66,7 @@ def _halves(bits, like):
 def open_mxfp4(words, first, second, NATIVE: tl.constexpr):
     """words [m, n] uint16, n even; first, second [m, n] int32: the groups' factors as two bfloat16 -> four [m, n] bf16.
 
-    A thread must have words 2i and 2i + 1 of a row side by side, as whoever loads more than two bytes at a time has.
+    A thread must have words 2i and 2i + 1 of a row side by side, which every load of more than two bytes gives.
     """
     if NATIVE:
         return tl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
-"""Decode: a program takes one tile of rows of one expert and all the tokens of that expert, without a sort.
+"""Decode: a program takes one tile of rows of one expert and all tokens of this expert, without a sort.
 
-Each distinct expert's weights are read once. `assign` lists the slots of each expert, every expert by itself; the
-programs of the products are numbered by the experts that anybody chose, and those beyond end at once. A single token
-needs no lists: its slots are its experts. Scratch rows that nobody wrote are never read: the combination asks for each
-slot whether it was computed.
+Each distinct expert's weights are read once. `assign` lists the slots of each expert; the
+programs of the products are numbered by the chosen experts, and programs beyond these end at once. A single token
+needs no lists: its slots are its experts. Scratch rows that no program wrote are never read: the combination asks for
+each slot whether it was computed.
 
 A *slot* is one choice of one token: slot = token * top_k + k.
 """
@@ -142,8 +142,8 @@ def down(
 ):
     """The second projection with bias and routing weight.
 
-    With PDL ids and lists may be read before the wait: `gate_up` launches its dependents after its own wait, so whoever
-    wrote them has ended.
+    With PDL ids and lists may be read before the wait: `gate_up` launches its dependents after its own wait, so the
+    kernel that wrote them has ended.
     """
     first_row = tl.program_id(0) * BM
     split = tl.program_id(2)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from npu_gptoss.kernels.gluon_names import barrier, reinterpret
-from npu_gptoss.moe.triton.launches import Call
+from npu_gptoss.moe.triton.layout import Call
 from npu_gptoss.moe.triton.one_hopper import _OPEN as OPEN
 from npu_gptoss.moe.triton.one_hopper import ALPHA, INPUTS, MOST_ROWS, ROWS, SMALL, sums_layout
 from npu_gptoss.moe.triton.tuned import FewTiles
@@ -81,8 +81,8 @@ def _add(a, b):
 
 @gluon.jit
 def chosen_expert(counts, EXPERTS: gl.constexpr, BE: gl.constexpr):
-    """As `few._mine`: this program's expert and how many slots it has. BE: at least 32, so that each warp finds it by
-    itself."""
+    """This program's expert and its number of slots, like `few._mine`. BE: at least 32, so that each warp finds the
+    expert alone."""
     e = gl.arange(0, BE, gl.BlockedLayout([BE // 32], [32], [gl.num_warps()], [0]))
     count = gl.load(counts + e, mask=e < EXPERTS, other=0)
     rank = gl.associative_scan((count > 0).to(gl.int32), 0, _add) - 1
@@ -92,7 +92,7 @@ def chosen_expert(counts, EXPERTS: gl.constexpr, BE: gl.constexpr):
 
 @gluon.jit
 def load_step(word, scale, step, K: gl.constexpr):
-    """A step's words, two tiles [rows, 16], and exponents [rows], four in each. What lies beyond the last step is not
+    """A step's words, two tiles [rows, 16], and exponents [rows], four in each. Values beyond the last step are not
     read and may be anything: words always open to numbers, whose inputs are zeros."""
     TILES: gl.constexpr = (K + INPUTS - 1) // INPUTS
     w = word + step * (2 * ROWS * WORDS)
@@ -170,7 +170,7 @@ def store_chunk(found, x_chunk, PAIR: gl.constexpr):
 @gluon.jit
 def stage(x, lists, expert, slots, done, count, x_chunks, PER_ROW: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr):
     """The inputs of SLOTS of the expert's slots from `done` on, times LARGE, into shared memory. Two at a time; where
-    both are missing, what lies there stays: nobody looks at their columns."""
+    both are missing, memory stays unchanged: no program reads their columns."""
     for pair in gl.static_range(0, SLOTS, 2):
         if done + pair < count:
             found = ()
@@ -236,7 +236,7 @@ def columns_of(lists, expert, slots, done, count, SLOTS: gl.constexpr, LAYOUT: g
 def gate_up(x, lists, counts, words, scales, bias, inner, slots, limit, TOP_K: gl.constexpr, R: gl.constexpr,
             K: gl.constexpr, EXPERTS: gl.constexpr, BE: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr,
             DEEP: gl.constexpr):
-    """As `few.gate_up`, SLOTS of an expert at once."""
+    """`few.gate_up` for SLOTS of an expert at once."""
     gdc_wait()
     gdc_launch_dependents()
     first_row = gl.program_id(0) * BM
@@ -260,7 +260,7 @@ def gate_up(x, lists, counts, words, scales, bias, inner, slots, limit, TOP_K: g
 @gluon.jit(do_not_specialize=["slots"])
 def down(inner, lists, counts, topk_weights, words, scales, bias, shares, slots, R: gl.constexpr, K: gl.constexpr,
          EXPERTS: gl.constexpr, BE: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, DEEP: gl.constexpr):
-    """As `few.down`, SLOTS of an expert at once. Lists may be read before the wait for the reason given there."""
+    """`few.down` for SLOTS of an expert at once. Lists may be read before the wait for the reason given there."""
     first_row = gl.program_id(0) * BM
     expert, count = chosen_expert(counts, EXPERTS, BE)
     x_chunks = gl.allocate_shared_memory(
@@ -282,8 +282,8 @@ def down(inner, lists, counts, topk_weights, words, scales, bias, shares, slots,
 
 
 def shares_of(call: Call, lists: torch.Tensor, counts: torch.Tensor, shape: FewTiles) -> torch.Tensor:
-    """lists, counts as `few.assign` leaves them -> the slots' weighted results [slots, hidden size] float32; those of
-    slots without an expert here are whatever memory held."""
+    """lists, counts as `few.assign` leaves them -> the slots' weighted results [slots, hidden size] float32; results of
+    slots without an expert here are undefined."""
     experts, slots = call.experts.num_experts, call.slots
     first, second = call.experts.gate_up, call.experts.down
     inner = call.hidden.new_empty(slots, second.inputs)

@@ -1,17 +1,15 @@
-"""From tensors to grids. Nothing here waits for the device, and every grid depends on shapes alone."""
+"""Launches of the MoE kernels. Nothing here waits for the device, and every grid depends on shapes alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from npu_gptoss.errors import InputError
 from npu_gptoss.kernels.triton_launch import INTERPRETED, launch_options, processors
 from npu_gptoss.moe.triton import few, many, routing
-from npu_gptoss.moe.triton.layout import INPUTS, TiledExperts, TiledMatrix
+from npu_gptoss.moe.triton.layout import INPUTS, Call, TiledExperts, TiledMatrix, call_of
 from npu_gptoss.moe.triton.tuned import GluonTiles, Tiles, few_gluon_tiles, gluon_tiles, one_gluon_tiles, tiles, unroll
 
 # Slots that one program of the sort looks at, times experts: what a program holds in registers
@@ -65,47 +63,6 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
     return weights, ids
 
 
-@dataclass(frozen=True)
-class Call:
-    """Contiguous inputs, and the map (some tensor where there is none: its pointer is not followed)."""
-
-    hidden: torch.Tensor
-    experts: TiledExperts
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor
-    swiglu_limit: float
-
-    @property
-    def slots(self) -> int:
-        return self.topk_ids.numel()
-
-    @property
-    def top_k(self) -> int:
-        return self.topk_ids.shape[1]
-
-    @property
-    def has_map(self) -> bool:
-        return self.experts.expert_map is not None
-
-
-def _call(
-    hidden_states: torch.Tensor,
-    weights: TiledExperts,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    swiglu_limit: float,
-) -> Call:
-    if hidden_states.dtype != torch.bfloat16:
-        raise InputError(
-            f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}", field="hidden_states"
-        )
-    topk_ids = topk_ids.contiguous()
-    expert_map = topk_ids if weights.expert_map is None else weights.expert_map
-    topk_weights = topk_weights.float().contiguous()
-    return Call(hidden_states.contiguous(), weights, topk_weights, topk_ids, expert_map, swiglu_limit)
-
-
 def _scales(matrix: TiledMatrix) -> torch.Tensor:
     return matrix.bias if matrix.scales is None else matrix.scales
 
@@ -130,7 +87,7 @@ def gluon_one(**arguments: Any) -> torch.Tensor:
     """Three launches for a single token."""
     from npu_gptoss.moe.triton import one_hopper
 
-    call = _call(**arguments)
+    call = call_of(**arguments)
     return _combined(one_hopper.shares_of(call, one_gluon_tiles()), call)
 
 
@@ -138,20 +95,20 @@ def gluon_few(**arguments: Any) -> torch.Tensor:
     """Four launches."""
     from npu_gptoss.moe.triton import few_hopper
 
-    call = _call(**arguments)
+    call = call_of(**arguments)
     shares = few_hopper.shares_of(call, *_assigned(call), few_gluon_tiles(len(call.hidden)))
     return _combined(shares, call)
 
 
 def triton_one(**arguments: Any) -> torch.Tensor:
     """Three launches for a single token."""
-    call = _call(**arguments)
+    call = call_of(**arguments)
     return _few(call, call.topk_ids, call.topk_ids, one=True)
 
 
 def triton_few(**arguments: Any) -> torch.Tensor:
     """Four launches."""
-    call = _call(**arguments)
+    call = call_of(**arguments)
     return _few(call, *_assigned(call), one=False)
 
 
@@ -194,7 +151,7 @@ def _few(call: Call, lists: torch.Tensor, counts: torch.Tensor, *, one: bool) ->
 
 def triton_many(**arguments: Any) -> torch.Tensor:
     """Five launches: two for the sort, the two products, the sum."""
-    call = _call(**arguments)
+    call = call_of(**arguments)
     experts, slots = call.experts, call.slots
     order, ends, inner, shares = _sorted(call)
     shapes = tiles(experts.format, "many", len(call.hidden))
@@ -218,7 +175,7 @@ def triton_many(**arguments: Any) -> torch.Tensor:
 
 def gluon_many(**arguments: Any) -> torch.Tensor:
     """Five launches, as `triton_many`."""
-    call = _call(**arguments)
+    call = call_of(**arguments)
     order, ends, inner, shares = _sorted(call)
     experts = call.experts
     all_ranks_experts = experts.num_experts if experts.expert_map is None else experts.expert_map.numel()

@@ -1,6 +1,6 @@
-"""The experts' weights as the Triton kernels read them: tiles of 64 rows by 64 inputs, each one run of bytes.
+"""The layout of experts' weights for the Triton kernels: tiles of 64 rows by 64 inputs, each contiguous.
 
-A tile is what a program loads at once, so its bytes lie together and every load is 16 bytes wide. Within a tile the
+A program loads a tile at once, so its bytes lie together and every load is 16 bytes wide. Within a tile the
 values are spread over 16-bit words such that a kernel opens a word with shifts and masks only, and finds the results
 where the tensor cores want them, without an exchange between threads:
 
@@ -250,3 +250,45 @@ def fp8_words(values: torch.Tensor) -> torch.Tensor:
         | ((second & 0x70) << 7)
         | (second & 0x0F)
     )
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs of the experts, contiguous. expert_map: any tensor where there is no map; its pointer is not followed."""
+
+    hidden: torch.Tensor
+    experts: TiledExperts
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor
+    swiglu_limit: float
+
+    @property
+    def slots(self) -> int:
+        return self.topk_ids.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.topk_ids.shape[1]
+
+    @property
+    def has_map(self) -> bool:
+        return self.experts.expert_map is not None
+
+
+def call_of(
+    hidden_states: torch.Tensor,
+    weights: TiledExperts,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    swiglu_limit: float,
+) -> Call:
+    """The contiguous inputs of a call. Raises InputError for another dtype than bfloat16."""
+    if hidden_states.dtype != torch.bfloat16:
+        raise InputError(
+            f"hidden_states must be bfloat16 for the Triton kernels, got {hidden_states.dtype}", field="hidden_states"
+        )
+    topk_ids = topk_ids.contiguous()
+    expert_map = topk_ids if weights.expert_map is None else weights.expert_map
+    topk_weights = topk_weights.float().contiguous()
+    return Call(hidden_states.contiguous(), weights, topk_weights, topk_ids, expert_map, swiglu_limit)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from npu_gptoss.kernels.gluon_names import barrier, reinterpret
 from npu_gptoss.moe.activation import ALPHA as _ALPHA
 from npu_gptoss.moe.triton import layout
-from npu_gptoss.moe.triton.launches import Call
+from npu_gptoss.moe.triton.layout import Call
 from npu_gptoss.moe.triton.tuned import OneTiles
 
 INPUTS = gl.constexpr(layout.INPUTS)
