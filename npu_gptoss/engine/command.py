@@ -264,7 +264,8 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _standard_output_kept_clean() -> Iterator[TextIO]:
-    """Sends what libraries print, from Python or from C, to standard error; yields standard output, for the answer."""
+    """Sends the output of libraries, from Python or from C, to standard error; yields standard output, for the
+    answer."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:

@@ -1,7 +1,7 @@
 """Decode steps as replayed graphs: one row a request, inputs that stay on the device from step to step.
 
-`full`: one graph a bucket, attention included; the attention kernel reads its lengths on the device. `piecewise`: what
-lies between two attentions is a graph, attention itself is launched with the host's lengths. Either way a step takes
+`full`: one graph a bucket, attention included; the attention kernel reads its lengths on the device. `piecewise`: the
+operations between two attentions are a graph, attention is launched with the host's lengths. Either way a step takes
 its inputs from a cursor on the device (`graphs.advance`) and leaves its tokens there; the host reads one small tensor.
 """
 
@@ -30,7 +30,7 @@ MODES = (FULL, PIECEWISE, NONE)
 
 @dataclass(eq=False)
 class Launch:
-    """A step that is under way: whose next tokens it computes, and where they will be."""
+    """A running step: its requests, and the place of their next tokens."""
 
     requests: tuple[Request, ...]
     bucket: int
@@ -60,7 +60,7 @@ class DecodeGraphs:
         recorder: Recorder,
         progress: bool = False,
     ) -> None:
-        """sizes ascending; max_blocks: of one request. The last block of the caches must belong to nobody.
+        """sizes ascending; max_blocks: of one request. No request may own the last block of the caches.
 
         Captures all sizes, the largest first; progress: with a bar.
         """
@@ -81,7 +81,7 @@ class DecodeGraphs:
             self._steps[size] = capture(size)
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a step is decode only, and not larger than the largest graph."""
+        """True for a step of decode only that is not larger than the largest graph."""
         return bucket_for(len(chunks), self.sizes) is not None and all(
             chunk.end - chunk.start == 1
             and chunk.samples
@@ -125,7 +125,7 @@ class DecodeGraphs:
         return Launch(tuple(requests), size, tokens, done, logits)
 
     def _metadata(self, rows: DecodeState) -> DecodeMetadata:
-        """For whatever a graph holds: every row of the bucket, the lengths from the device."""
+        """The metadata of a graph: every row of the bucket, the lengths from the device."""
         return DecodeMetadata(
             lengths=rows.seq_lens,
             block_table=rows.block_table,
@@ -134,7 +134,7 @@ class DecodeGraphs:
         )
 
     def _live(self, rows: DecodeState) -> torch.Tensor | None:
-        """What tells padding rows, so that no expert is read for them. Ascend's operators take no id that is none."""
+        """Marks padding rows, so that no expert is read for them. Ascend's operators take no invalid id."""
         return None if rows.seq_lens.device.type == "npu" else rows.seq_lens
 
     def _end(self, rows: DecodeState, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From the names `--device` and `--dtype` to what torch wants, with refusals in words."""
+"""Turns the names of `--device` and `--dtype` into torch's, or refuses them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _why_unusable(device_type: str) -> str | None:
 
 
 def resolve_dtype(name: str | torch.dtype, config: GptOssConfig) -> torch.dtype:
-    """`auto` is what the checkpoint says, bfloat16 when it says nothing."""
+    """`auto` is the checkpoint's dtype, bfloat16 when it has none."""
     if isinstance(name, str):
         if name == AUTO:
             name = config.dtype or "bfloat16"

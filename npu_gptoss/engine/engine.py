@@ -79,7 +79,7 @@ class Engine:
         """max_batch_tokens: rows of one step; a longer prompt is computed in chunks. None: 2048 on a CPU, else 16384.
 
         max_batch_size: requests under way at once; the others wait.
-        num_blocks of block_size tokens make up the cache; None takes what memory allows (1 GiB on a CPU).
+        num_blocks of block_size tokens make up the cache; None: as many as memory allows (1 GiB on a CPU).
         graphs: decode steps replayed as graphs: "full", with attention inside; "piecewise", around it; "none"; "auto"
         is full for bfloat16 on CUDA with Triton, none elsewhere. graph_sizes: the batch sizes that are captured
         (default: `capture_sizes`).
@@ -140,8 +140,8 @@ class Engine:
             )
 
     def warm_up(self) -> None:
-        """Compiles what requests could wait for: Triton's programs for all steps. For who measures or serves; whoever
-        asks once compiles less without."""
+        """Compiles Triton's programs for all steps, so that no request waits for them. For measuring and serving; a
+        single prompt compiles less without it."""
         most = self.scheduler.max_batch_tokens
         if self.device.type == "cuda" and "triton" in current_platform().features:
             reach = Reach(most, min(self.scheduler.max_batch_size, most), self.max_length)
@@ -191,7 +191,7 @@ class Engine:
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queues a prompt, text or token ids; `step` computes it as soon as there is room, in the order of arrival.
 
-        The request shows what has been generated so far (`token_ids` after `prompt_length`). Raises InputError.
+        The request holds the tokens generated so far (`token_ids` after `prompt_length`). Raises InputError.
         """
         request = self._request(self.encode(prompt), params or SamplingParams())
         self.scheduler.add(request)
@@ -199,13 +199,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or running."""
+        """True while any request is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
         """One step of the model over the requests under way; returns those that it ended, for `result`.
 
-        After an error all requests are cancelled: what the step had written is not known.
+        After an error all requests are cancelled, because the state of the caches is unknown.
         """
         if not self.busy:
             return []
@@ -220,7 +220,7 @@ class Engine:
         return self._ended
 
     def cancel(self, request: Request) -> None:
-        """Ends a request wherever it is, with finish_reason "cancelled"; one that has ended stays as it is."""
+        """Ends a waiting or running request with finish_reason "cancelled"; an ended request stays unchanged."""
         if request.finish_reason is not None:
             return
         request.finish_reason = "cancelled"
@@ -231,7 +231,7 @@ class Engine:
         self.scheduler.cancel(request)
 
     def result(self, request: Request) -> Result:
-        """What a request has generated, all of it once it has ended."""
+        """The tokens that a request has generated so far."""
         generated = tuple(request.token_ids[request.prompt_length :])
         stopped = request.finish_reason == "stop"
         prompt_logprobs = None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
@@ -340,7 +340,7 @@ class Engine:
         self._collect(launch)
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
-        """A step without graphs: prompts, alone or beside rows of decode."""
+        """A step without graphs: prompts, alone or together with decode rows."""
         batch = pack(chunks, self.block_size, self.device)
         hidden = self.model.forward(batch.input_ids, batch.positions, self.kv_caches, batch.metadata)
         for chunk, first_row in zip(chunks, batch.first_rows, strict=True):
@@ -353,11 +353,11 @@ class Engine:
             self._sample([chunk.request for chunk in last_rows], logits)
 
     def _may_run_ahead(self, launch: Launch) -> bool:
-        """Whether the step after `launch` can be launched before its tokens are known.
+        """True when the step after `launch` can be launched before its tokens are known.
 
-        Its rows must be the same whatever the tokens are (but for stop tokens: what follows one is thrown away), the
-        tokens must be those that the device chose, and each request needs a place for the token to come. They are the
-        same as long as none of them ends and none arrives: all that run are in every step, what waits has no room.
+        Its rows must not depend on the tokens (except for stop tokens: later tokens are discarded), the device must
+        have chosen the tokens, and each request needs a place for its next token. Rows stay
+        the same while no request ends or arrives: every step has all running requests, waiting ones have no room.
         """
         requests = launch.requests
         go_on = all(request.is_greedy and request.goes_on for request in requests)

@@ -1,4 +1,4 @@
-"""When torchrun started this process: its device, and its place among the ranks.
+"""A process of torchrun: its device and its rank.
 
 torchrun --nproc-per-node 2 -m npu_gptoss.cli generate --model gpt-oss-120b --prompt "…"
 """
@@ -45,13 +45,13 @@ def device_and_ranks(device: str, experts: str) -> Iterator[tuple[str, Ranks | N
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the one that speaks; it is where there are no ranks."""
+    """True for the process that prints: rank 0, or a process without ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
 def only_rank_0_speaks() -> Iterator[None]:
-    """What the other ranks' Python prints inside is thrown away: they compute the same. Errors are raised as ever."""
+    """Discards the prints of other ranks, which compute the same. Errors are still raised."""
     if is_rank_0():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a caller asks for (`SamplingParams`), what is under way (`Request`), what comes back (`Result`)."""
+"""A request's parameters (`SamplingParams`), its state (`Request`) and its outcome (`Result`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from npu_gptoss.errors import InputError
 class SamplingParams:
     """How one request is continued. temperature 0 is greedy; then top_p, top_k and seed have no effect.
 
-    max_tokens: tokens to generate at most. top_k: 0 means all. seed: the same seed gives the same tokens whatever else
-    is in the batch; None draws a fresh one. logprobs: None, or how many of the most likely tokens to report beside each
+    max_tokens: tokens to generate at most. top_k: 0 means all. seed: the same seed gives the same tokens in any
+    batch; None draws a fresh one. logprobs: None, or how many of the most likely tokens to report with each
     generated one (0: only the generated one); prompt_logprobs: the same for the prompt's tokens. Log-probabilities are
     of the model's own distribution, before temperature, top_k and top_p. stop_token_ids end a request in addition to
     the model's own stop tokens; ignore_eos leaves out the latter.
@@ -67,7 +67,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Result:
-    """What a request generated. `token_ids` ends with the stop token if one ended it; `text` leaves out special tokens.
+    """The output of a request. `token_ids` ends with the stop token if one ended it; `text` leaves out special tokens.
 
     finish_reason: "stop" (a stop token), "length" (max_tokens, or the context or the cache is full), "cancelled", or ""
     for a request that still runs.
@@ -111,12 +111,12 @@ class Request:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit is all that its next token depends on, and all that is reported."""
+        """True when its next token depends on the largest logit only, and nothing else is reported."""
         return self.params.temperature == 0 and self.params.logprobs is None
 
     @property
     def goes_on(self) -> bool:
-        """Whether its next token is not the last, unless that is a stop token."""
+        """True when its next token is not the last, unless that is a stop token."""
         return (
             self.finish_reason is None
             and self.num_generated + 1 < self.params.max_tokens
@@ -124,7 +124,7 @@ class Request:
         )
 
     def append(self, token_id: int) -> None:
-        """Takes the next generated token and notes whether it is the last."""
+        """Takes the next generated token and notes if it is the last."""
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"

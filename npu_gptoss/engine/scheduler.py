@@ -1,4 +1,4 @@
-"""Which request computes how many tokens in the next step: continuous batching with chunked prefill.
+"""Continuous batching with chunked prefill: the tokens of each request in the next step.
 
 Requests in the order of their arrival. A running request owns blocks for all of its known tokens. When a growing
 request finds no free block, the youngest running request gives up its blocks and waits at the head of the queue; it
@@ -27,7 +27,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the step ends with the logits that choose the request's next token."""
+        """True when the step ends with the logits that choose the request's next token."""
         return self.end == len(self.request.token_ids)
 
 
@@ -69,7 +69,8 @@ class Scheduler:
         return chunks
 
     def reserve(self, requests: Sequence[Request]) -> bool:
-        """Blocks for one token more than each request has, if there are that many; nobody gives up blocks for it."""
+        """Blocks for one token more than each request has, if there are that many; no request gives up blocks for
+        it."""
         return all(self.allocator.grow(request.block_ids, len(request.token_ids) + 1) for request in requests)
 
     def finish(self, request: Request) -> None:

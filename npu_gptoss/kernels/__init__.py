@@ -1,7 +1,7 @@
-"""The spine: which implementation of an operation runs here, and why.
+"""Selects the implementation of each operation for this machine, and explains the choice.
 
-A *kernel* is a registered callable; a *solution* is where it comes from (ascend, triton, small_ops, reference, or a
-plugin's own). `platform` says what machine this is, `signature` what a call passes, `registry` what there is,
+A *kernel* is a registered callable; a *solution* is its origin (ascend, triton, small_ops, reference, or a
+plugin). `platform` detects the machine, `signature` describes calls, `registry` holds all kernels,
 `selection` picks and explains, `profiling` shows the choice in a torch profile.
 """
 

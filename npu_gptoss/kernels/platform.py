@@ -1,4 +1,4 @@
-"""What machine this is: Ascend, CUDA or CPU, told from files and installed modules without opening a device.
+"""Detects the machine (Ascend, CUDA or CPU) from files and installed modules, without opening a device.
 
 Opening a device in the wrong process breaks vLLM's workers (CUDA after fork, an NPU context in the API server), and a
 laptop must be able to list and explain every kernel.
@@ -33,9 +33,9 @@ Architecture = tuple[int, int] | str  # CUDA's compute capability, or the name o
 
 @dataclass(frozen=True)
 class Platform:
-    """kind: one of KINDS. features: names of what is installed, as kernels ask for them.
+    """kind: one of KINDS. features: names of installed packages and operators that kernels ask for.
 
-    arch: None where it cannot be told without opening the device. releases: (module, release) of compilers.
+    arch: None where it is unknown before the device is opened. releases: (module, release) of compilers.
     """
 
     kind: str
@@ -65,8 +65,8 @@ SUPPORTED = {
 
 @dataclass(frozen=True)
 class Capability:
-    """What a kernel needs of the machine: one of `platforms` (empty: any), all of `features`, and where they are stated
-    one of `archs` and, of each compiler in `releases`, one of the releases (as "3.6", whatever follows)."""
+    """A kernel's requirements of the machine: one of `platforms` (empty: any), all of `features`, and where they are
+    stated one of `archs` and, of each compiler in `releases`, one of the releases (as "3.6", whatever follows)."""
 
     platforms: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ class Capability:
         return cls(frozenset(platforms), frozenset(features), archs, dict(releases or {}))
 
     def reasons_against(self, platform: Platform) -> list[str]:
-        """Why this machine does not do, each a clause; empty when it does."""
+        """The reasons against this machine, each a clause; empty when it fits."""
         reasons = []
         if self.platforms and platform.kind not in self.platforms:
             reasons.append(f"runs on {' or '.join(sorted(self.platforms))}; this is {platform.kind}")
@@ -178,7 +178,7 @@ def _architecture_by_nvml() -> tuple[int, int] | None:
 
 
 def detect(root: Path = Path("/")) -> Platform:
-    """Tells the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
+    """Detects the platform from device files under `root` and installed modules; NPU_GPTOSS_PLATFORM overrides."""
     features = frozenset(name for name in FEATURE_MODULES if _installed(name))
     if "triton" in features and _triton_is_for_ascend():
         features |= {TRITON_FOR_ASCEND}
@@ -213,7 +213,7 @@ def _with_architecture(platform: Platform) -> Platform:
 
 @contextmanager
 def platform_override(platform: str | Platform, features: frozenset[str] | None = None) -> Iterator[Platform]:
-    """Selects kernels as if on another machine: of this kind, with the features, compilers and GPU that are here.
+    """Selects kernels for another machine of this kind, with the features, compilers and GPU of this one.
 
     features: instead of those that are here; then nothing else is known of the machine.
     """

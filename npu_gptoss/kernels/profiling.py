@@ -1,6 +1,6 @@
 """Shows kernel calls: by name in a torch profile (`attention.paged.small_ops query=[7, 8, 64] …`), and to observers.
 
-When nobody looks, a call costs the two look-ups of `watched`.
+Without a profiler or an observer a call costs the two look-ups of `watched`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def watched() -> bool:
-    """Whether a torch profiler is active or an observer is there.
+    """True when a torch profiler is active or an observer is registered.
 
     The flag is private to torch; where a release lacks it, the range is always opened (about 10 us a call).
     """
@@ -41,7 +41,7 @@ def watched() -> bool:
 
 
 def kernel_scope(name: str, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """A profiler range around a kernel call while a torch profiler is active, else nothing; tells the observers."""
+    """A profiler range around a kernel call while a torch profiler is active, else nothing; calls the observers."""
     for observer in _observers:
         observer(name, arguments)
     if not getattr(profiler, "_is_profiler_enabled", True):

@@ -215,15 +215,15 @@ def register_kernel(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: registers a function as a kernel of an operation, and returns it unchanged.
 
-    solution: where it comes from (ascend, triton, small_ops, reference, or the plugin's name).
+    solution: its origin (ascend, triton, small_ops, reference, or the plugin's name).
     signatures: the dtype combinations it takes; one fitting is enough. Each names all roles of the operation.
     traits: for every trait of the operation the values handled: a frozenset, `Range`, `Where` or ANY. Sizes need not be
         stated.
     priority: see `Priority`; the band 16-19 belongs to plugins.
     name: unique; default "<family>.<mode>.<solution>".
     prepare: called once at load with the public weights; its result is passed to every call of the kernel.
-    function: "package.module:name", imported at the first call; then nothing is decorated, and `summary` says what the
-        first paragraph of a docstring says otherwise.
+    function: "package.module:name", imported at the first call; then nothing is decorated, and `summary` replaces
+        the first paragraph of the docstring.
     """
     full_name = name or f"{operation.name}.{solution}"
     origin = _origin.get()

@@ -61,7 +61,7 @@ def interleaved(step: Step) -> Step:
 def check(
     run: Callable[..., torch.Tensor], step: Step, sliding_window: int | None, *, rounded_weights: bool = False
 ) -> None:
-    """Raises AssertionError when `run(step, sliding_window)` is not what the reference makes of the same inputs.
+    """Raises AssertionError when `run(step, sliding_window)` differs from the reference for the same inputs.
 
     rounded_weights: the kernel multiplies values by weights rounded to bfloat16, as the tensor cores take them. Each
     product is then off by up to 2^-9 of itself however much the products cancel, so 2^-9 of the sum of their sizes,

@@ -53,7 +53,7 @@ def test_the_fused_call_equals_the_definition(name, sliding_window, cann):
 
 
 @pytest.mark.parametrize(("cann", "reads_past"), [("8.3.rc2", False), ("8.5", True), ("9.0", True), ("9.1", False)])
-def test_sinks_with_nothing_behind_them_are_seen_where_the_kernel_reads_past_their_end(cann, reads_past):
+def test_emulator_sees_a_kernel_read_past_the_end_of_sinks(cann, reads_past):
     step = make_step(STEPS["decode at the window's edge"], BF16)
     bare = dataclasses.replace(step, sinks=step.sinks.clone())
     with ascend_ops.ascend(cann):
@@ -62,7 +62,7 @@ def test_sinks_with_nothing_behind_them_are_seen_where_the_kernel_reads_past_the
             fused(bare, WINDOW)
 
 
-def test_it_is_what_runs_on_an_ascend_by_itself_and_in_one_call(calls):
+def test_ascend_attention_is_one_call_by_default(calls):
     step = make_step(STEPS["mixed, one without rows"], BF16, padding=5)
     out = torch.full_like(step.query, float("nan"))
     step.run(out=out)
@@ -93,7 +93,7 @@ def test_window_keeps_128_keys_not_129(calls, rows, back, seen):
     assert bool((fused(step, None)[-1] > 1).all()), "full attention sees it in any case"
 
 
-def test_a_prefix_shared_by_more_requests_than_the_cache_has_blocks_takes_two_calls(calls):
+def test_prefix_shared_by_many_requests_takes_two_calls(calls):
     """The operator counts a shared block for each request that reads it, and refuses more than the cache has."""
     step = make_step([(300, 300)], BF16)
     together = AttentionMetadata(

@@ -100,7 +100,7 @@ def test_the_scores_of_a_long_prompt_stay_below_128_mib():
 
 @pytest.mark.parametrize("kernel", ["small_ops", "reference"])
 def test_padding_rows_of_a_decode_step_come_out_zero(kernel):
-    """Alone and beside real rows; told by their length, since a graph knows no other count."""
+    """Alone and among real rows; a length of 0 marks them, since a graph knows no other count."""
     step = as_decode(make_step([(1, 20), (1, 1), (1, 300)]), 320)
     nobodys = step.key_cache.shape[0] - 1
     assert bool(step.value_cache[nobodys].isnan().all())
@@ -115,7 +115,7 @@ def test_padding_rows_of_a_decode_step_come_out_zero(kernel):
         assert bool(torch.isfinite(out).all())
 
 
-def test_keys_are_padded_within_the_budget_whatever_the_order_of_the_requests(monkeypatch):
+def test_keys_are_padded_within_the_budget_in_any_order_of_requests(monkeypatch):
     monkeypatch.setattr(small_ops, "SCORES", 3200)
     step = make_step([(1, keys) for keys in (700, 600, 20, 30, 40, 50)])
     check(lambda s, w: s.run(sliding_window=w), step, None)
@@ -148,7 +148,7 @@ def test_new_keys_and_values_land_in_their_slots_and_nowhere_else(kernel, dtype)
         assert_close(flat[untouched].nan_to_num(), old.view_as(flat)[untouched].nan_to_num())
 
 
-def test_a_padding_slot_for_a_real_row_is_refused_instead_of_wrapping_round():
+def test_negative_slot_of_a_real_row_is_refused():
     step = make_step([(2, 2)])
     step.metadata.slot_mapping[1] = -1
     key = torch.zeros(2, KV_HEADS, HEAD_DIM)

@@ -78,7 +78,7 @@ def test_a_cache_that_the_new_keys_do_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("kernel", ["small_ops", "reference"])
-def test_slots_behind_the_real_rows_are_nobodys(kernel):
+def test_slots_after_the_real_rows_are_never_written(kernel):
     step = make_step([(2, 20)], padding=2)
     real = step.metadata.slot_mapping[:2]
     free = [slot for slot in range(step.key_cache.shape[0] * BLOCK_SIZE) if slot not in real.tolist()][:2]
@@ -135,7 +135,7 @@ def test_kernels_are_selected_by_the_dtype_of_the_cache_too():
             paged_attention(step.query, *wide, step.metadata, step.sinks, scale=SCALE, kernel="ascend")
 
 
-def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch):
+def test_kernel_is_chosen_by_the_arguments_of_the_call(monkeypatch):
     asked = []
 
     def ask(operation, kernel, size, describe):
@@ -169,7 +169,7 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch):
         ({"heads": 128}, {1: "triton_decode", 2: "triton_prefill"}),
     ],
 )
-def test_each_program_for_a_hopper_is_selected_for_what_it_was_made_for(changes, expected):
+def test_each_hopper_kernel_is_selected_for_its_own_sizes(changes, expected):
     settings = {"sliding_window": None, "dtype": torch.bfloat16, "head_dim": 64, "heads": 64, **changes}
     query = torch.empty(9, settings["heads"], settings["head_dim"], dtype=settings["dtype"])
     cache = torch.empty(1, 16, 1, settings["head_dim"], dtype=settings["dtype"])

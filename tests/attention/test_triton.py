@@ -81,7 +81,7 @@ def test_any_number_of_heads_to_a_key_head_and_any_block_size(shape):
     "run", [run_triton, lambda step, window: step.run(sliding_window=window)], ids=["triton", "cpu"]
 )
 @pytest.mark.parametrize("sliding_window", [None, 17])
-def test_rows_of_decode_see_what_the_device_says_and_not_the_hosts_upper_bound(run, sliding_window):
+def test_decode_rows_use_device_lengths_and_not_the_hosts_bound(run, sliding_window):
     step = make_step([(1, 40), (0, 33), (5, 50), (1, 213), (1, 1)], padding=2)
     known = step.metadata
     lengths = torch.tensor(known.seq_lens, dtype=torch.int32)
@@ -99,7 +99,7 @@ def test_the_sink_counts_once_however_many_programs_share_the_keys(splits, monke
     assert not launch_decode.counters(torch.device("cpu"), 1).any(), "a launch leaves its counters at zero for the next"
 
 
-def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_zero():
+def test_graph_reads_new_lengths_and_padding_rows_are_zero():
     step = as_decode(make_step(DECODE), max_seq_len=400, padding=2)
     for _ in range(2):
         for sliding_window in (None, 128):
@@ -109,7 +109,7 @@ def test_a_graphs_lengths_are_read_anew_at_every_run_and_padding_rows_come_out_z
         step.metadata.lengths[3:8] -= 9  # in place, as a replay does
 
 
-def test_a_padded_graph_for_longer_keys_computes_the_same_bits_as_the_eager_step():
+def test_padded_graph_computes_the_bits_of_the_eager_step():
     step = make_step([(1, keys) for keys in (1, 40, 150)], shape=Shape(heads=4, kv_heads=1))
     graph = as_decode(step, max_seq_len=4096, padding=1)
     for sliding_window in (None, 128):
@@ -131,7 +131,7 @@ def test_the_check_notices_a_mistake_about_the_newest_key(mutation, monkeypatch,
 
 
 def test_a_length_beyond_the_table_is_cut_there():
-    """A step that will be thrown away may be one token too long; it must not read what lies behind the table."""
+    """A step that will be discarded may be one token too long; it must not read beyond the table."""
     step = as_decode(make_step([(1, 32)]), max_seq_len=32)
     want = run_triton(step, None)
     step.metadata.lengths[0] = 33
@@ -193,7 +193,7 @@ def test_queries_and_results_with_strides_of_their_own():
     assert (out[..., HEAD_DIM:] == 7).all()
 
 
-def test_what_the_kernels_cannot_take_is_refused_in_words():
+def test_arguments_that_kernels_cannot_take_are_refused():
     step = make_step([(1, 5)])
     with pytest.raises(InputError, match="scale must be positive, got -1"):
         run_triton(step, None, scale=-1.0)

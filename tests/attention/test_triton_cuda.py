@@ -41,7 +41,7 @@ def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-def test_triton_is_what_cuda_selects():
+def test_cuda_selects_triton():
     step = on_gpu([(1, 40)])
     assert torch.equal(step.run(), run_triton(step, None))
 
@@ -119,7 +119,7 @@ def test_one_captured_graph_follows_the_lengths_and_agrees_with_eager():
 
 
 def test_the_same_call_gives_the_same_bits(language):
-    """The last program to arrive adds the shares up in their order, not in that of their arrival."""
+    """The last program to arrive adds the shares up in their order, not in the order of arrival."""
     step = on_gpu([(1, 9000), (1, 5000), (300, 2000)])
     want = run_triton(step, None)
     assert all(torch.equal(run_triton(step, None), want) for _ in range(20))

@@ -49,7 +49,7 @@ def check_written(step: Step) -> None:
 def check_notices(
     mutate: Mutate | None, monkeypatch: pytest.MonkeyPatch, folder: Path, step: Step, windows: Iterable[int | None]
 ) -> None:
-    """What passes the check as it is (None) no longer does with a mistake in a kernel."""
+    """A passing check (None) must fail with a mistake in a kernel."""
     if mutate is None:
         check_windows(step, windows)
         return

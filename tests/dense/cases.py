@@ -38,12 +38,12 @@ class Case:
     eps: float = 1e-5
 
     def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Holding a value that no test writes: a slot that nobody wrote still has it."""
+        """Caches full of a value that no test writes: an unwritten slot still has it."""
         shape = (6, 4, self.sizes.kv_heads, self.sizes.head_dim)
         return tuple(torch.full(shape, 7.0, dtype=self.delta.dtype, device=self.delta.device) for _ in range(2))
 
     def run(self, name: str, kernel: Callable, delta: bool = True, /, **changes: object) -> Outputs:
-        """The outputs of `dense.<name>` by a function with its arguments: what it returns and then what it wrote.
+        """The outputs of `dense.<name>` by a function with its arguments: results, then written tensors.
 
         delta: with something to add (for `output` the residual). changes: of the arguments.
         """
@@ -100,7 +100,7 @@ def make_case(
     seed: int = 0,
     first: bool = False,
 ) -> Case:
-    """first: the residual stream is what the embedding gives, in `dtype`; else it is float32."""
+    """first: the residual stream is the embedding, in `dtype`; else it is float32."""
     generator = torch.Generator().manual_seed(seed)
     real = rows if real is None else real
 

@@ -67,7 +67,7 @@ def test_bf16_is_as_near_to_the_definition_as_plain_torch_in_bf16(
 
 
 @pytest.mark.parametrize("kernel", cpu.QKV[1:])
-def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(
+def test_values_beside_keys_in_one_tensor_are_written_exactly(
     kernel: Callable, cases: Callable[[int, int], Case]
 ) -> None:
     cpu.assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel, cases(*ROWS[0]))
@@ -93,7 +93,7 @@ def test_the_router_chooses_as_plain_torch_but_for_ties(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_residual_stream_is_bit_for_bit_that_of_plain_torch(first: bool) -> None:
-    """first: the stream is what the embedding gives, in bf16."""
+    """first: the stream is the embedding, in bf16."""
     case = make_case(64, 24, sizes=SIZES, device="cuda", first=first)
     assert torch.equal(case.run("add_norm", cpu.ADD_NORM[1])[0], case.residual.float() + case.delta)
 
@@ -116,7 +116,7 @@ def test_the_router_counts_its_programs_right_again_and_again(cases: Callable[[i
 
 @pytest.mark.parametrize(("check", "mutation"), cpu.MISTAKES)
 def test_the_comparison_notices_in_bf16(check: Check, mutation: Mutation) -> None:
-    """It lies outside what rounding explains."""
+    """The difference is larger than rounding."""
     for answers in cpu.mistaken(check, mutation, "bfloat16"):
         pairs = ((got.float(), want.float()) for got, want in zip(*answers, strict=True))
         if max((got - want).norm() / want.norm() for got, want in pairs) > 0.02:

@@ -39,7 +39,7 @@ CASES = [
 
 
 def run_qkv(case: Case, **changes: object) -> Outputs:
-    """The kernel by itself: normed rows to queries and caches."""
+    """The kernel alone: normed rows to queries and caches."""
     keys, values = case.caches()
     normed = reference.add_norm(case.residual, case.delta, case.norm, case.eps, torch.bfloat16)[1]
     query = launch_hopper.project(
@@ -99,7 +99,7 @@ class TestSelected:
         for name in ("qkv", "output", "logits"):
             compare(case.run(name, cpu.triton_kernel(f"{name}.gluon")), case.run(name, getattr(small_ops, name)))
 
-    def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(self, rows):
+    def test_values_beside_keys_in_one_tensor_are_written_exactly(self, rows):
         case = make_case(rows, sizes=FULL, device="cuda")
         cpu.assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(cpu.triton_kernel("qkv.gluon"), case)
 
@@ -291,7 +291,7 @@ def names(bound: Bound) -> list[tuple[int, str]]:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_the_kernels_cannot_multiply_is_left_to_others():
+def test_sizes_that_the_kernels_cannot_multiply_go_to_other_kernels():
     weight = torch.zeros(128, 64, dtype=torch.bfloat16)
     bf16 = torch.bfloat16
     assert names(dense.bind_output(bf16, weight)) == [(0, "output.triton_gemv"), (32, "output.gluon")]
@@ -310,7 +310,7 @@ def test_what_the_kernels_cannot_multiply_is_left_to_others():
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_the_kernel_cannot_route_is_left_to_others():
+def test_sizes_that_the_kernel_cannot_route_go_to_other_kernels():
     def routed(experts: int, hidden: int = 2880) -> int | None:
         """From how many rows on."""
         bound = dense.bind_router(torch.bfloat16, torch.zeros(experts, hidden, dtype=torch.bfloat16))

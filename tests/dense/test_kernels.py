@@ -27,7 +27,7 @@ STEPS = [(1, 1), (3, 3), (5, 2)]
 
 
 def triton_kernel(name: str) -> Callable:
-    """A kernel by its registered name, imported when it is called. The Gluon ones have files of their own."""
+    """A kernel by its registered name, imported when it is called. Gluon kernels have separate files."""
     load_kernels()
     spec = registry.kernels[f"dense.{name}"]
 
@@ -118,7 +118,7 @@ def assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel: Callab
 
 
 @pytest.mark.parametrize("kernel", each(QKV))
-def test_values_that_follow_their_keys_in_one_tensor_are_written_with_the_same_bits(kernel: Callable) -> None:
+def test_values_beside_keys_in_one_tensor_are_written_exactly(kernel: Callable) -> None:
     assert_that_one_tensor_for_keys_and_values_gets_the_same_bits(kernel, make_case(1, dtype=torch.float32))
 
 
@@ -129,7 +129,7 @@ def test_every_registered_kernel_is_compared() -> None:
 
 
 def mistaken(check: Check, mutation: Mutation, precision: str) -> Iterator[tuple[Outputs, Outputs]]:
-    """What a kernel that makes the mistake answers to the calls of `npu-gptoss verify`, each beside what is right."""
+    """The answers of a kernel with this mistake to the calls of `npu-gptoss verify`, each with the right answer."""
     for spec in specs_of(registry.kernels[f"{check.name}.small_ops"], check, 0, 0):
         for call in check.calls(spec) if spec.precision == precision else ():
             wrong = mutation.answer(call.inputs, check.definition)

@@ -1,4 +1,4 @@
-"""What the public dense ops refuse, and what they select."""
+"""Refusals and selections of the public dense ops."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def case() -> Case:
         ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
     ],
 )
-def test_qkv_refuses_what_does_not_fit(case: Case, changes: dict[str, object], field: str) -> None:
+def test_qkv_refuses_shapes_that_do_not_fit(case: Case, changes: dict[str, object], field: str) -> None:
     with refused(field):
         case.run("qkv", dense.qkv, **changes)
 
 
-def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
+def test_other_operations_refuse_shapes_that_do_not_fit(case: Case) -> None:
     for residual in (case.residual[:2], case.residual[:, :5]):
         with refused("residual"):
             dense.output(case.attended, case.output_weight, case.output_bias, residual)
@@ -66,7 +66,7 @@ def test_the_others_refuse_what_does_not_fit(case: Case) -> None:
         dense.greedy(torch.zeros(3, 4), out=torch.zeros(3))
 
 
-def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_chosen_by_the_arguments_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for one dtype would read another as garbage; one for a single row leaves out the rest."""
     asked = []
 
@@ -98,7 +98,7 @@ def test_a_kernel_is_chosen_by_what_the_call_passes(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_row_without_a_slot_is_stored_nowhere_by_the_definition(case: Case) -> None:
-    """As the last slot of the cache it would look like a place: -1 counts from the end."""
+    """-1 counts from the end, so it would look like the last slot of the cache."""
     keys, values = case.caches()
     slots = case.metadata.slot_mapping.clone()
     slots[1] = -1
@@ -109,8 +109,9 @@ def test_a_row_without_a_slot_is_stored_nowhere_by_the_definition(case: Case) ->
 
 
 @pytest.mark.parametrize("kernel", ["reference", "small_ops"])
-def test_slots_behind_the_real_rows_are_nobodys(kernel: str) -> None:
-    """A graph's mapping has an entry for each row of the bucket; those of padding are left over from earlier steps."""
+def test_slots_after_the_real_rows_are_never_written(kernel: str) -> None:
+    """A graph's mapping has an entry for each row of the bucket; entries of padding are left over from earlier
+    steps."""
     case = make_case(4, 2)
     keys, values = case.caches()
     real = case.metadata.slot_mapping
@@ -128,8 +129,8 @@ def test_nothing_to_add_gives_the_residual_itself(case: Case) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_the_residual_stream_is_not_rounded_and_what_a_product_reads_is_once(first: bool) -> None:
-    """first: the stream is what the embedding gives, in bf16."""
+def test_residual_stays_float32_and_inputs_are_rounded_once(first: bool) -> None:
+    """first: the stream is the embedding, in bf16."""
     case = make_case(3, first=first)
     hidden = case.residual.float() + case.delta.float()
     normed = (case.norm * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5))).to(torch.bfloat16)
@@ -150,7 +151,7 @@ def test_the_residual_stream_is_not_rounded_and_what_a_product_reads_is_once(fir
         ("ascend", 300, "dense.qkv.small_ops"),
     ],
 )
-def test_what_is_selected_for_bf16(platform: str, rows: int, selected: str) -> None:
+def test_bf16_selects_the_expected_kernels(platform: str, rows: int, selected: str) -> None:
     with platform_override(platform, frozenset({"triton"})):
         assert explain(QKV, *example(QKV, rows=rows)).selected.name == selected
 

@@ -1,6 +1,6 @@
 """A recorder for the CPU, which has no graphs: a replay runs the work again and puts the result where the first was.
 
-What it shares with a real one: whatever is to change from step to step must lie in tensors that stay where they are,
+It shares two rules with a real recorder: values that change from step to step lie in tensors of fixed address,
 and results are overwritten by the next replay.
 """
 

@@ -1,4 +1,4 @@
-"""bf16 against fp32, beside transformers' own bf16; and why greedy answers part where they do.
+"""bf16 against fp32, compared with transformers' bf16; and the reason why greedy answers differ.
 
 `make test PYTEST_ARGS="tests/engine/test_bf16.py -s"` prints the figures of docs/numerics.md.
 """

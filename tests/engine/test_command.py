@@ -74,7 +74,7 @@ def prompts_file(tmp_path: Path, *lines: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_json_is_what_the_engine_computes(capsys: pytest.CaptureFixture[str], directory: Path, engine: Engine) -> None:
+def test_json_equals_the_engines_result(capsys: pytest.CaptureFixture[str], directory: Path, engine: Engine) -> None:
     (row,) = rows(capsys, directory, "--prompt-ids", "1,2, 3", "--max-tokens", "6", "--logprobs", "2")
     result = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=6, logprobs=2))[0]
     assert list(row) == ["prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"]
@@ -265,7 +265,8 @@ def test_chats_are_rendered_as_harmony_and_their_answers_parsed(capsys, chat_dir
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat_directory, tmp_path, ignore) -> None:
-    """Also where the checkpoint lists fewer stop tokens; a prompt that is no chat has those of the checkpoint only."""
+    """Also where the checkpoint lists fewer stop tokens; a prompt that is no chat has the stop tokens of the
+    checkpoint only."""
     asked: list[SamplingParams] = []
 
     class Recording:
@@ -296,7 +297,7 @@ def test_chats_end_where_harmony_says_unless_they_are_to_go_on(monkeypatch, chat
 
 
 def test_nothing_but_the_answer_reaches_standard_output(directory: Path) -> None:
-    """Nor what C libraries print while the model loads; the noise here goes to file descriptor 1 directly."""
+    """Nor the output of C libraries while the model loads; the noise here goes to file descriptor 1 directly."""
     code = (
         "import os, sys; from npu_gptoss import cli; from npu_gptoss.model.transformer import GptOss;"
         "load = GptOss.load.__func__;"

@@ -52,7 +52,7 @@ def launched_one_by_one(directory: Path, graphs: str) -> Engine:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requests", range(1, 9))
-def test_replayed_tokens_are_bit_for_bit_those_launched_one_by_one(mode, requests, directory, prompts) -> None:
+def test_replayed_tokens_equal_launched_tokens_bit_for_bit(mode, requests, directory, prompts) -> None:
     params = SamplingParams(max_tokens=40)
     want = tokens(launched_one_by_one(directory, mode), prompts[:requests], params)
     assert tokens(engine(directory, mode), prompts[:requests], params) == want
@@ -79,7 +79,7 @@ def test_kernels_that_cannot_be_captured_are_named_as_the_reason(directory: Path
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_rows_change_nothing(mode: str, directory: Path, prompts: list[list[int]]) -> None:
-    """Three requests in the bucket of four, whatever ran in it before."""
+    """Three requests in the bucket of four, after other requests ran in it."""
     graphed = engine(directory, mode)
     params = SamplingParams(max_tokens=40)
     first = tokens(graphed, prompts[:3], params)
@@ -120,7 +120,7 @@ def test_a_block_table_that_is_stale_is_noticed(directory, expected, prompts, mo
     assert mistaken(directory, expected, prompts)
 
 
-def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(directory, expected, prompts, monkeypatch):
+def test_graph_that_reads_a_stale_tensor_is_noticed(directory, expected, prompts, monkeypatch):
     """The classic: a step's inputs replaced instead of overwritten, so that the graph goes on reading the old ones."""
 
     def replaced(self: DecodeState, token_ids: list, positions: list, tables: list) -> None:
@@ -139,7 +139,7 @@ def test_a_graph_that_reads_another_tensor_than_the_one_refreshed_is_noticed(dir
 
 
 def test_work_that_asks_the_device_cannot_be_captured() -> None:
-    """What a capture does not hold must not be skipped without a word."""
+    """Work outside of a capture must not be skipped without an error."""
     values = torch.ones(4, device="cuda")
     with pytest.raises(InputError, match="cannot be captured"):
         Recorder(values.device).record(lambda: values + float(values.sum()))

@@ -75,14 +75,14 @@ def count_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 
 @pytest.mark.parametrize("requests", range(1, len(LENGTHS) + 1))
-def test_greedy_tokens_are_those_without_graphs(requests, plain, graphed, prompts) -> None:
-    """Three requests run in the bucket of four, five to seven in that of eight."""
+def test_greedy_tokens_are_the_same_without_graphs(requests, plain, graphed, prompts) -> None:
+    """Three requests run in the bucket of four, five to seven in the bucket of eight."""
     params = SamplingParams(max_tokens=24)
     assert tokens(graphed, prompts[:requests], params) == tokens(plain, prompts[:requests], params)
 
 
 def test_steps_are_launched_ahead_and_loaded_by_the_host_once(graphed, prompts, monkeypatch) -> None:
-    """Else the test above proves nothing about the inputs that the device moves on by itself."""
+    """Else the test above proves nothing about the inputs that the device advances."""
     counts = count_launches(graphed, monkeypatch)
     tokens(graphed, prompts[:3], SamplingParams(max_tokens=40))
     assert counts == {"launch": 1, "launch_next": 38}
@@ -90,7 +90,7 @@ def test_steps_are_launched_ahead_and_loaded_by_the_host_once(graphed, prompts, 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_prompts_alone_are_computed_without_graphs(temperature, graphed, prompts, monkeypatch) -> None:
-    """A request whose place in the cache the host loses track of would compute its last tokens again."""
+    """If the host loses a request's place in the cache, the request computes its last tokens again."""
     steps = []
     right = graphed._compute
     monkeypatch.setattr(graphed, "_compute", lambda chunks: (steps.append(len(chunks)), right(chunks)))
@@ -113,7 +113,7 @@ def test_requests_that_end_at_different_times_hand_their_rows_on(plain, graphed,
     assert [result.token_ids for result in graphed.generate(prompts, each)] == want
 
 
-def test_what_was_launched_behind_a_stop_token_is_thrown_away(plain, graphed, prompts) -> None:
+def test_step_launched_after_a_stop_token_is_discarded(plain, graphed, prompts) -> None:
     free = tokens(plain, prompts, SamplingParams(max_tokens=20))
     stops = SamplingParams(max_tokens=20, stop_token_ids=(free[0][4], free[3][9]))
     want = tokens(plain, prompts, stops)
@@ -121,7 +121,7 @@ def test_what_was_launched_behind_a_stop_token_is_thrown_away(plain, graphed, pr
     assert tokens(graphed, prompts, stops) == want
 
 
-def test_sampled_tokens_and_logprobs_are_those_without_graphs(plain, graphed, prompts) -> None:
+def test_sampled_tokens_and_logprobs_are_the_same_without_graphs(plain, graphed, prompts) -> None:
     each = [
         SamplingParams(max_tokens=9, temperature=1.0, seed=3),
         SamplingParams(max_tokens=9),
@@ -146,7 +146,7 @@ def test_greedy_requests_get_their_logprobs_from_graphs_too(plain, graphed, prom
         )
 
 
-def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call(plain, graphed, prompts) -> None:
+def test_step_launched_before_an_interrupt_is_discarded(plain, graphed, prompts) -> None:
     def interrupt(requests: Sequence[Request]) -> None:
         if requests[0].num_generated == 4:  # the step of the last token is under way
             raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def test_a_step_launched_ahead_of_an_interrupt_does_not_turn_up_in_the_next_call
     assert tokens(graphed, prompts[1:3], params) == tokens(plain, prompts[1:3], params)
 
 
-def test_a_request_that_arrives_or_is_cancelled_between_steps_launched_ahead_changes_no_tokens(
+def test_arrival_or_cancel_between_early_steps_changes_no_tokens(
     plain: Engine, graphed: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that runs ahead for ever would never admit the second, and the third's end would leave a gap."""
@@ -210,7 +210,7 @@ def test_graphs_reach_the_end_of_a_context_that_fills_no_whole_block(tmp_path: P
 
 
 def test_logits_of_a_prompt_of_one_token_do_not_come_from_a_graph(plain, graphed, prompts) -> None:
-    """The step looks like decode, but somebody wants more of it than the next token."""
+    """The step looks like decode, but its caller wants more than the next token."""
     assert len(prompts[0]) == 1
     assert torch.equal(graphed.logits(prompts[0]), plain.logits(prompts[0]))
 
@@ -248,7 +248,7 @@ def test_each_new_block_is_sent_to_the_device_once(graphed, prompts, monkeypatch
 
 
 def test_a_graph_reaches_as_far_as_the_longest_request(graphed: Engine) -> None:
-    """Kernels cut what lies beyond: no error, only forgotten keys."""
+    """Kernels cut longer lengths: no error, only forgotten keys."""
     assert graphed.graphs._metadata(graphed.graphs.state).max_seq_len >= graphed.max_length - 1
 
 
@@ -275,7 +275,7 @@ def test_logits_that_are_not_finite_stop_a_graph_too(directory: Path, temperatur
 
 
 def load_without(name: str) -> Callable:
-    """`load` that forgets one of the inputs: the graph sees what an earlier step left."""
+    """`load` that forgets one of the inputs: the graph sees the value of an earlier step."""
     right = DecodeState.load
 
     def load(self: DecodeState, *args: object) -> None:
@@ -296,7 +296,7 @@ def advance_without(name: str) -> Callable:
 
 
 def mistaken(directory: Path, plain: Engine, prompts: list[list[int]]) -> bool:
-    """Whether the engine as it now is computes other tokens, in either mode."""
+    """True when the engine now computes other tokens, in either mode."""
     params = SamplingParams(max_tokens=24)
     want = tokens(plain, prompts, params)
     for mode in MODES:
@@ -319,7 +319,7 @@ def test_an_input_that_the_device_does_not_move_on_is_noticed(name, directory, p
     assert mistaken(directory, plain, prompts)
 
 
-def test_a_block_that_the_device_is_not_told_of_is_noticed(directory, plain, prompts, monkeypatch) -> None:
+def test_block_missing_in_the_device_table_is_noticed(directory, plain, prompts, monkeypatch) -> None:
     monkeypatch.setattr(DecodeState, "set_blocks", lambda self, entries: None)
     assert mistaken(directory, plain, prompts)
 

@@ -1,4 +1,4 @@
-"""The offline engine against transformers, whatever the batch, the chunks and the room in the cache."""
+"""The offline engine against transformers, for any batch, chunks and cache size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_logits_of_a_mixed_batch_equal_transformers(engine, prompts, expected_lo
     assert is_idle(engine)
 
 
-def test_logits_of_the_last_tokens_alone_are_those_among_all(engine, prompts, expected_logits) -> None:
+def test_logits_of_the_last_tokens_equal_the_logits_of_all(engine, prompts, expected_logits) -> None:
     last = [1 + index % len(prompt) for index, prompt in enumerate(prompts)]
     wanted = [logits[-count:] for logits, count in zip(expected_logits, last, strict=True)]
     found = engine.batch_logits(prompts, last=last)
@@ -117,7 +117,7 @@ def finished(engine: Engine) -> dict[Request, Result]:
     return ended
 
 
-def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(engine, prompts, expected_tokens) -> None:
+def test_late_requests_get_the_tokens_of_transformers(engine, prompts, expected_tokens) -> None:
     params, requests, ended = SamplingParams(max_tokens=GREEDY), [], {}
     for prompt in prompts[:6]:
         requests.append(engine.add_request(prompt, params))
@@ -128,7 +128,7 @@ def test_requests_that_arrive_while_others_run_get_the_tokens_of_transformers(en
     assert engine.step() == []
 
 
-def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(engine, prompts, expected_tokens) -> None:
+def test_cancelled_request_keeps_its_tokens_and_frees_its_blocks(engine, prompts, expected_tokens) -> None:
     cancelled, waiting, other = (engine.add_request(prompt, SamplingParams(max_tokens=9)) for prompt in prompts[:3])
     engine.cancel(waiting)
     for _ in range(4):
@@ -147,7 +147,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(engine, prom
 
 
 def test_a_full_cache_delays_requests_but_loses_nothing(directory, prompts, expected_tokens) -> None:
-    """46 blocks of 16 hold the longest request (732 tokens) and nothing beside it."""
+    """46 blocks of 16 hold the longest request (732 tokens) and no other."""
     engine = Engine(directory, dtype="float32", num_blocks=46, max_batch_tokens=300)
     assert tokens(engine.generate(prompts, SamplingParams(max_tokens=GREEDY))) == expected_tokens
     assert is_idle(engine)
@@ -269,7 +269,7 @@ def test_stop_tokens_come_from_both_configurations(tmp_path, generation_config, 
 # Log-probabilities
 
 
-def test_logprobs_are_those_of_transformers(engine: Engine, oracle: GptOssForCausalLM) -> None:
+def test_logprobs_equal_transformers(engine: Engine, oracle: GptOssForCausalLM) -> None:
     prompt = random_prompts([140], 512, seed=4)[0]
     params = SamplingParams(max_tokens=8, temperature=1.0, top_k=40, seed=1, logprobs=3, prompt_logprobs=2)
     result = engine.generate([prompt], params)[0]
@@ -302,7 +302,7 @@ def test_logprobs_go_to_the_requests_that_asked_for_them(engine: Engine) -> None
 
 
 def test_the_logits_of_a_long_prompt_are_held_a_few_rows_at_a_time(engine, monkeypatch) -> None:
-    """At the published vocabulary those of 100 000 tokens would take 80 GB."""
+    """At the published vocabulary the logits of 100 000 tokens would take 80 GB."""
     rows = []
     right = engine.model.logits
     monkeypatch.setattr(engine.model, "logits", lambda hidden: (rows.append(len(hidden)), right(hidden))[1])
@@ -373,7 +373,7 @@ def test_an_infinite_logit_is_an_error_though_it_could_be_chosen(tmp_path: Path,
         engine.generate([[1, 2]], SamplingParams(max_tokens=1, temperature=temperature))
 
 
-def test_nan_weights_are_an_error_instead_of_garbage_and_leave_the_engine_empty(tmp_path: Path) -> None:
+def test_nan_weights_are_an_error_and_leave_the_engine_empty(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, layers=1)
     engine = Engine(tmp_path, num_blocks=20)
     engine.model.norm[3] = math.nan
@@ -400,7 +400,7 @@ def test_an_interrupted_call_leaves_no_request_behind(engine: Engine) -> None:
     [("auto", "float32"), ("bf16", "float32"), ("mxfp4", "mxfp4"), ("fp8", "float8_e4m3fn")],
 )
 def test_experts_reach_their_kernel_in_the_format_asked_for(tmp_path, monkeypatch, weights, expected, streamed) -> None:
-    """A CPU computes the same with either, so that only the format itself tells; "bf16" is floats in the dtype."""
+    """A CPU computes the same with either, so the test compares the format; "bf16" is floats in the dtype."""
     config = write_random_checkpoint(tmp_path, layers=2, mxfp4=True)
     formats = []
     right = assembly.prepare_experts
@@ -415,7 +415,7 @@ def test_the_cache_is_no_larger_than_the_batch_can_use(tmp_path: Path) -> None:
     assert Engine(tmp_path, max_batch_size=3).scheduler.allocator.num_blocks == 3 * 7
 
 
-def test_a_step_on_a_cpu_has_2048_rows_where_nobody_says_how_many(engine: Engine) -> None:
+def test_default_step_on_a_cpu_has_2048_rows(engine: Engine) -> None:
     """An accelerator's 16384 would take minutes, in which an interrupt waits."""
     assert engine.scheduler.max_batch_tokens == 2048
 

@@ -43,7 +43,7 @@ def alone(directory: Path) -> dict[str, list]:
 
 
 def on_ranks(directory: Path, size: int, *layouts: str, device: str = "cpu") -> list[list[dict[str, list]]]:
-    """What each rank answers with each of `layouts` (experts, graphs, …).
+    """The answers of each rank with each of `layouts` (experts, graphs, …).
 
     They write to files: a rank that waits for a reader keeps the others from ending.
     """
@@ -73,7 +73,7 @@ def read(file: IO[str]) -> str:
     return file.read()
 
 
-def test_two_ranks_compute_what_one_does(directory: Path, alone: dict[str, list]) -> None:
+def test_two_ranks_compute_the_tokens_of_one_rank(directory: Path, alone: dict[str, list]) -> None:
     """Every tensor cut, and experts dealt out, with graphs."""
     first, second = on_ranks(directory, 2, TENSOR, "none", EXPERT, "full")
     assert first == second  # bit for bit: whoever parts company computes another step than the others
@@ -90,7 +90,7 @@ def test_two_ranks_compute_what_one_does(directory: Path, alone: dict[str, list]
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: make test-cuda")
 @pytest.mark.parametrize("experts", [TENSOR, EXPERT])
 @pytest.mark.parametrize("size", [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())])
-def test_gpus_over_nccl_compute_what_one_does(size: int, experts: str, tmp_path: Path) -> None:
+def test_gpus_over_nccl_compute_the_tokens_of_one_gpu(size: int, experts: str, tmp_path: Path) -> None:
     """In bf16 and with NCCL inside the graphs: one set of bits on all ranks, and one GPU's logits but for rounding."""
     write_random_checkpoint(tmp_path, layers=2, hidden=256, intermediate=256, heads=8, kv_heads=4, mxfp4=True)
     want = torch.tensor(answers(Engine(tmp_path, device="cuda", num_blocks=100, graph_sizes=(1, 2, 4)))["logits"])
@@ -119,7 +119,7 @@ def test_generate_under_torchrun_answers_once(directory: Path) -> None:
     assert [row["token_ids"] for row in json.loads(together.stdout)] == [list(result.token_ids) for result in alone]
 
 
-def test_bench_under_torchrun_prints_and_writes_one_table_that_names_its_layout(directory, tmp_path) -> None:
+def test_bench_under_torchrun_writes_one_table_with_its_layout(directory, tmp_path) -> None:
     bench = ["-m", "npu_gptoss.cli", "bench", "decode", "--model", str(directory), "--device", "cpu"]
     bench += ["--num-blocks", "20", "--batch", "2", "--context", "20", "300", "--steps", "2", "--gpu-price", "1"]
     run = run_python(under_torchrun([*bench, "--share-experts", "expert", "--json", str(tmp_path / "decode.json")]))
@@ -169,7 +169,7 @@ for experts in (TENSOR, EXPERT):
 
 
 def test_the_group_of_processes_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the process waits at its end, or warns, and no second engine could be made in it. In a process of its own:
+    """Else the process waits at its end, or warns, and no second engine could be made in it. In a separate process:
     vLLM leaves its group in this one."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in {**place, "TORCHELASTIC_RUN_ID": "test"}.items():

@@ -17,7 +17,7 @@ def write(tmp_path: Path, *lines: str) -> Path:
 
 
 def test_three_forms_are_read_in_order_and_empty_lines_count_as_lines(tmp_path: Path) -> None:
-    """What only Unicode calls the end of a line is text."""
+    """Line ends of Unicode alone are text."""
     messages = '{"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low"}'
     path = write(tmp_path, '{"prompt": "a\u2028b\x85c"}', "", "  ", '{"prompt_token_ids": [1, 2]}', messages, "")
     text, ids, chat = read_prompts_file(path)

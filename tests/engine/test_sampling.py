@@ -1,4 +1,4 @@
-"""Sampling cuts the right tokens off, follows the distribution, and does not care who else is in the batch."""
+"""Sampling cuts the right tokens off, follows the distribution, and does not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_top_k_the_least_likely_token_of_many_can_be_drawn() -> None:
     assert choose(torch.zeros(1, 1000), [SamplingParams(temperature=1.0)], [0.9999]).item() == 999
 
 
-def test_top_p_counts_what_top_k_has_left() -> None:
+def test_top_p_counts_the_tokens_that_top_k_left() -> None:
     """Of {0.4, 0.3} the first alone is 0.57: enough for 0.5, which it would not be of all five."""
     assert draw_many(100, top_k=2, top_p=0.5)[1] == 1
     assert draw_many(100, top_p=0.5)[1] < 1
@@ -86,7 +86,7 @@ def test_a_small_temperature_still_draws_between_near_ties() -> None:
 
 
 def test_the_largest_draw_stays_inside_the_kept_tokens() -> None:
-    """As float32 this draw is 1, beyond the whole distribution."""
+    """In float32 this draw is 1, beyond the whole distribution."""
     draw = math.nextafter(1.0, 0.0)
     logits = torch.randn(1, 200_000, generator=torch.Generator().manual_seed(0)) * 5
     for top_k in (1, 3, 0):

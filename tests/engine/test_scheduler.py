@@ -112,7 +112,7 @@ def test_the_youngest_gives_way_and_keeps_its_tokens() -> None:
     assert old.num_generated == 4
 
 
-def test_a_preempted_request_goes_before_those_that_never_ran() -> None:
+def test_preempted_request_runs_before_new_requests() -> None:
     scheduler = make_scheduler(blocks=2)
     old, young, new = make_request(4, max_tokens=3), make_request(3, max_tokens=2), make_request(1)
     add(scheduler, old, young, new)
@@ -144,7 +144,7 @@ class Load:
 @pytest.mark.parametrize(
     "load", [Load(12, 4, 16, 8), Load(40, 1, 5, 100), Load(3, 16, 64, 3), Load(100, 4, 7, 2), Load(10, 5, 1, 4)]
 )
-def test_whatever_the_load_every_request_finishes_once_and_no_block_is_shared(load: Load) -> None:
+def test_every_request_finishes_once_and_no_block_is_shared(load: Load) -> None:
     """Random requests into a cache that is far too small for them all; each alone fits."""
     rng = random.Random(0)
     scheduler = make_scheduler(load.blocks, load.block_size, load.tokens, load.size)

@@ -32,6 +32,6 @@ def test_sizes_that_are_none_are_refused(sizes: list[int]) -> None:
         checked_sizes(sizes)
 
 
-def test_graphs_for_nobody_are_refused() -> None:
+def test_graphs_for_no_request_are_refused() -> None:
     with refused("max_requests"):
         capture_sizes(0)

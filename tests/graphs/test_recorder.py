@@ -1,4 +1,4 @@
-"""What a recorder asks of the device, on a device that only keeps account: a CPU has no graphs."""
+"""The recorder's calls to a device, on a stand-in that only records them: a CPU has no graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.refused import refused
 
 
 class Device:
-    """Stands in for torch.cuda or torch.npu. `events`: what happened, in order."""
+    """A stand-in for torch.cuda or torch.npu. `events`: the calls, in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_work_is_warmed_up_aside_captured_and_run_once(device: Device, kind: str) -> None:
-    """What a capture returns is not computed yet, and the next piece that is recorded reads it."""
+    """A capture's result is not computed yet, and the next recorded piece reads it."""
     results = []
 
     def work() -> int:

@@ -1,4 +1,4 @@
-"""What the host fills for a decode step; what the device makes of it is test_advance.py's."""
+"""The host's inputs of a decode step; test_advance.py tests the device's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""openai-harmony's encoding and a tokenizer.json of the published vocabulary, neither from the network."""
+"""openai-harmony's encoding and a tokenizer.json of the published vocabulary, both without the network."""
 
 from __future__ import annotations
 

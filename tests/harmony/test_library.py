@@ -1,4 +1,4 @@
-"""openai-harmony's vocabulary is found or built without the network, or one sentence says what is lacking."""
+"""openai-harmony's vocabulary is found or built without the network, or one sentence names the missing file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_vocabulary_is_not_built_from_the_checkpoint(directory, tmp_path):
     assert not (checkpoint / VOCABULARY_FILE).exists()  # the checkpoint is the user's
 
 
-def test_a_vocabulary_beside_the_checkpoint_is_not_found(published, tmp_path):
+def test_missing_vocabulary_of_a_checkpoint_is_reported(published, tmp_path):
     (tmp_path / VOCABULARY_FILE).write_bytes(published)
     done = load_in_a_new_process(tmp_path)
     assert done.stdout == "[24912]\n", done.stderr

@@ -1,5 +1,5 @@
-"""What a model may write, well or badly spelled: nothing raises, no text of a message is lost, and what is well formed
-is read as openai-harmony's strict parser reads it."""
+"""Turns of a model, well or badly spelled: nothing raises, no text is lost, and well-formed turns
+are read like openai-harmony's strict parser reads them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Written:
 
 
 def well_formed(draw: random.Random) -> list[Written]:
-    """A turn: reasoning and preambles, then an answer, a call, or neither because it is cut off."""
+    """A turn: reasoning and preambles, then an answer or a call, or a cut-off end."""
     messages = []
     for number in range(draw.randrange(4)):
         channel = draw.choice(("analysis", "analysis", "commentary"))
@@ -91,7 +91,7 @@ def noisy(library: HarmonyEncoding, draw: random.Random) -> list[int]:
 
 
 def read(library: HarmonyEncoding, tokens: list[int]) -> tuple[TolerantParser, str]:
-    """The parser at the end, and the text that it told as it came."""
+    """The parser at the end, and the text that it emitted on the way."""
     parser, told = TolerantParser(library, role=Role.ASSISTANT), ""
     for token in tokens:
         told += parser.process(token).last_content_delta or ""
@@ -117,7 +117,7 @@ def test_any_tokens_at_all_are_read_without_an_exception(library):
         read(library, noisy(library, draw))
 
 
-def test_what_is_well_formed_is_read_as_the_strict_parser_reads_it(library):
+def test_well_formed_turns_are_read_like_the_strict_parser(library):
     draw = random.Random(2)
     for _ in range(1000):
         tokens = tokens_of(library, (piece for message in well_formed(draw) for piece in message.pieces))
@@ -130,7 +130,7 @@ def test_what_is_well_formed_is_read_as_the_strict_parser_reads_it(library):
         assert [m.to_dict() for m in ours.messages] == [m.to_dict() for m in strict.messages]
 
 
-def test_a_message_is_told_with_the_token_that_ends_it_though_it_is_read_once(library, monkeypatch):
+def test_message_is_completed_by_the_token_that_ends_it(library, monkeypatch):
     """vLLM 0.33 asks after every token; to read them all again took longer than the rest of a token's parsing."""
     draw, read_again, asked = random.Random(3), [], 0
     strict = StreamableParser.messages.fget
@@ -189,7 +189,7 @@ def test_a_format_behind_the_channel_is_no_recipient(library, begin, header, cha
     assert parser.process_eos().messages[-1].recipient == recipient
 
 
-def test_what_the_model_writes_as_somebody_else_is_not_told(library):
+def test_text_of_another_role_is_not_sent(library):
     text = "<|channel|>analysis<|message|>a<|end|><|start|>user<|channel|><|message|>b<|end|>"
     parser, told = read(library, library.encode(text, allowed_special="all"))
     assert (told, len(parser.messages)) == ("a", 1)

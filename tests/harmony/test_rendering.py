@@ -1,4 +1,4 @@
-"""Our framing and the checkpoint's tokenizer give openai-harmony's token ids, whatever the texts are, and quickly."""
+"""Our framing and the checkpoint's tokenizer give openai-harmony's token ids for all texts, and quickly."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def turns(rng: random.Random) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_ids_are_those_of_openai_harmony(encoder, library, seed):
+def test_ids_equal_openai_harmony(encoder, library, seed):
     rng = random.Random(seed)
     messages = turns(rng)
     theirs = library.render_conversation_for_completion(
@@ -128,7 +128,7 @@ def test_the_library_as_tokenizer_gives_the_same_ids(encoder, library, seed):
 
 
 def test_long_texts_in_a_tool_come_back_as_the_library_writes_them(library):
-    """Each place of a schema by itself: above the length that is replaced, with what JSON and comments change."""
+    """Each place of a schema alone: above the replaced length, with characters that JSON and comments change."""
     long = 'say "null"\\ \n\r\nand 🙂 ' + "x" * LONGEST_SHOWN
     for place in ("title", "description", "default", "nested default", "examples", "enum", "name", "tool", "variant"):
         field: dict[str, Any] = {"type": "string", "nullable": True}
@@ -204,7 +204,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(encoder, library
     ("tokens", "max_tokens", "numbers"),
     [(100, None, ("100",)), (150, 3, ("150",)), (99, 2, ("101", "99", "2")), (90, 11, ("101", "90", "11"))],
 )
-def test_what_does_not_fit_is_refused_with_its_numbers(tokens, max_tokens, numbers):
+def test_conversation_beyond_the_context_is_refused_with_numbers(tokens, max_tokens, numbers):
     check_length(100, 99, None)
     check_length(100, 90, 10)
     with pytest.raises(ContextError) as refusal:

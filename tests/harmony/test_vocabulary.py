@@ -153,5 +153,5 @@ def test_vocabulary_command_needs_no_torch_and_no_vllm():
 
 
 def test_tokenizer_files_carry_the_same_vocabulary(tmp_path, directory):
-    """What `tiny` writes must be readable by `vocabulary`: the two directions of one table."""
+    """`vocabulary` must read the files of `tiny`: the two directions of one table."""
     assert is_published_vocabulary(build_vocabulary(directory, tmp_path / "out"))

@@ -10,7 +10,7 @@ from npu_gptoss.kernels.registry import Operation, define_operation, registry
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test defines and registers is gone after it; no third-party kernels come in."""
+    """Removes a test's operations and kernels after it; keeps third-party kernels out."""
     monkeypatch.setattr(loading, "_plugins_loaded", True)
     loading.load_kernels()  # first, or the built-in kernels would be gone with this test's copies
     monkeypatch.setattr(registry, "operations", dict(registry.operations))

@@ -50,9 +50,7 @@ def test_explain_answers_for_another_platform_and_dtype(capsys):
         ("cuda", ["moe.experts", "--set", "weight=mxfp4", "--set", "rows=2048"], "moe.experts.gluon_many"),
     ],
 )
-def test_a_platform_stands_for_its_supported_stack_whatever_is_installed_here(
-    capsys, monkeypatch, platform, settings, selected
-):
+def test_platform_option_means_its_supported_stack(capsys, monkeypatch, platform, settings, selected):
     """On a laptop without torch_npu it selected plain torch operations for a 910B."""
     monkeypatch.setattr("npu_gptoss.kernels.platform._detected", lambda: Platform("cpu"))
     assert main(["kernels", "explain", "--platform", platform, *settings]) == 0
@@ -63,7 +61,7 @@ def test_a_platform_stands_for_its_supported_stack_whatever_is_installed_here(
 @pytest.mark.parametrize(
     ("text", "value"), [("True", True), ("false", False), ("None", None), ("null", None), ("64", 64), ("few", "few")]
 )
-def test_values_mean_what_they_mean_in_python_and_in_json(operation, capsys, text, value):
+def test_values_are_read_as_python_or_json(operation, capsys, text, value):
     for handled, code in ((value, 0), ("something else", 1)):
         kernel(str(handled), size=frozenset({handled}))
         assert main(["kernels", "explain", "toy.add", "--set", f"size={text}"]) == code
@@ -103,7 +101,7 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(capsys, arguments, says)
     assert "Traceback" not in captured.err
 
 
-def test_listing_needs_neither_vllm_nor_torch_npu():
+def test_listing_imports_no_vllm_and_no_torch_npu():
     code = (
         "import sys\n"
         "for name in ('vllm', 'torch_npu', 'vllm_ascend', 'transformers'): sys.modules[name] = None\n"

@@ -35,7 +35,7 @@ def test_a_plugin_of_no_known_package_is_loaded_too(operation):
     assert registry.kernels["theirs"].origin == "unknown package:fast"
 
 
-def test_a_failing_plugin_is_a_warning_that_names_it_and_leaves_nothing_behind(operation, caplog):
+def test_failing_plugin_is_a_named_warning_and_registers_nothing(operation, caplog):
     def breaks_half_way():
         register()
         raise RuntimeError("no such library")
@@ -74,7 +74,7 @@ def test_the_first_question_finds_a_plugins_kernel(operation, monkeypatch, ask):
         assert selected_kernels() == (("toy.add", "theirs", "theirs"),)
 
 
-def test_loading_all_kernels_loads_those_of_plugins_in_the_order_of_their_names(operation, monkeypatch):
+def test_kernels_of_plugins_load_in_the_order_of_names(operation, monkeypatch):
     """Whichever comes second may find its name taken: that must not depend on the order of installation."""
     monkeypatch.setattr(loading, "_plugins_loaded", False)
     points = [entry_point(lambda n=name: lambda: register(n), name) for name in ("second", "first")]

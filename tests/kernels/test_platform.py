@@ -37,7 +37,7 @@ def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), True, "cpu"),  # torch_npu on a laptop
     ],
 )
-def test_platform_is_told_from_files_and_modules(tmp_path, monkeypatch, files, torch_npu, kind):
+def test_platform_is_detected_from_files_and_modules(tmp_path, monkeypatch, files, torch_npu, kind):
     monkeypatch.setattr(platform, "_installed", lambda name: name == "torch_npu" and torch_npu)
     assert detect(machine(tmp_path, *files)).kind == kind
 
@@ -61,7 +61,7 @@ def test_override_ends_with_its_block():
     assert current_platform() == before
 
 
-def test_override_keeps_what_is_installed_unless_told_otherwise(monkeypatch):
+def test_override_keeps_installed_features_by_default(monkeypatch):
     monkeypatch.setattr(platform, "_detected", lambda: Platform("cpu", frozenset({"triton"})))
     with platform_override("cuda") as there:
         assert there == Platform("cuda", frozenset({"triton"}))
@@ -75,7 +75,7 @@ def test_a_half_installed_module_is_no_feature(tmp_path, monkeypatch):
     assert "torch_npu" not in detect(machine(tmp_path)).features
 
 
-def test_what_kernels_may_ask_for_is_looked_up(tmp_path, monkeypatch):
+def test_features_that_kernels_ask_for_are_looked_up(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "_installed", lambda name: True)
     assert detect(machine(tmp_path)).features == {"torch_npu", "triton"}
 
@@ -88,7 +88,7 @@ def test_fp32_in_place_of_bf16_is_asked_for(tmp_path, monkeypatch, value):
 
 
 def test_a_kernel_for_a_platform_that_does_not_exist_is_refused():
-    """It would never run, and nobody would know why."""
+    """It would never run, without a reason."""
     with refused("platform"):
         Capability.of("npu")
 

@@ -33,7 +33,7 @@ def test_decorated_function_is_returned_unchanged_and_found(operation):
     assert (spec.name, spec.origin, spec.summary) == ("toy.add.small_ops", "npu_gptoss", "Adds one.")
 
 
-def test_same_name_is_refused_and_names_who_has_it(operation):
+def test_same_name_is_refused_with_the_owner_of_the_name(operation):
     register_kernel(operation, **GOOD)(add_one)
     with (
         registering_as("other:plugin"),

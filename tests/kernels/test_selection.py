@@ -42,7 +42,7 @@ def test_refusal_lists_every_kernel_with_every_reason(operation):
         assert part in text
 
 
-def test_one_fitting_combination_is_enough_and_else_the_nearest_gives_the_reasons(operation):
+def test_one_fitting_signature_is_enough_else_the_nearest_explains(operation):
     pair = define_operation("toy", "pair", roles=("a", "b"), traits=(), summary="two tensors")
     both = tuple(accepts(a=dtype, b=dtype) for dtype in ("float32", "bfloat16", "float16"))
     register_kernel(pair, solution="one", signatures=both, traits={}, priority=4)(lambda a, b: None)
@@ -71,7 +71,7 @@ def test_argument_beats_environment(operation, monkeypatch):
     assert select(operation, override="").kernel.solution == "c"
 
 
-def test_an_override_that_cannot_run_raises_all_its_reasons_instead_of_falling_back(operation):
+def test_impossible_override_raises_with_all_reasons(operation):
     kernel("slow")
     kernel("npu", x="float32", size=frozenset({128}), capability=Capability.of("ascend"))
     with pytest.raises(KernelError) as error:
@@ -122,7 +122,7 @@ def test_a_reference_that_was_asked_for_is_no_warning(operation, caplog):
     assert not caplog.records
 
 
-def test_explain_tells_selected_possible_and_refused(operation):
+def test_explain_lists_selected_possible_and_refused(operation):
     kernel("reference", priority=0)
     kernel("slow")
     kernel("npu", priority=12, capability=Capability.of("ascend"))
@@ -135,7 +135,7 @@ def test_explain_tells_selected_possible_and_refused(operation):
     ]
 
 
-def test_explain_tells_the_override_and_when_there_is_nothing(operation):
+def test_explain_names_the_override_and_an_empty_choice(operation):
     assert explain(operation, CALL, {"size": 64, "rows": 1}, platform=Platform("cpu")).lines() == [
         "toy.add on cpu for x bfloat16; rows=1, size=64",
         "  no kernel is registered",
@@ -150,7 +150,7 @@ def test_explain_tells_the_override_and_when_there_is_nothing(operation):
     ]
 
 
-def test_what_was_selected_is_listed_once_and_without_choices_that_a_registration_has_outdated(operation):
+def test_selection_list_has_no_duplicates_and_no_outdated_choices(operation):
     kernel("slow")
     select(operation)
     kernel("fast", priority=8, size=frozenset({128}))
@@ -193,7 +193,7 @@ def test_a_size_is_handled_up_to_both_ends_of_its_range(operation):
     assert explanation.candidates[0].reasons == ("handles rows 2 to 32, got 33",)
 
 
-def test_a_bound_layer_gets_at_every_size_what_a_single_call_gets(operation):
+def test_bound_layer_selects_like_a_single_call_at_every_size(operation):
     kernel("any")
     kernel("one", priority=12, rows=Range(most=1))
     kernel("few", priority=8, rows=Range(most=48))
@@ -212,7 +212,7 @@ def test_a_size_that_follows_from_another_bounds_a_range_too(operation):
     assert bound.of(128).kernel.solution == "large"
 
 
-def test_an_override_replaces_the_choice_where_it_can_run_and_raises_where_it_can_nowhere(operation, monkeypatch):
+def test_override_counts_where_it_can_run_and_raises_if_nowhere(operation, monkeypatch):
     kernel("any")
     kernel("fast", priority=8)
     kernel("few", rows=Range(2, 48))

@@ -1,4 +1,4 @@
-"""Which table of tiles counts: the GPU's own, the nearest, or a user's, and what is said of each."""
+"""The choice of a table of tiles: the GPU's own, the nearest, or a user's, and its message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "dense.output.16"
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Each test is a process of its own."""
+    """Each test starts like a new process."""
 
     def forget() -> None:
         tiles.table.cache_clear()
@@ -69,7 +69,7 @@ def test_another_gpu_gets_the_nearest_and_one_line(
     assert "npu-gptoss tune" in said
 
 
-def test_the_nearest_is_told_by_capability_then_multiprocessors_then_memory() -> None:
+def test_nearest_gpu_by_capability_then_processors_then_memory() -> None:
     gpus = (
         Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2039),
         Gpu("NVIDIA H100 PCIe", (9, 0), 114, 2000),
@@ -136,7 +136,7 @@ def test_a_spoiled_table_is_refused_with_the_command_that_writes_it_anew(
         read(path, shipped()[0])
 
 
-def test_what_tune_writes_is_what_is_read(tmp_path: Path) -> None:
+def test_table_written_by_tune_is_read_back(tmp_path: Path) -> None:
     path = written(tmp_path / "h100.json", splits=4)
     found = read(path, shipped()[0])
     assert found.gpu == H100
@@ -144,7 +144,7 @@ def test_what_tune_writes_is_what_is_read(tmp_path: Path) -> None:
     assert path.read_text() == as_text(found)
 
 
-def test_every_file_of_the_package_is_a_table_and_written_as_tune_writes_it() -> None:
+def test_every_shipped_table_has_the_format_of_tune() -> None:
     paths = sorted(tiles.FOLDER.glob("tiles-*.json"))
     assert [path.read_text() for path in paths] == [as_text(read(path, shipped()[0])) for path in paths]
     assert len({found.gpu.name for found in shipped()}) == len(paths)

@@ -29,7 +29,7 @@ def kernel(
     capability: Capability | None = None,
     **traits: object,
 ) -> None:
-    """Takes any size unless told otherwise; by default it answers with the name of its solution."""
+    """Takes any size by default, and answers with the name of its solution."""
     register_kernel(
         registry.operations["toy.add"],
         name=name,

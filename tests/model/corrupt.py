@@ -1,4 +1,4 @@
-"""Corrupt checkpoints from a seed: what disks, downloads, tools and bad intentions make of a good one.
+"""Corrupt checkpoints from a seed: damage by disks, downloads, tools and attackers.
 
 `case(seed, number)` is one corruption, the same for the same two numbers, so that a run can be cut into slices. It is
 applied to a copy of a pristine checkpoint (`write_pristine`): a small random one in either layout, in one file or in

@@ -6,7 +6,7 @@
 The parent imports everything once, so that a child takes a fraction of a second. A child has a limit of time and of
 memory. Outcomes: `refused` (one readable sentence), `right` (the tokens of the pristine checkpoint), `other numbers`
 (tokens differ, where the corruption changed numbers that no check can know to be wrong), `starts` (serve: everything is
-checked, the engine would be forked next), and what must not be: hang, memory, traceback, unreadable, wrong.
+checked, the engine would be forked next), and the failures: hang, memory, traceback, unreadable, wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def serve(directory: Path) -> int:
 
 
 def prepare(through: str) -> Callable[[Path], int]:
-    """Imports what the command will need, so that children need not."""
+    """Imports the command's modules, so that children need not."""
     if through == "generate":
         importlib.import_module("npu_gptoss.engine.command")
         return generate
@@ -179,7 +179,7 @@ def readable(text: str) -> bool:
 
 @contextlib.contextmanager
 def ready(through: str) -> Iterator[tuple[Callable[[Path], int], Path, Path]]:
-    """What `run` needs: the action, the pristine checkpoints with their tokens, and a scratch folder."""
+    """Yields the arguments of `run`: the action, the pristine checkpoints with their tokens, a scratch folder."""
     logging.disable(logging.NOTSET)
     torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
     action = prepare(through)

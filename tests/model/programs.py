@@ -1,5 +1,5 @@
-"""Which programs Triton would compile for a warm-up and for random steps, asked of its own keys without a GPU; and
-those in Gluon compiled, to the machine code of a Hopper GPU.
+"""Lists the programs that Triton would compile for a warm-up and for random steps, by its own keys, without a GPU; and
+compiles the Gluon programs to the machine code of a Hopper GPU.
 
 python -m tests.model.programs '[{"experts": 32, "gluon": true, "ranks": 1, "change": "", "reach": {...}}, ...]'
 python -m tests.model.programs --compile '["name", "ring", ""]'
@@ -62,7 +62,7 @@ def ask(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any)
 
 
 class Alone(Ranks):
-    """One of two, whom nobody answers."""
+    """One rank of two without an answer from the other."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -106,7 +106,7 @@ def random_steps(reach: subject.Reach, draw: random.Random) -> Iterator[StepMeta
 
 
 def serve(model: GptOss, caches: list[KVCache], step: StepMetadata, graph_rows: int) -> None:
-    """What of a step is launched, and not in a graph."""
+    """The launches of a step outside of a graph."""
     rows = step.num_tokens
     if rows > graph_rows:
         model.forward(empty(rows), empty(rows), caches, step, live=step.lengths)
@@ -163,12 +163,12 @@ class NoDriver:
 
 
 def innermost(error: BaseException) -> BaseException:
-    """A kernel's error tells no more than where it called what failed."""
+    """A kernel's error names only the call that failed."""
     return error if error.__cause__ is None else innermost(error.__cause__)
 
 
 def refused(change: str) -> dict[str, list[str]]:
-    """By kernel in Gluon, what is wrong with each of its programs: what the compiler says, or too much shared memory.
+    """The faults of each Gluon kernel's programs: the compiler's message, or too much shared memory.
 
     change: a mistake that must be seen: a `name` that a release of Gluon has not, or a `ring` of too many tiles.
     """

@@ -1,4 +1,4 @@
-"""The one check of a directory: what it takes of fine-tuned checkpoints, what it refuses before anything is loaded."""
+"""The check of a directory: it takes fine-tuned checkpoints and refuses damaged ones before anything is loaded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_fine_tunes_load_and_unknown_notes_are_one_warning_each(directory, tool,
         ("auto_map", {}),
     ],
 )
-def test_what_may_change_the_function_is_refused(directory: Path, field: str, value: Any) -> None:
+def test_field_that_may_change_the_model_is_refused(directory: Path, field: str, value: Any) -> None:
     change(directory, "config.json", **{field: value})
     assert refusal(directory).field == field
 
@@ -144,7 +144,7 @@ def test_a_generation_config_that_no_request_survives_is_refused(directory, fiel
     assert refusal(directory).field == named
 
 
-def test_an_absent_generation_config_stands_for_harmony_and_a_broken_one_does_not(directory: Path) -> None:
+def test_absent_generation_config_means_harmony_a_broken_one_fails(directory: Path) -> None:
     config = check_directory(directory)
     assert stop_token_ids(directory, config) == {250, 251}
     path = directory / "generation_config.json"
@@ -157,7 +157,7 @@ def test_an_absent_generation_config_stands_for_harmony_and_a_broken_one_does_no
 
 
 def test_a_tokenizer_that_panics_is_a_sentence(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The library's panic is a BaseException, and writes to the terminal by itself."""
+    """The library's panic is a BaseException, and the library writes it to the terminal."""
     pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
     change(directory, "tokenizer.json", pre_tokenizer=pattern)
     assert "tokenizer.json" in str(refusal(directory))
@@ -172,7 +172,7 @@ def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(directory: Path) 
     assert refusal(directory).field == "tokenizer.json"
 
 
-def test_what_is_missing_or_does_not_belong_is_named(directory: Path) -> None:
+def test_missing_and_foreign_files_are_named(directory: Path) -> None:
     (directory / "other.safetensors").write_bytes(b"x")
     assert "other.safetensors" in str(refusal(directory))
     (directory / "other.safetensors").unlink()

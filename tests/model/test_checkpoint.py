@@ -40,7 +40,7 @@ def small_config(*, mxfp4: bool = False, dtype: str = "bfloat16") -> GptOssConfi
 
 
 def stored(directory: Path, tensors: Tensors) -> Path:
-    """Writes tensors as they are, right or wrong."""
+    """Writes tensors unchanged, right or wrong."""
     save_file(tensors, directory / "model.safetensors")
     return directory
 
@@ -61,7 +61,7 @@ def test_published_checkpoints_have_these_tensors_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("mxfp4", [False, True])
-def test_names_and_shapes_are_those_of_transformers(mxfp4: bool) -> None:
+def test_names_and_shapes_equal_transformers(mxfp4: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = small_config()
     hub = transformers.GptOssConfig.from_dict(config.to_dict())
@@ -263,7 +263,7 @@ print(json.dumps({"drop": load(keep=False), "keep": load(keep=True)}))
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset peak memory")
 @pytest.mark.parametrize("mxfp4", [False, True])
 def test_peak_memory_is_the_result_and_one_layer(tmp_path: Path, mxfp4: bool) -> None:
-    """Reading all first, or holding on to what was handed out, would cost the whole result once more."""
+    """Reading all first, or keeping yielded tensors, would cost the whole result once more."""
     config = random_config(vocab_size=64, layers=4, hidden=1024, intermediate=768, experts=8, mxfp4=mxfp4)
     layer = 2 * 3 * 8 * 1024 * 768 / 2**20  # the experts of one: 36 MiB
 
@@ -309,7 +309,7 @@ def test_nothing_that_was_handed_on_is_held_while_the_next_tensor_is_read(stage:
     assert held == [0, 0, 0, half, 0, 0]
 
 
-def test_what_was_converted_is_not_held_beside_the_next_tensor_that_is_read() -> None:
+def test_converted_tensor_is_freed_before_the_next_is_read() -> None:
     config = small_config()
     last: list[weakref.ref[torch.Tensor]] = []
 

@@ -70,7 +70,7 @@ def test_layers_alternate_between_128_keys_and_all_keys() -> None:
     assert [reverse.window(layer) for layer in range(4)] == [None, 128, None, 128]
 
 
-def test_what_transformers_writes_is_read() -> None:
+def test_config_written_by_transformers_is_read() -> None:
     transformers = pytest.importorskip("transformers")
     hub = transformers.GptOssConfig.from_dict(changed({"torch_dtype": "bfloat16"}))
     want = dataclasses.replace(gpt_oss_20b(), dtype="bfloat16")
@@ -79,7 +79,7 @@ def test_what_transformers_writes_is_read() -> None:
     assert GptOssConfig.from_dict(hub.to_dict()) == want
 
 
-def test_transformers_reads_what_is_written() -> None:
+def test_transformers_reads_our_config() -> None:
     transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(gpt_oss_20b(), dtype="float32", quantization=None)
     hub = transformers.GptOssConfig.from_dict(config.to_dict())

@@ -1,4 +1,4 @@
-"""Whether a server on Ascend keeps its experts packed, by the sizes of the published models and of real cards."""
+"""The decision to keep experts packed on Ascend, with the sizes of the published models and of real cards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_120b(ranks: int, utilisation: float = 0.9, length: int = 16384, **how: st
 
 
 def test_bf16_is_not_given_up_where_it_fits():
-    """The expansion costs time: packed is for what does not fit."""
+    """The expansion costs time: packed is for models that do not fit."""
     assert [of_120b(ranks).packed for ranks in (2, 4, 8)] == [True, True, False]
     assert not of_120b(4, 0.95).packed  # as the tutorial serves it: 40 thousand tokens
     assert of_120b(4, 0.95, length=131072).packed  # of which one request would want more
@@ -45,7 +45,7 @@ def test_the_variable_outvotes_the_arithmetic(wish, packed):
         assert choice.fit == (choice.kept if packed else choice.expanded)
 
 
-def test_without_the_kernel_bf16_is_kept_and_a_hopeless_load_is_known_before():
+def test_without_the_kernel_a_hopeless_load_is_known_before():
     eight, two, four = (of_120b(ranks, objection=NO_TRITON) for ranks in (8, 2, 4))
     assert [choice.packed for choice in (eight, two, four)] == [False] * 3
     assert (eight.hopeless, two.hopeless, four.hopeless) == (False, True, True)
@@ -55,8 +55,8 @@ def test_without_the_kernel_bf16_is_kept_and_a_hopeless_load_is_known_before():
     assert "108.8 GiB of weights" in two.sentence()
 
 
-def test_what_is_a_rule_of_thumb_ends_no_start():
-    """Between what is certain and what leaves the reserve, vLLM is let try."""
+def test_rule_of_thumb_ends_no_start():
+    """Between the certain need and the need with reserve, vLLM may try."""
     weights = weight_bytes(SMALL, Part.of(SMALL))
     fits = [
         choose(SMALL, Part.of(SMALL), 16384, weights + GIB + spare, 1.0, objection=NO_TRITON)
@@ -67,7 +67,7 @@ def test_what_is_a_rule_of_thumb_ends_no_start():
     assert "is tight" in fits[1].sentence()
 
 
-def test_the_room_of_one_layer_is_counted_beside_packed_experts():
+def test_buffer_of_one_layer_is_counted_with_packed_experts():
     one = Part.of(CONFIG)
     assert room_bytes(CONFIG, one) == 128 * 3 * 2880 * 2880 * 2
     choice = of_120b(2)
@@ -78,7 +78,7 @@ def test_the_room_of_one_layer_is_counted_beside_packed_experts():
     assert choice.expanded.weights - choice.kept.weights == pytest.approx(matrices * (1 - 17 / 64 - 1 / 36), rel=1e-9)
 
 
-def test_the_groups_around_a_rank_s_columns_are_counted_where_experts_stay_packed():
+def test_whole_groups_of_a_rank_are_counted_for_packed_experts():
     """2880 columns are 90 groups of 32: a quarter is 22.5 of them, and an eighth 11.25."""
     parts = [Part.of(CONFIG, ranks) for ranks in (1, 2, 4, 8)]
     assert [part.columns(CONFIG) for part in parts] == [2880, 1440, 720, 360]
@@ -102,7 +102,7 @@ def test_experts_dealt_out_whole_take_as_much_as_cut_ones(ranks):
 
 
 def test_a_stage_of_a_pipeline_is_not_reckoned_as_the_whole_model():
-    """Which would refuse what fits."""
+    """That would refuse a model that fits."""
     part = replace(Part.of(CONFIG, 2), layers=18, ends=1)
     halves = 2 * weight_bytes(CONFIG, part)
     assert halves == weight_bytes(CONFIG, Part.of(CONFIG, 2)) + 2 * 2880  # the last norm

@@ -56,7 +56,7 @@ def _answers_wrongly(_: Path) -> int:
         (_answers_wrongly, "wrong"),
     ],
 )
-def test_the_fuzz_sees_what_must_not_be(tmp_path, monkeypatch, action, kind) -> None:
+def test_fuzz_reports_hangs_memory_tracebacks_and_wrong_tokens(tmp_path, monkeypatch, action, kind) -> None:
     monkeypatch.setattr(fuzz, "PATIENCE", 2)
     write_pristine(tmp_path / "pristine" / PRISTINE[0], PRISTINE[0])
     (tmp_path / "pristine" / f"{PRISTINE[0]}.json").write_text("[1, 2]")

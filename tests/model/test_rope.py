@@ -43,7 +43,7 @@ def yarn_by_definition(config: GptOssConfig) -> list[float]:
     ("factor", "trained", "theta"),
     [(32.0, 4096, 150_000.0), (8.0, 64, 150_000.0), (1.0, 4096, 150_000.0), (32.0, 4, 150_000.0), (32.0, 4096, 10.0)],
 )
-def test_frequencies_are_bit_for_bit_those_of_transformers(truncate, head_dim, factor, trained, theta) -> None:
+def test_frequencies_equal_transformers_bit_for_bit(truncate, head_dim, factor, trained, theta) -> None:
     """Context and base put the ends of the ramp before the first pair, among the pairs, and behind the last."""
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = dataclasses.replace(
@@ -86,7 +86,7 @@ def test_fast_pairs_are_kept_and_slow_pairs_are_divided_by_the_factor() -> None:
 
 
 def test_rounded_ramp_is_another_function() -> None:
-    """Mutation: what vLLM 0.11.0 computes for gpt-oss fails against the definition by far more than any rounding."""
+    """Mutation: vLLM 0.11.0's result for gpt-oss differs from the definition by far more than rounding."""
     exact, _ = yarn_inv_freq(gpt_oss_20b())
     rounded, _ = yarn_inv_freq(with_yarn(truncate=True))
     want = torch.tensor(yarn_by_definition(gpt_oss_20b()))

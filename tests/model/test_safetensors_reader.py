@@ -29,7 +29,7 @@ TENSORS = {
 
 
 def raw_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
-    """A file with this header, whatever it says."""
+    """A file with this header, right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path
@@ -221,7 +221,7 @@ def test_a_list_of_names_says_how_many_it_leaves_out() -> None:
     assert listed("abcde") == "a, b, c and 2 more"
 
 
-def test_directories_without_a_checkpoint_are_told_apart(tmp_path: Path) -> None:
+def test_directories_without_a_checkpoint_get_their_own_remedies(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got neither"):
         find_tensors(tmp_path)
     with pytest.raises(CheckpointError, match="there is none"):

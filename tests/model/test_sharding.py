@@ -61,7 +61,7 @@ def test_a_share_does_not_keep_the_whole_in_memory(axis: int) -> None:
         assert held == part.numel() * part.element_size()
 
 
-def test_gate_stays_beside_its_up() -> None:
+def test_gate_stays_next_to_its_up() -> None:
     """Columns are interleaved; a cut between a pair would swap gate and up in every other rank."""
     pairs = torch.arange(16).view(1, 1, 16)
     for part in shares("model.layers.0.mlp.experts.gate_up_proj", pairs, 4, TENSOR):
@@ -96,7 +96,7 @@ def test_an_uneven_share_is_refused(sizes: dict[str, int], size: int, experts: s
 
 @pytest.mark.parametrize("size", ["20b", "120b"])
 def test_published_mxfp4_experts_are_cut_by_two_and_dealt_out_by_more(size: str) -> None:
-    """2880 inputs are 90 groups of 32 with a scale each: neither 4 nor 8 divides 90. BF16 has no groups."""
+    """2880 inputs are 90 groups of 32 with a scale each: 4 and 8 do not divide 90. BF16 has no groups."""
     packed = full_config(size)
     assert packed.quantization == "mxfp4"
     plain = replace(packed, quantization=None)
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         (128, ["query heads 64", "intermediate size 2880"]),
     ],
 )
-def test_ranks_that_cannot_share_the_model_are_told_why(ranks: int, uneven: list[str]) -> None:
+def test_refusal_names_the_sizes_that_ranks_cannot_share(ranks: int, uneven: list[str]) -> None:
     objection = tensor_parallel_objection(gpt_oss_20b(), ranks)
     if not uneven:
         assert objection is None

@@ -228,7 +228,8 @@ def test_a_tensor_that_nothing_reads_is_an_error(name: str, config: GptOssConfig
 
 
 def test_loading_holds_the_tensors_of_one_layer_only(config: GptOssConfig, tensors: Tensors) -> None:
-    """What a layer does not keep as it is (here the projections, which are fused) must be gone when the next begins."""
+    """Tensors that a layer does not keep (here the projections, which are fused) must be freed before the next
+    layer."""
     alive: dict[int, weakref.ref[torch.Tensor]] = {}
     most = 0
 
@@ -279,7 +280,7 @@ def test_experts_that_stay_packed_give_the_same_bits(mxfp4_directory, mxfp4_conf
     assert torch.equal(got, want)
 
 
-def test_weights_are_what_was_asked_for(mxfp4_directory: Path, prompt: list[int]) -> None:
+def test_weights_have_the_requested_format(mxfp4_directory: Path, prompt: list[int]) -> None:
     by_format = {
         weights: prompt_logits(
             GptOss.load(mxfp4_directory, dtype=torch.float32, progress=False, weights=weights), prompt[:50]

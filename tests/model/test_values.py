@@ -1,4 +1,4 @@
-"""Values: what is not finite is refused by name; float32 beside bfloat16 is taken, and rounding is said."""
+"""Values: NaN and infinity are refused by name; float32 among bfloat16 is taken, and rounding is logged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(value: float, plac
         checked(tensor)
 
 
-def test_a_float32_beyond_bfloat16_is_refused_where_it_would_become_infinite() -> None:
+def test_float32_that_overflows_bfloat16_is_refused() -> None:
     tensor = torch.tensor([1.0, torch.finfo(F32).max])
     assert checked(tensor, F32) is tensor
     with refused("x", CheckpointError):
@@ -59,7 +59,7 @@ def test_a_nan_in_any_tensor_is_refused_when_it_is_read(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(("exact", "lines"), [(True, 0), (False, 1)])
-def test_float32_norms_and_sinks_beside_bfloat16_are_taken(tmp_path, caplog, exact, lines) -> None:
+def test_float32_norms_and_sinks_among_bfloat16_are_taken(tmp_path, caplog, exact, lines) -> None:
     """Tools that fine-tune leave them so. Values that bfloat16 holds give the same tokens, others are rounded."""
     config = random_config(vocab_size=64, layers=2, hidden=64, intermediate=32)
     tensors = random_tensors(config)

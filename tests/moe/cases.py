@@ -51,5 +51,5 @@ def close(got: torch.Tensor, want: torch.Tensor, share: int = 256) -> None:
 
 
 def check(run: Callable[[Layer], torch.Tensor], layer: Layer, weights: ExpertWeights | None = None) -> None:
-    """Raises AssertionError when `run(layer)` is not what the reference computes from the same inputs."""
+    """Raises AssertionError when `run(layer)` differs from the reference for the same inputs."""
     close(run(layer), layer.run("reference", weights))

@@ -1,7 +1,7 @@
-"""One layer's experts of gpt-oss-120b at full size on the emulated 910B, packed and expanded, as
+"""One layer's experts of gpt-oss-120b at full size on the emulated 910B, packed and expanded.
 test_layer_of_120b.py starts it: layer_of_120b.py FILE.
 
-FILE gets what the layer gave each way. The two ways have the device one after the other: each takes 11 GB of it.
+FILE gets the layer's results of both ways. The two ways have the device one after the other: each takes 11 GB of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def drawn_experts() -> Mxfp4Experts:
 
 
 def expanded(experts: Mxfp4Experts) -> ExpertWeights:
-    """The same on the device in BF16, expert by expert: neither `pack` nor `expand` had them in hand."""
+    """The same on the device in BF16, expert by expert: without `pack` and `expand`."""
     made = {
         name: torch.empty(EXPERTS, depth, columns, dtype=torch.bfloat16, device=NPU)
         for name, depth, columns in (("gate_up_proj", HIDDEN, 2 * INNER), ("down_proj", INNER, HIDDEN))

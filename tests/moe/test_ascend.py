@@ -42,7 +42,7 @@ def test_the_fused_experts_equal_the_definition(cann, tokens, one_expert):
         check(fused, make_layer(tokens, BF16, one_expert=one_expert))
 
 
-def test_they_are_what_runs_on_an_ascend_by_itself_in_six_operators(calls):
+def test_ascend_experts_are_six_operators_by_default(calls):
     make_layer(5, BF16).run()
     assert [name for name, _ in calls] == [
         "npu_moe_gating_top_k_softmax",
@@ -55,8 +55,8 @@ def test_they_are_what_runs_on_an_ascend_by_itself_in_six_operators(calls):
 
 
 @pytest.mark.parametrize("says", ["8.3.RC2", "8.3", "", "not known", None])
-def test_the_activation_is_one_operator_only_where_a_kernel_stands_behind_the_name(says):
-    """On CANN 8.5 (None). Not with a later torch-npu on CANN 8.3, and where CANN does not say what it is three launches
+def test_activation_is_one_operator_only_with_a_kernel_for_it(says):
+    """On CANN 8.5 (None). Not with a later torch-npu on CANN 8.3, and where CANN's version is unknown, three launches
     are right everywhere."""
     known = says is None
     with ascend_ops.ascend("8.5" if known else "8.3.rc2", later_wheel=not known, cann_says=says) as calls:
@@ -164,7 +164,8 @@ def test_experts_of_a_rank_must_be_a_range(calls):
 @pytest.mark.parametrize("group_list_type", [0, 1], ids=["cumulative", "counts"])
 @pytest.mark.parametrize("counts", [(0, 5, 0, 7, 1, 0, 9, 2), (24, 0, 0, 0, 0, 0, 0, 0), (0, 9, 15)])
 def test_packed_experts_give_the_bits_of_expanded_ones(calls, monkeypatch, counts, group_list_type):
-    """Also of a rank's share, and where the room has another layer's experts; what nobody chose stays theirs there."""
+    """Also of a rank's share, and where the room has another layer's experts; experts without tokens stay the other
+    layer's."""
     monkeypatch.setenv("NPU_GPTOSS_KERNEL_MOE_EXPAND", "reference")  # without Triton-Ascend
     rows, groups = make_layer(24, BF16).hidden_states, torch.tensor(counts)
     asked = groups if group_list_type else groups.cumsum(0)

@@ -1,9 +1,9 @@
-"""What Triton makes of the kernels that open packed weights, read in the PTX for a GPU that is not there.
+"""The PTX of the kernels that open packed weights, compiled without a GPU.
 
 Opened are pairs: the instructions take the third codes of words 2i and 2i + 1 from one register (`layout.mxfp4_words`).
-Triton packs whatever lies side by side in a thread; if it ever dealt words out singly, weights would be wrong without
-an error. And a register that the tensor cores still read is not written: they run beside what follows them until
-`wgmma.wait_group`, and Triton lets a product run on into the loop's next step, where its weights are opened anew.
+Triton packs values that lie side by side in a thread; if it ever dealt words out singly, weights would be wrong without
+an error. And a register that the tensor cores still read is not written: they run in parallel with later instructions
+until `wgmma.wait_group`, and Triton lets a product run on into the loop's next step, where its weights are opened anew.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ for form, (path, most) in ((form, point) for form in ("mxfp4", "float8_e4m3fn") 
 
 
 def opened_otherwise(ptx: str) -> tuple[int, list[str]]:
-    """How many registers are opened, and what made those that are not two words as they lie in memory."""
+    """The number of opened registers, and the makers of registers that are not two adjacent words."""
     made: dict[str, str] = {}
     opened, otherwise = 0, []
     for line in map(str.strip, ptx.splitlines()):
@@ -96,8 +96,8 @@ def test_words_put_together_by_hand_are_seen():
 
 
 def written_while_read(ptx: str) -> tuple[int, list[str]]:
-    """How many products of registers with shared memory run beside other instructions, and the instructions in loops
-    that write one of those registers before a wait has ended its product."""
+    """The number of products of registers with shared memory that run in parallel with other instructions, and the
+    instructions in loops that write one of those registers before a wait has ended its product."""
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
     labels = {line[:-1]: at for at, line in enumerate(lines) if line.startswith("$") and line.endswith(":")}
     products, found = set(), []
@@ -152,7 +152,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_every_tile_of_the_tables_opens_pairs_and_nothing_that_is_still_read(tmp_path):
+def test_every_tile_opens_pairs_and_no_words_still_in_use(tmp_path):
     kernels = compiled(tmp_path, "as it is")
     assert {"mxfp4 few 1 gate_up", "mxfp4 few 1 down"} <= kernels.keys()
     beside = 0

@@ -40,7 +40,7 @@ def format_of(arranged: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_experts_in_nz_compute_what_the_definition_says(calls, monkeypatch, tokens):
+def test_experts_in_nz_compute_the_definition(calls, monkeypatch, tokens):
     monkeypatch.setenv(VARIABLE, "nz")
     layer = make_layer(tokens, BF16)
     experts = prepare_experts(layer.weights, kernel="ascend").weights
@@ -49,7 +49,7 @@ def test_experts_in_nz_compute_what_the_definition_says(calls, monkeypatch, toke
 
 
 @pytest.mark.parametrize("kind", ["k", "n", "dtype"])
-def test_what_the_operator_would_refuse_stays_in_nd(calls, monkeypatch, caplog, kind):
+def test_weights_that_the_operator_would_refuse_stay_in_nd(calls, monkeypatch, caplog, kind):
     """A down projection cut by eight has K = 360."""
     monkeypatch.setenv(VARIABLE, "nz")
     odd = {"k": {"k": 360}, "n": {"n": 40}, "dtype": {"dtype": torch.float32}}[kind]

@@ -26,7 +26,8 @@ SIZES = ((32, 32), (96, 160), (256, 64), (288, 544), (2880, 1440), (2880, 2880),
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One of the programs. chooser: what in `launches` gives it its tile, one of `shapes`; kernels: of its module.
+    """One of the programs. chooser: the function in `launches` that gives its tile, one of `shapes`; kernels: of its
+    module.
 
     uneven: hidden and intermediate size that fill neither tiles nor steps. groups: slots of each expert around every
     edge of a tile; one expert a token. tokens: of a call; published: of one with all experts of 120b.
@@ -150,7 +151,7 @@ def test_the_published_shape_with_every_expert_of_120b(program):
         program.check(call)
 
 
-def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(program):
+def test_experts_of_other_ranks_and_padding_are_never_multiplied(program):
     call = make_call(slices(uneven(program), 2, 6), program.tokens, experts=len(program.groups))
     if program is ONE:
         call.topk_ids[0] = torch.tensor([7, 3, -1, 4], device="cuda")
@@ -172,7 +173,7 @@ def test_a_rank_to_which_no_token_comes_gives_zero(program):
 @pytest.mark.parametrize("program", SMALL, indirect=True)
 @pytest.mark.parametrize("exponent", [-60, -20, 20])
 def test_small_and_large_inputs_are_not_lost_in_the_products(program, exponent):
-    """The weights are opened as denormals; without biases and clamp, what comes out is as small or large."""
+    """The weights are opened as denormals; without biases and clamp the outputs are as small or large."""
     weights = uneven(program)
     none = {"gate_up_proj_bias": weights.gate_up_proj_bias * 0, "down_proj_bias": weights.down_proj_bias * 0}
     call = make_call(dataclasses.replace(weights, **none), program.tokens)

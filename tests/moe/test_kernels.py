@@ -50,7 +50,7 @@ def test_kernel_equals_definition(kernel, dtype, tokens, one_expert):
 
 
 @pytest.mark.parametrize("kernel", kernels_here("experts"))
-def test_experts_that_nobody_chose_are_never_multiplied(kernel):
+def test_experts_without_tokens_are_never_multiplied(kernel):
     """Their weights and biases are NaN here, and 0 * NaN is NaN."""
     layer = make_layer(17, one_expert=True)
     tensors = {name: value.clone() for name, value in vars(layer.weights).items() if isinstance(value, torch.Tensor)}
@@ -76,7 +76,7 @@ def test_shares_of_all_ranks_add_up_to_the_whole(kernel):
 
 
 def test_rows_of_foreign_experts_that_hold_nan_do_not_reach_the_sum(monkeypatch):
-    """What is never computed is whatever memory held, and 0 * NaN is NaN."""
+    """Rows that are never computed hold undefined values, and 0 * NaN is NaN."""
     original = small_ops.grouped_matmul
 
     def poisoned(rows, weight, counts):
@@ -187,7 +187,7 @@ def test_activation_clamps_gate_on_one_side_and_up_on_both():
 
 
 @pytest.mark.parametrize("kernel", ["small_ops", "reference"])
-def test_what_all_experts_agree_on_comes_out_unchanged(kernel):
+def test_equal_outputs_of_all_experts_come_out_unchanged(kernel):
     """The weights sum to one in fp32; rounded to bfloat16 first they would not."""
     layer = make_layer(200, torch.bfloat16)
     same = dataclasses.replace(

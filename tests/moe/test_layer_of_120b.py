@@ -31,7 +31,7 @@ LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """It takes MEMORY of this machine: 12 GB of the device, and an operator's copy beside it."""
+    """It takes MEMORY of this machine: 12 GB of the device, and an operator's copy."""
     if (free := free_memory() or MEMORY) < MEMORY:
         pytest.skip(f"the layer and an operator's copy take {MEMORY / 1e9:.0f} GB of memory, {free / 1e9:.1f} are free")
     file = tmp_path_factory.mktemp("layer") / "found.pt"

@@ -1,4 +1,4 @@
-"""MXFP4: every code under every scale, the nibble order, the rounding, and what is refused."""
+"""MXFP4: every code under every scale, the nibble order, the rounding, and the refusals."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_no_groups_give_no_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_representable_comes_back_unchanged(dtype: torch.dtype) -> None:
+def test_representable_values_come_back_unchanged(dtype: torch.dtype) -> None:
     """Random groups, and for every scale each pair of neighbouring codes alone: bits, so that -0.0 stays -0.0."""
     pairs = [random_pair(64, 4, low=0, high=253)]
     codes = torch.arange(256, dtype=torch.uint8)[:, None, None].repeat(1, 253, 16)
@@ -197,7 +197,7 @@ def test_compression_takes_the_nearest_value_and_ties_go_to_the_even_code() -> N
 
 
 def test_shared_exponent_is_that_of_the_largest_magnitude() -> None:
-    """OCP MX 6.3: floor(log2(largest)) - 2, so that the largest falls into [4, 8); what exceeds 6 becomes 6."""
+    """OCP MX 6.3: floor(log2(largest)) - 2, so that the largest falls into [4, 8); values above 6 become 6."""
     groups = torch.zeros(6, 32)
     groups[:, 3] = torch.tensor([1.0, -1.99, 4.0, 7.99, 0.0, 3.0e38])
     blocks, scales = compress(groups)
@@ -226,7 +226,7 @@ def test_compression_does_not_depend_on_the_floating_type() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_compressing_what_is_not_finite_is_refused(value: float) -> None:
+def test_compressing_nan_or_infinity_is_refused(value: float) -> None:
     weight = torch.ones(4, 64)
     weight[2, 40] = value
     with refused("weight", Mxfp4Error):

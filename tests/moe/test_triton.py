@@ -1,6 +1,6 @@
 """The Triton kernels of the experts and of routing: on a GPU where there is one, else in Triton's interpreter.
 
-Uninitialised memory is filled with NaN throughout, so that whatever reads what nobody wrote is seen.
+Uninitialised memory is filled with NaN, so that a read of unwritten memory is seen.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_experts(weight_format: str, experts: int = EXPERTS, hidden: int = HIDDE
 
 @dataclasses.dataclass
 class Call:
-    """One call. `run`: by the kernel of that name, whether it would be selected for the call or not."""
+    """One call. `run`: by the kernel of that name, also where it would not be selected."""
 
     weights: AnyExperts
     hidden: torch.Tensor
@@ -115,7 +115,7 @@ def test_paths_equal_the_definition(experts, weight_format, path, tokens):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(experts, path):
+def test_experts_of_other_ranks_and_padding_are_never_multiplied(experts, path):
     """Their scratch holds NaN, and 0 * NaN is NaN."""
     share = slices(experts("mxfp4"), 2, 5)
     call = make_call(share, 1 if path == "one" else 11, experts=EXPERTS)
@@ -132,7 +132,7 @@ def test_experts_of_other_ranks_and_padding_are_skipped_and_never_multiplied(exp
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_experts_that_nobody_chose_are_never_multiplied(experts, path):
+def test_experts_without_tokens_are_never_multiplied(experts, path):
     """Their weights and biases are NaN here, and 0 * NaN is NaN."""
     call = make_call(experts("bfloat16"), 1 if path == "one" else 3, experts=TOP_K)  # of eight, the first four
     tensors = {name: value.clone() for name, value in vars(call.weights).items() if isinstance(value, torch.Tensor)}
@@ -269,7 +269,7 @@ SIZES = {"dtype": BF16, "weight": "mxfp4", "num_experts": 32, "hidden_size": 288
         ({"intermediate_size": 96}, [(1, "gluon_one"), (48, "gluon_few"), (192, "triton_few"), (None, "triton_many")]),
     ],
 )
-def test_each_program_runs_where_it_was_measured_and_nowhere_that_it_cannot(changes, expected):
+def test_each_program_runs_only_for_sizes_it_was_measured_for(changes, expected):
     """Shared memory, whole steps of inputs, and enough pairs to an expert; on a Hopper."""
     with platform_override(SUPPORTED["cuda"]):
         bound = bind(OPERATION, functools.partial(experts_call, **{**SIZES, **changes}))
@@ -318,7 +318,7 @@ def test_paths_equal_the_definition_at_the_published_sizes(published, weight_for
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("tokens", [8, 64, 192, 193, 512, 513, 2048])
 def test_the_same_call_gives_the_same_bits_a_thousand_times(published, weight_format, tokens):
-    """What is written while it is still read shows seldom: in one call of a hundred, in some rows."""
+    """A write during a read shows seldom: in one call of a hundred, in some rows."""
     call = make_call(published(weight_format), tokens)
     with platform_override(ON_THIS_GPU):
         prepared = prepare_experts(call.weights)
@@ -358,7 +358,7 @@ def test_a_graph_replays_other_tokens_and_experts(tokens):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: `make test-cuda` there")
-def test_mxfp4_and_its_expansion_give_the_same_bits_where_the_kernel_is_the_same():
+def test_mxfp4_and_its_expansion_give_the_same_bits():
     weights = make_experts("mxfp4", experts=8, hidden=2880, inner=2880)
     packed, floats = make_call(weights, 300), make_call(weights.expand(BF16), 300)
     assert_close(packed.run(PATHS["many"]), floats.run(PATHS["many"]), atol=1e-2)

@@ -1,4 +1,4 @@
-"""Packed experts: what they expand to, what is refused, and that portable kernels take them and skip padding."""
+"""Packed experts: expansion, refusals, and portable kernels that take them and skip padding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_row_of_zeros_stays_zero_in_fp8():
     assert bool((quantize_fp8(zeros).expand(torch.float32).down_proj == 0).all())
 
 
-def test_what_is_fp8_already_is_not_quantized_again():
+def test_fp8_experts_are_not_quantized_again():
     made = quantize_fp8(make_layer(1).weights)
     assert quantize_fp8(made) is made
 
@@ -109,7 +109,7 @@ def test_a_kernel_asked_for_some_batches_leaves_the_experts_packed(monkeypatch, 
         assert keeps_format(weight_format, BF16)
 
 
-def test_a_format_is_kept_only_where_batches_of_every_size_have_a_kernel_for_it(monkeypatch):
+def test_format_is_kept_only_with_kernels_for_every_batch_size(monkeypatch):
     """Else the weights would lie there twice, packed for one size of batch and expanded for the others."""
     monkeypatch.setattr(registry, "kernels", dict(registry.kernels))
 
@@ -142,7 +142,7 @@ def test_experts_are_expanded_where_no_fast_kernel_takes_them_packed(monkeypatch
         assert not keeps_format("mxfp4", BF16)
 
 
-def test_on_ascend_experts_stay_packed_for_who_asks_and_for_nobody_else():
+def test_ascend_experts_stay_packed_only_on_request():
     """They are expanded in each step, which costs time where bfloat16 fits: the engine's auto took them since
     Triton-Ascend is installed."""
     weights = packed(make_layer(1, BF16).weights)
@@ -160,7 +160,7 @@ def test_moved_experts_take_their_map_along(name):
     assert all(tensor.is_meta for tensor in tensors)
 
 
-def test_kernels_are_asked_whether_they_know_experts_of_other_ranks(monkeypatch):
+def test_kernels_must_handle_experts_of_other_ranks(monkeypatch):
     asked = []
 
     def ask(operation, describe, kernel):

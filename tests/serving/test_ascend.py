@@ -93,7 +93,7 @@ def right_stack(monkeypatch):
 
 
 @pytest.mark.parametrize("name", limits.OPTIONS)
-def test_options_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, name):
+def test_garbling_options_of_vllm_ascend_are_refused(right_stack, name):
     option, _, part = name.partition(".")
     assert against(configuration({"ascend_scheduler_config": {"enabled": True}, "kv_cache_dtype": "auto"})) == []
     assert against(configuration({option: {part: True} if part else "yes"})) == [f"--additional-config {name}"]
@@ -101,7 +101,7 @@ def test_options_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, nam
 
 @pytest.mark.parametrize("value", ["1", "true", "True"])
 @pytest.mark.parametrize("name", limits.VARIABLES)
-def test_variables_of_vllm_ascend_that_garble_are_refused_by_name(right_stack, monkeypatch, name, value):
+def test_garbling_variables_of_vllm_ascend_are_refused(right_stack, monkeypatch, name, value):
     monkeypatch.setenv(name, "0")
     assert against(configuration()) == []
     monkeypatch.setenv(name, value)

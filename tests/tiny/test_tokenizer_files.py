@@ -107,7 +107,7 @@ CUT_OFF = Path.read_bytes
     ],
     ids=["missing", "cut off", "altered"],
 )
-def test_ranks_that_are_not_the_published_ones_are_refused_in_words(monkeypatch, place, name, value, field):
+def test_other_ranks_than_the_published_are_refused(monkeypatch, place, name, value, field):
     pytest.importorskip("bpe_openai")
     monkeypatch.setattr(place, name, value)
     with refused(field, VocabularyError):

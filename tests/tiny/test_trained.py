@@ -153,7 +153,7 @@ def test_another_sigmoid_ruins_the_answers(state, encode, monkeypatch):
 
 
 def test_a_missing_window_lowers_the_score_of_long_prompts(state, encode):
-    """Short prompts cannot tell; those beyond the window must."""
+    """Short prompts cannot show it; prompts beyond the window must."""
     long = [e for e in evaluation_set(103, 120) if len(encode(e.prompt())) > 220][:20]
     whole = score(build(state.config, state.parameters), state, long, encode)
     config, tensors = without_window(state.config, state.parameters)
