@@ -42,7 +42,7 @@ def checkpoint(model: Path | None) -> Iterator[Finding]:
 
 
 def _split(error: InputError) -> tuple[str, str]:
-    """(sentence, remedy) of an InputError without a Refusal: the remedy is its last sentence."""
+    """(sentence, remedy) of an InputError: without a Refusal the remedy is its last sentence."""
     text = str(error)
     if error.refusals:
         return text.removesuffix(f"; {error.refusals[-1].remedy}.") + ".", error.refusals[-1].advice
