@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from npu_gptoss.serving.lines import LINES
 from scripts import offline
 from tests.scripts.shell import SCRIPTS, environment
 
@@ -51,6 +53,26 @@ def test_the_settings_of_a_dry_run(
 def test_an_impossible_run_is_refused_by_name(options: str, words: str, capsys: pytest.CaptureFixture) -> None:
     assert offline.main(options.split()) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("release", ["0.11", "0.23", "0.33"])
+def test_a_profiler_is_not_asked_for_as_its_release_reads_it(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """vLLM 0.23 and later do not look at VLLM_TORCH_PROFILER_DIR."""
+    (line,) = (line for line in LINES if line.name == release)
+    monkeypatch.setattr(offline, "here", lambda: line)
+    assert offline.main([*HUB.split(), "--dry-run", "--profile", str(tmp_path)]) == 0
+    asked = f"profiler_config={{'profiler': 'torch', 'torch_profiler_dir': '{tmp_path}'}}"
+    assert (asked in capsys.readouterr().out) is (release != "0.11")
+
+
+def test_a_trace_that_was_not_written_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "older").write_text("a trace of before")
+    llm = SimpleNamespace(start_profile=lambda: None, stop_profile=lambda: None)
+    assert offline.profiled(llm, tmp_path, lambda: 7) == (7, 0)
+    llm.stop_profile = lambda: (tmp_path / "new.json").write_text("a trace")
+    assert offline.profiled(llm, tmp_path, lambda: 7) == (7, 1)
 
 
 @pytest.mark.serving
