@@ -93,13 +93,17 @@ def show(output: RequestOutput, directory: Path) -> None:
 
 
 def profiled(llm: Any, folder: Path, run: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `run` under vLLM's profiler, and the number of files that the profiler wrote."""
+    """The result of `run` under vLLM's profiler, and the number of files of a trace that it wrote.
+
+    torch_npu's profiler writes profiler_info and profiler_metadata also where it recorded nothing.
+    """
     before = set(folder.rglob("*"))
     llm.start_profile()
     result = run()
     llm.stop_profile()
-    written = [path for path in folder.rglob("*") if path not in before and path.is_file() and path.stat().st_size]
-    return result, len(written)
+    described = set(folder.rglob("profiler_*.json"))
+    written = [path for path in folder.rglob("*") if path not in before | described and path.is_file()]
+    return result, sum(path.stat().st_size > 0 for path in written)
 
 
 def generate(options: argparse.Namespace, settings: dict[str, Any]) -> int:

@@ -70,6 +70,12 @@ def test_key_is_passed_by_name_and_never_printed() -> None:
     assert "VLLM_API_KEY" not in values(dry("--model", "/m"), "--env")
 
 
+def test_packed_experts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """120b fits on two cards with them alone."""
+    monkeypatch.setenv("NPU_GPTOSS_EXPERT_WEIGHTS", "packed")
+    assert values(dry("--model", "/m", "--devices", "0,1"), "--env") == ["HOST=0.0.0.0", "NPU_GPTOSS_EXPERT_WEIGHTS"]
+
+
 def test_public_address_without_a_key_prints_a_warning() -> None:
     assert call("--model", "/m", "--dry-run").stderr == ""
     said = call("--model", "/m", "--host", "::", "--dry-run")
@@ -120,4 +126,5 @@ def test_compose_mounts_the_same_as_the_script(name: str, numbers: str) -> None:
     assert sorted(service["volumes"][1:]) == sorted(values(words, "--volume")[1:])
     assert [service["shm_size"]] == values(words, "--shm-size")
     assert sorted(service["tmpfs"]) == sorted(values(words, "--tmpfs"))
-    assert service["environment"] == ["HOST=0.0.0.0", "NPU_GPTOSS_OPEN_METRICS=1", "VLLM_API_KEY"]
+    passed_on = ["VLLM_API_KEY", "NPU_GPTOSS_EXPERT_WEIGHTS"]
+    assert service["environment"] == ["HOST=0.0.0.0", "NPU_GPTOSS_OPEN_METRICS=1", *passed_on]

@@ -71,6 +71,8 @@ def test_a_trace_that_was_not_written_is_counted(tmp_path: Path) -> None:
     (tmp_path / "older").write_text("a trace of before")
     llm = SimpleNamespace(start_profile=lambda: None, stop_profile=lambda: None)
     assert offline.profiled(llm, tmp_path, lambda: 7) == (7, 0)
+    llm.stop_profile = lambda: (tmp_path / "profiler_metadata.json").write_text("{}")  # of torch_npu, on the emulator
+    assert offline.profiled(llm, tmp_path, lambda: 7) == (7, 0)
     llm.stop_profile = lambda: (tmp_path / "new.json").write_text("a trace")
     assert offline.profiled(llm, tmp_path, lambda: 7) == (7, 1)
 
