@@ -21,7 +21,7 @@ define AS_WRITTEN
 override $(1) := $$(value $(1))
 export $(1)
 endef
-$(foreach name,PYTHON MODEL ON HOST PORT ARGS STACK EMULATE EMULATED_VENV,$(eval $(call AS_WRITTEN,$(name))))
+$(foreach name,PYTHON MODEL ON HOST PORT ARGS STACK EMULATE EMULATED_VENV UNLOCKED,$(eval $(call AS_WRITTEN,$(name))))
 
 # any Python 3 can run the set-up; it looks for the right one itself, and says when PYTHON is none
 ANY_PYTHON = "$$(command -v "$${PYTHON:-python3}" || echo python3)"
@@ -37,6 +37,9 @@ VLLM033 ?= 1
 ASCEND_COMPILER ?= 1
 ALL ?=
 SOAK ?=
+LOCKS ?=
+# 1: where a package index lacks a version of a lock, take what requirements/*.in allow
+UNLOCKED ?=
 # files go to two processes, the longest first; WORKERS=0 for one process with a terminal (PYTEST_ARGS=-s, --pdb)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -53,8 +56,11 @@ help: ## list the targets
 # cpu or cuda, for a shell
 PLACE = $(ANY_PYTHON) scripts/setup/accelerator.py "$$ON"
 
+CHECK_PORT = case "$$PORT" in ''|*[!0-9]*) echo "make $@: PORT=$$PORT is no port; expected a number, for instance PORT=8001" >&2; exit 2;; esac
+
 .PHONY: serve
 serve: ## set up and serve on the NVIDIA GPU, or the CPU: the tiny gpt-oss, or MODEL=path (also ON=cpu, PORT=, HOST=, ARGS="vllm flags")
+	@$(CHECK_PORT)
 	@on=$$($(PLACE)) && $(SETUP) $$on
 	@on=$$($(PLACE) 2>/dev/null); if [ $$on = cuda ]; then venv=.venv-cuda; else venv=.venv; fi; \
 	  exec $$venv/bin/python scripts/serve_here.py --on=$$on --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
@@ -67,6 +73,7 @@ fuzz-checkpoints: ## set up, and try corrupt checkpoints on generate and on vllm
 
 .PHONY: serve-emulated
 serve-emulated: ## the same on an emulated Ascend 910B with the real vllm-ascend (also STACK=9.1, EMULATE="--trace FILE")
+	@$(CHECK_PORT)
 	@$(SETUP) $(EMULATED_LOCK)
 	@set -f; exec "$$EMULATED_VENV"/bin/npu-gptoss emulate --stack "$$STACK" $$EMULATE -- python scripts/serve_here.py \
 	  --model="$$MODEL" --host="$$HOST" --port="$$PORT" --flags="$$ARGS"
@@ -77,6 +84,7 @@ ENVIRONMENTS = $(if $(filter 0,$(EMULATED)),,$(EMULATED_ENVIRONMENTS)) $(if $(fi
 
 .PHONY: test
 test: ## set up, check, run the tests (PYTEST_ARGS="tests/moe -x" for some; EMULATED=0, EVALSCOPE=0, DOCS=0, VLLM033=0, ASCEND_COMPILER=0 leave those out)
+	@echo "make test: up to 13 GB of environments (.venv $(strip $(ENVIRONMENTS))), then the tests: half an hour on two cores in an empty clone"
 	@$(MAKE) --no-print-directory --jobs=2 $(filter --output-sync,$(.FEATURES:%=--%)) check $(ENVIRONMENTS:%=environment-%)
 	$(if $(filter-out 0,$(EMULATED)),ASCEND_EMULATOR_VENV="$$(pwd)/.venv-emulated") $(PYTEST) $(LEFT_OUT) $(PYTEST_ARGS)
 
@@ -85,7 +93,7 @@ test-all: ## the same, with the tests that take minutes each
 	@$(MAKE) --no-print-directory test ALL=1
 
 environment-%:
-	@$(SETUP) $(if $(filter emulated,$*),--tools) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
+	@$(SETUP) $* || { echo "make test: $* could not be set up, so its tests cannot run. \
 	Without them: make test $$(echo $(if $(filter emulated%,$*),emulated,$*) | tr a-z- A-Z_)=0"; exit 1; }
 
 # 0 for one process
@@ -134,30 +142,32 @@ setup: ## set up .venv with the test tools, nothing else
 
 .PHONY: setup-cuda
 setup-cuda: ## set up .venv-cuda, for `make serve` on an NVIDIA GPU
-	@$(SETUP) cuda
 
 .PHONY: setup-emulated
 setup-emulated: ## set up .venv-emulated, for `npu-gptoss emulate` and its tests
-	@$(SETUP) --tools emulated
 
 .PHONY: setup-emulated-9.1
 setup-emulated-9.1: ## set up .venv-emulated-9.1, for `npu-gptoss emulate --stack 9.1` and its tests
-	@$(SETUP) --tools emulated-9.1
 
 .PHONY: setup-ascend-compiler
 setup-ascend-compiler: ## set up .venv-ascend-compiler, for `npu-gptoss verify --compile` and its tests
-	@$(SETUP) ascend-compiler
 
 .PHONY: setup-evalscope
 setup-evalscope: ## set up .venv-evalscope, for scripts/perf.sh, scripts/eval.sh and their tests
-	@$(SETUP) evalscope
+
+setup-cuda setup-emulated setup-emulated-9.1 setup-ascend-compiler setup-evalscope:
+	@$(SETUP) $(@:setup-%=%)
+
+.PHONY: lock
+lock: setup ## write the hashes of requirements/*.txt for the versions that stand there (LOCKS="cpu docs" for some)
+	@$(BIN)/python scripts/setup/lock.py $(LOCKS)
 
 .PHONY: check-docker
 check-docker: setup ## docker/: lint, pins and hashes; as root with Debian's docker.io and debootstrap: build and run the images (30 min)
 	@test -x .venv-docker/bin/hadolint || { "$${PYTHON:-python3}" -m venv .venv-docker && \
 	  .venv-docker/bin/python -m pip install --quiet $(HADOLINT); }
 	.venv-docker/bin/hadolint docker/*.Dockerfile
-	.venv-docker/bin/python scripts/setup/lock.py --check 910b-8.3 910b-9.1 cpu-image cuda-image cuda
+	$(BIN)/python scripts/setup/lock.py --check 910b-8.3 910b-9.1 cpu torch-cpu cuda dev uv
 	$(BIN)/python -m pytest tests/docker
 
 .PHONY: format
@@ -167,5 +177,5 @@ format: setup ## let ruff format and mend what it can
 
 .PHONY: clean
 clean: ## remove the environments, the tiny checkpoint and all caches
-	rm -rf .venv .venv-cuda .venv-emulated .venv-emulated-9.1 .venv-evalscope .venv-docs .venv-vllm033 .venv-ascend-compiler .venv-docker .venv-uv .venv-clients-* .venv*.lock .checkpoints .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv* .checkpoints .pytest_cache .ruff_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

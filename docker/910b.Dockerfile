@@ -27,6 +27,8 @@ ARG STACK
 ARG PIP_INDEX_URL
 # has torch without CUDA for x86_64; the package index has it for aarch64 only. Empty: the package index alone
 ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+# 1: uv trusts the certificates of the base image
+ARG UV_SYSTEM_CERTS
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/npu-gptoss
@@ -37,8 +39,12 @@ RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
         ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} -r "requirements/910b-${STACK}.txt"
 
 # vLLM of vllm-ascend's number. Without the variable torch would load torch-npu, which needs the host's driver.
-COPY scripts/setup/install_vllm.py scripts/setup/
-RUN TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
+COPY requirements/uv.txt requirements/vllm-0.11.0.txt requirements/vllm-0.23.0.txt requirements/
+RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/uv.txt \
+    && release="$(sed -n 's/^vllm-ascend==\([0-9.]*\).*/\1/p' "requirements/910b-${STACK}.txt")" \
+    && VLLM_TARGET_DEVICE=empty TORCH_DEVICE_BACKEND_AUTOLOAD=0 python3 -m uv pip install \
+        --python "$(command -v python3)" --no-cache --no-deps --no-build-isolation --require-hashes \
+        ${PIP_INDEX_URL:+--default-index "${PIP_INDEX_URL}"} -r "requirements/vllm-${release}.txt"
 
 COPY pyproject.toml README.md LICENSE ./
 COPY npu_gptoss npu_gptoss

@@ -6,15 +6,21 @@ FROM ${PYTHON_IMAGE}:${PYTHON_TAG}
 
 ARG PIP_INDEX_URL
 ARG PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+# 1: uv trusts the certificates of the base image
+ARG UV_SYSTEM_CERTS
 
 WORKDIR /opt/npu-gptoss
 
-COPY requirements/cpu-image.txt requirements/
+COPY requirements/cpu.txt requirements/torch-cpu.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
-        ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} -r requirements/cpu-image.txt
+        ${PYTORCH_INDEX:+--extra-index-url "${PYTORCH_INDEX}"} \
+        -r requirements/cpu.txt -r requirements/torch-cpu.txt
 
-COPY scripts/setup/install_vllm.py scripts/setup/
-RUN python3 scripts/setup/install_vllm.py --no-cache-dir --no-deps
+COPY requirements/uv.txt requirements/vllm-0.11.0.txt requirements/
+RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/uv.txt \
+    && VLLM_TARGET_DEVICE=empty python3 -m uv pip install --python "$(command -v python3)" --no-cache --no-deps \
+        --no-build-isolation --require-hashes ${PIP_INDEX_URL:+--default-index "${PIP_INDEX_URL}"} \
+        -r requirements/vllm-0.11.0.txt
 
 COPY pyproject.toml README.md LICENSE ./
 COPY npu_gptoss npu_gptoss

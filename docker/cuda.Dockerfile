@@ -18,9 +18,9 @@ RUN groupadd --gid 1000 gptoss \
     && useradd --uid 1000 --gid 1000 --create-home --shell /bin/bash gptoss
 WORKDIR /opt/npu-gptoss
 
-COPY requirements/cuda.txt requirements/cuda-image.txt requirements/
+COPY requirements/cuda.txt requirements/dev.txt requirements/
 RUN python3 -m pip install --no-cache-dir --no-deps --require-hashes \
-        -r requirements/cuda.txt -r requirements/cuda-image.txt
+        -r requirements/cuda.txt -r requirements/dev.txt
 
 COPY --chown=gptoss:gptoss . .
 # vLLM finds the plugin by its entry points

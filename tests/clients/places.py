@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.setup.environments import CLIENTS, ENVIRONMENTS
-from scripts.setup.machine import ROOT
+from scripts.setup.environments import CLIENTS, ENVIRONMENTS, ROOT
 from tests.serving.openai.conftest import python_of
 
 YEARS = tuple(CLIENTS)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from npu_gptoss.files import write_atomically
 from scripts.docs.page_tables import Tables
-from scripts.setup.environments import CLIENTS, REQUIREMENTS
-from scripts.setup.machine import ROOT, read_pins
+from scripts.setup.environments import CLIENTS, REQUIREMENTS, ROOT, read_pins
 
 PAGE = "docs/use-it-from.md"
 SCRIPT = "tests.clients.table"

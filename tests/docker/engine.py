@@ -110,6 +110,8 @@ class Engine:
 
     def build(self, image: str, context: Path = ROOT, **arguments: str) -> str:
         """Build docker/<image>.Dockerfile; return the new image's tag."""
+        if image in ("910b", "cpu"):
+            arguments["UV_SYSTEM_CERTS"] = "1"  # as pip
         if image == "910b" or "find-links" in (self.folder / "debian/etc/pip.conf").read_text():
             arguments["PYTORCH_INDEX"] = ""  # pip has torch's CPU build from this machine's own wheels
         arguments |= {name: value for name, value in os.environ.items() if name in ("http_proxy", "https_proxy")}

@@ -1,10 +1,13 @@
-"""What the set-up of each environment asks pip for, and what it says when pip cannot."""
+"""Set-up by uv: what makes it install again, what it never installs, and the sentence that each fault ends in."""
 
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,221 +17,219 @@ from pathlib import Path
 import pytest
 
 from scripts.setup import environments
-from scripts.setup.environments import ENVIRONMENTS, TORCH, TORCH_CPU_INDEX
-from scripts.setup.machine import Environment, Run, SetupError, Step, lock_step, read_pins
-from tests.scripts.shell import SCRIPTS, write_program
-from tests.serving.server import free_port
+from scripts.setup.environments import CAUSES, ENVIRONMENTS, UV, SetupError, alone_in, find_python, from_pip
+from tests.scripts.shell import ROOT, make, write_program
 
-NAME, VERSION = "mkdocs", "1.6.1"
-WHEEL = f"{NAME}-{VERSION}-py3-none-any.whl"
+COPIED = ("scripts/setup/environments.py", "pyproject.toml", "emulator/pyproject.toml", "requirements/uv.txt")
 
 
-def run(name: str, venv: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "setup/environments.py"), name, "--venv", str(venv)]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+class Checkout:
+    """A checkout whose environment `docs` is of one package, `mkdocs`, that pip is configured to find in a folder."""
 
+    def __init__(self, folder: Path) -> None:
+        for name in COPIED:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        (folder / ".venv-uv").symlink_to(ROOT / ".venv-uv")
+        self.folder, self.venv, self.lock = folder, folder / ".venv-docs", folder / "requirements/docs.txt"
+        self.index = folder.with_name("index")  # pip knows no folder with a blank
+        self.index.mkdir()
+        (folder / "requirements/docs.in").write_text("mkdocs\n")
+        self.publish("1.0")
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_a_folder_that_it_did_not_make_is_not_touched(name: str, tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    done = run(name, tmp_path, CXX=sys.executable)
-    assert done.returncode == 1
-    assert "was not made by this set-up" in done.stderr
-    assert (tmp_path / "mine").exists()
+    def publish(self, version: str) -> None:
+        """Writes the wheel, and the lock with its hash."""
+        info, wheel = f"mkdocs-{version}.dist-info", self.index / f"mkdocs-{version}-py3-none-any.whl"
+        files = {
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: mkdocs\nVersion: {version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        digest = {
+            name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()) for name, text in files.items()
+        }
+        record = [f"{name},sha256={value.rstrip(b'=').decode()}," for name, value in digest.items()]
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in {**files, f"{info}/RECORD": "\n".join([*record, f"{info}/RECORD,,"])}.items():
+                archive.writestr(name, text)
+        self.write_lock(version, hashlib.sha256(wheel.read_bytes()).hexdigest())
 
+    def write_lock(self, version: str, digest: str) -> None:
+        self.lock.write_text(f"mkdocs=={version} --hash=sha256:{digest}\n")
 
-def test_a_missing_compiler_is_named_before_anything_is_made(tmp_path: Path) -> None:
-    done = run("emulated", tmp_path / "venv", CXX="no-such-compiler")
-    assert done.returncode == 1
-    assert "no-such-compiler" in done.stderr
-    assert not (tmp_path / "venv").exists()
+    def set_up(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
+        cache = {"UV_CACHE_DIR": str(self.folder / "cache")}
+        command = [sys.executable, str(self.folder / COPIED[0]), "docs", "--python", sys.executable]
+        return subprocess.run(command, env=kept | pip | cache | variables, capture_output=True, text=True, timeout=120)
 
-
-@pytest.mark.slow
-def test_without_the_wheels_it_fails_with_the_reason(tmp_path: Path) -> None:
-    variables = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}
-    done = run("docs", tmp_path / "it's a venv", **variables)
-    assert done.returncode == 1, done.stdout
-    assert "No matching distribution found for mkdocs" in done.stderr
-    assert "what is finished is not done twice" in done.stderr
-
-
-def test_another_python_than_the_emulated_910b_s_is_meant_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(wanted: str, versions: tuple[str, ...]) -> str:
-        if wanted == "python3.12" and "3.12" not in versions:
-            raise SetupError(wanted)
-        return wanted or "python3.11"
-
-    monkeypatch.setattr(environments, "choose_python", choose)
-    chosen = {name: recipe.find_python("python3.12") for name, recipe in ENVIRONMENTS.items()}
-    assert {name for name, python in chosen.items() if python != "python3.12"} == {"emulated", "emulated-9.1"}
-
-
-class Recorder(Run):
-    """Keeps the commands and fails those that hold one of `failing`."""
-
-    def __init__(self, env: Environment, *failing: str) -> None:
-        super().__init__(env, "a step", "a test")
-        env.index_reached = env.uv_tried = True  # and there is no uv
-        self.failing, self.commands = failing, []
-
-    def attempt(self, *command: str, **variables: str) -> bool:
-        self.commands.append(" ".join(command))
-        return not any(text in self.commands[-1] for text in self.failing)
+    def installed(self) -> set[str]:
+        return {path.name for path in self.venv.glob("lib/python*/site-packages/mkdocs-*.dist-info")}
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> Environment:
-    """An environment whose Python is that of the tests."""
-    env = Environment(tmp_path / "venv")
-    env.state.mkdir(parents=True)
-    write_program(env.python, f'exec "{sys.executable}" "$@"')
-    return env
+def checkout(tmp_path: Path) -> Checkout:
+    if not UV.exists():
+        pytest.skip("uv is not here: make setup")
+    return Checkout(tmp_path / "a checkout")
 
 
-def step(name: str, environment: str = "cpu") -> Step:
-    return next(step for step in ENVIRONMENTS[environment].steps(True) if step.name == name)
+def test_an_environment_is_synced_after_each_change_and_else_not_touched(checkout: Checkout) -> None:
+    done = checkout.set_up()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert checkout.installed() == {"mkdocs-1.0.dist-info"}
+    nowhere = {"PIP_FIND_LINKS": "/nowhere", "UV_CACHE_DIR": str(checkout.folder / "empty")}
+    assert checkout.set_up(**nowhere).stdout == "set-up: .venv-docs is up to date\n", "it has to work without a network"
+    shutil.rmtree(next(checkout.venv.glob("lib/python*/site-packages/mkdocs-1.0.dist-info")))
+    assert "complete" in checkout.set_up().stdout, "a removed package is noticed"
+    checkout.publish("2.0")
+    assert "complete" in checkout.set_up().stdout
+    assert checkout.installed() == {"mkdocs-2.0.dist-info"}
+    (checkout.venv / "bin/python").unlink()
+    assert "complete" in checkout.set_up().stdout, "a broken environment is made anew"
+    checkout.folder = checkout.folder.rename(checkout.folder.with_name("moved"))
+    checkout.venv = checkout.folder / ".venv-docs"
+    assert "complete" in checkout.set_up().stdout, "the commands of a moved one start the old path"
+    assert str(checkout.venv) in (checkout.venv / "bin/activate").read_text()
 
 
-def test_torch_comes_from_the_users_pip_before_any_other_place(env: Environment) -> None:
-    run = Recorder(env)
-    step("torch").action(run)
-    (command,) = run.commands
-    assert command.endswith(f"torch=={TORCH}+cpu")
-    assert "--index-url" not in command
+def test_an_interrupted_set_up_is_taken_up_again(checkout: Checkout) -> None:
+    state = checkout.venv / ".npu-gptoss"
+    state.mkdir(parents=True)  # ended before the environment was made
+    assert "complete" in checkout.set_up().stdout
+    (state / "done").unlink()  # ended before its last step
+    assert "complete" in checkout.set_up().stdout
 
 
-def test_torch_falls_back_to_the_registrys_build_and_says_so(env: Environment, capsys: pytest.CaptureFixture) -> None:
-    run = Recorder(env, "+cpu")
-    step("torch").action(run)
-    assert f"--index-url {TORCH_CPU_INDEX} --timeout 15 --retries 0" in run.commands[1]
-    assert run.commands[2].endswith(f"torch=={TORCH}")
-    assert "--no-deps" not in run.commands[2], "the CUDA build does not import without its libraries"
-    assert "several GB" in capsys.readouterr().out
+def test_a_file_with_another_hash_is_never_installed(checkout: Checkout) -> None:
+    checkout.write_lock("1.0", "0" * 64)
+    done = checkout.set_up()
+    assert done.returncode == 1
+    assert "mkdocs" in done.stderr
+    assert "has another hash than the lock says and is not installed" in done.stderr
+    assert checkout.installed() == set()
 
 
-def test_a_missing_version_falls_back_to_the_loose_requirements(env: Environment) -> None:
-    for failing, said, how in (
-        ("requirements/cpu.txt", "cpu.in", "--constraint requirements/cpu.in"),
-        *[("none", "", "--no-deps")],
-    ):
-        run = Recorder(env, failing)
-        assert said in (step("packages").action(run) or "")
-        step("vllm").action(run)
-        assert run.commands[-1].endswith(how), "vLLM's own requirements are resolved where the lock's are"
+def test_a_version_that_the_index_lacks_is_named_and_unlocked_takes_another(checkout: Checkout) -> None:
+    checkout.write_lock("9.9", "0" * 64)
+    done = checkout.set_up()
+    assert done.returncode == 1
+    assert "index has no mkdocs==9.9" in done.stderr
+    assert checkout.set_up(UNLOCKED="1").returncode == 0
+    assert checkout.installed() == {"mkdocs-1.0.dist-info"}
 
 
-def test_the_environment_for_a_gpu_has_nothing_that_its_lock_does_not_name(env: Environment) -> None:
-    run = Recorder(env)
-    step("packages", "cuda").action(run)
-    (command,) = run.commands
-    assert command.endswith("requirements/cuda.txt")
-    assert "--no-deps --require-hashes --only-binary :all:" in command
-    failing = Recorder(env, "requirements/cuda.txt")
-    with pytest.raises(SetupError, match="this step failed"):  # no other versions in their place
-        step("packages", "cuda").action(failing)
-    step("npu_gptoss", "cuda").action(run)
-    assert "emulator" not in run.commands[-1]
+def test_a_folder_that_it_did_not_make_is_not_touched(checkout: Checkout) -> None:
+    checkout.venv.mkdir()
+    (checkout.venv / "mine").touch()
+    assert "was not made by this set-up" in checkout.set_up().stderr
+    assert (checkout.venv / "mine").exists()
 
 
-def test_what_triton_compiles_with_is_asked_for_before_gigabytes_are_downloaded(
-    env: Environment, monkeypatch: pytest.MonkeyPatch
+def test_a_second_set_up_waits_for_the_first(checkout: Checkout) -> None:
+    hold = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    )
+    lock = checkout.folder / ".venv-docs.lock"
+    lock.touch()
+    first = subprocess.Popen([sys.executable, "-c", hold, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, str(checkout.folder / COPIED[0]), "docs"], timeout=1, capture_output=True)
+    first.communicate()
+    assert checkout.set_up().returncode == 0
+
+
+def test_ctrl_c_ends_in_a_sentence(checkout: Checkout) -> None:
+    write_program(checkout.folder / "uv", "sleep 60")
+    script = checkout.folder / COPIED[0]
+    script.write_text(script.read_text().replace('".venv-uv/bin/uv"', '"uv"').replace("    bring_uv()", "    pass"))
+    (checkout.venv / ".npu-gptoss").mkdir(parents=True)
+    command = [sys.executable, str(script), "docs"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted. Run the same command again" in process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+
+
+def test_uv_looks_where_pip_looks_and_first_in_the_fullest_index() -> None:
+    """A version that two indexes have was taken from an additional one, which had no wheel for this machine of it."""
+    said = "global.extra-index-url='file:///a\\nfile:///b'\nglobal.find-links='/x'\n:env:.find-links='/y /z'\n"
+    variables = from_pip(said, "https://usual/simple")
+    assert variables["UV_INDEX"].split() == ["https://usual/simple", "file:///a", "file:///b"]
+    assert variables["UV_FIND_LINKS"] == "/y,/z"
+    assert from_pip("global.index-url='https://mine/'\n", "https://usual")["UV_DEFAULT_INDEX"] == "https://mine/"
+    assert "UV_INDEX" not in from_pip("", "https://usual")
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("failed to copy /a to /b: No space left on device (os error 28)", "the disk is full"),
+        ("error: Failed to fetch: `https://an.index/simple/x/`\n cause: dns error", "index cannot be reached"),
+        ("Because there is no version of numpy==2.2.999 and you require", "index has no numpy==2.2.999."),
+        ("Because torch-npu was not found in the package registry", "index has no torch-npu."),
+    ],
+)
+def test_a_fault_of_uv_becomes_a_sentence(said: str, cause: str, tmp_path: Path) -> None:
+    program = write_program(tmp_path / "program", f"cat <<'E'\n{said}\nE\nexit 1")
+    with pytest.raises(SetupError, match=cause):
+        environments.run(tmp_path, program)
+    assert len(CAUSES) == 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_refusal_of_the_file_system_becomes_a_sentence(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    names = [found.name for found in ENVIRONMENTS["cuda"].steps(False)]
-    assert names.index("compiler") < names.index("packages")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(SetupError, match=r"no-such-compiler.*apt install gcc"):
-        step("compiler", "cuda").action(Recorder(env))
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / ".venv"))
+
+    before = [(which, signal.getsignal(which)) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert alone_in(tmp_path / ".venv", fail) == 1
+    for which, handler in before:
+        signal.signal(which, handler)
+    assert ("disk is full" if number == errno.ENOSPC else "git clone") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["echo 3.7", "exit 1", None])
+def test_a_python_that_does_not_fit_is_named(program: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "python3.11"
+    if program:
+        write_program(path, program)
+    with pytest.raises(SetupError, match=rf"Python 3\.11 is needed.*{path} is none.*PYTHON=path"):
+        find_python(str(path), ("3.11", "3.12"))
+
+
+def test_a_missing_compiler_is_named_before_anything_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SetupError, match=r"no-such-compiler.*apt install g\+\+"):
+        ENVIRONMENTS["emulated"].check(sys.executable)
     monkeypatch.setenv("CC", sys.executable)
-    env.python.write_text("#!/bin/sh\necho /nowhere/python3.12/Python.h\n")
+    python = write_program(tmp_path / "python", "echo /nowhere/python3.12/Python.h")
     with pytest.raises(SetupError, match=r"/nowhere/python3\.12/Python\.h.*apt install python3\.12-dev"):
-        step("compiler", "cuda").action(Recorder(env))
+        ENVIRONMENTS["cuda"].check(str(python))
 
 
-def test_a_machine_without_a_wheel_of_shellcheck_does_without_it(env: Environment) -> None:
-    run = Recorder(env, "shellcheck")
-    assert "not linted" in step("tools").action(run)
-    assert "--only-binary :all:" in run.commands[-1], "its source release would download a program"
+def test_a_python_for_the_rest_leaves_an_emulated_910b_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def choose(wanted: str, pythons: tuple[str, ...]) -> str:
+        asked.append(wanted)
+        raise SetupError("enough")
+
+    monkeypatch.setattr(environments, "version_of", lambda python: "3.12")
+    monkeypatch.setattr(environments, "bring_uv", lambda: None)
+    monkeypatch.setattr(environments, "find_python", choose)
+    for name in ("emulated", "cpu", "cuda"):
+        with pytest.raises(SetupError):
+            environments.set_up(ENVIRONMENTS[name], tmp_path / "venv", False, "python3.12")
+    assert asked == ["", "python3.12", "python3.12"]
 
 
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """pip finds one wheel in a folder, and nothing elsewhere; it installs nothing. Returns the wheel's SHA-256."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    info = f"{NAME}-{VERSION}.dist-info"
-    files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = [
-        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},"
-        for name, text in files.items()
-    ]
-    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
-        for name, text in {**files, f"{info}/RECORD": "\n".join([*record, f"{info}/RECORD,,"])}.items():
-            wheel.writestr(name, text)
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(folder), "CONFIG_FILE": os.devnull, "DRY_RUN": "1"}.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    return hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()
-
-
-def install(env: Environment, requirement: str) -> tuple[str | None, str]:
-    """What the step says of a lock of one hashed line, and its log."""
-    lock = env.path / "docs.txt"
-    lock.write_text(requirement + "\n")
-    run = Run(env, "packages", "packages")
-    said = lock_step("a test", lock, (NAME,), ("--require-hashes",)).action(run)
-    return said, run.logged()
-
-
-def test_the_file_that_the_lock_names_is_installed(index: str, env: Environment) -> None:
-    said, log = install(env, f"{NAME}=={VERSION} --hash=sha256:{index}")
-    assert not said
-    assert f"Would install {NAME}-{VERSION}" in log
-
-
-def test_a_file_with_another_hash_is_never_installed(index: str, env: Environment) -> None:
-    """The looser requirements would take the very same file, unchecked."""
-    with pytest.raises(SetupError, match=r"(?s)another hash than docs\.txt.*DO NOT MATCH THE HASHES"):
-        install(env, f"{NAME}=={VERSION} --hash=sha256:{'0' * 64}")
-    assert "Would install" not in (env.state / "packages.log").read_text()
-
-
-def test_where_a_version_cannot_be_had_another_one_is_taken_and_said(index: str, env: Environment) -> None:
-    said, log = install(env, f"{NAME}==1.6.0 --hash=sha256:{'0' * 64}")
-    assert "docs.txt" in said
-    assert f"Would install {NAME}-{VERSION}" in log
-    lock = lock_step("a test", env.path / "docs.txt", (NAME,))
-    (env.state / "packages").write_text(lock.key)
-    assert lock.is_done(env), "the resolver chose the versions"
-
-
-def test_without_a_network_it_says_so_after_seconds(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip asked six times for each package, and its failure looked like a version that cannot be had."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
-    start = time.monotonic()
-    with pytest.raises(SetupError, match="there is no network"):
-        install(env, f"{NAME}==1.6.0 --hash=sha256:{'0' * 64}")
-    assert time.monotonic() - start < 15
-    assert not (env.state / "unlocked").exists()
-
-
-def test_a_disk_that_pip_finds_full_is_named(env: Environment) -> None:
-    """With other versions it would have filled it again."""
-    env.python.write_text("#!/bin/sh\necho 'ERROR: [Errno 28] No space left on device'; exit 1\n")
-    env.index_reached = True
-    with pytest.raises(SetupError, match="the disk is full"):
-        install(env, f"{NAME}==1.6.0")
-    assert not (env.state / "unlocked").exists()
-
-
-def test_the_tests_of_line_0_33_have_the_versions_that_are_served_and_of_cuda_triton_alone(env: Environment) -> None:
-    run = Recorder(env)
-    step("packages", "vllm033").action(run)
-    asked = dict(word.split("==") for word in run.commands[0].split() if "==" in word)
-    served = read_pins(environments.REQUIREMENTS / "cuda.txt")
-    assert {"transformers", "oss-harmony", "xgrammar", "pydantic", "triton"} <= asked.keys() & served.keys()
-    assert {name for name in asked.keys() & served.keys() if asked[name] != served[name]} == set()
-    assert not any(name.startswith(("nvidia-", "cuda-", "torch", "vllm")) for name in asked)
+def test_a_port_that_is_no_number_is_a_sentence() -> None:
+    done = make("serve", "ON=cpu", "PORT=abc")
+    assert done.returncode == 2
+    assert "PORT=abc is no port" in done.stderr
+    assert done.stdout == ""

@@ -1,104 +1,104 @@
-"""The locks in requirements/: exact, complete, with a hash for each file where scripts/setup/lock.py writes them."""
+"""The locks in requirements/: exact, with a hash for each file, complete, and in agreement with each other."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import zipfile
+import sys
 from pathlib import Path
 
 import pytest
 
 from npu_gptoss.kernels.platform import HOPPER, Platform
 from npu_gptoss.serving.lines import LINES
-from scripts.setup.environments import ASCEND_STACKS, CLIENTS, ENVIRONMENTS, REQUIREMENTS
-from scripts.setup.lock import NEEDED_ON_A_CARD, ONLY_FOR_TESTS, Lock, LockError, locks, render, resolve
-from scripts.setup.machine import ROOT, read_pins
+from scripts.setup.environments import ASCEND_STACKS, CLIENTS, ENVIRONMENTS, REQUIREMENTS, ROOT, UV, read_pins
 
-HASHED = locks()
-IMAGES = [name for name in HASHED if "torch" in HASHED[name].pins]
-EXACT = ["cpu", "dev", "evalscope", *(f"clients-{year}" for year in CLIENTS)]
-A, B = "a" * 64, "b" * 64
-# what evalscope asks for and only other benchmarks import, and two programs of the command line
+LOCKS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
+ONLY_FOR_TESTS = {"pytest", "pluggy", "iniconfig"}
+# vLLM 0.23's steps on a card need it: a kernel that makes slots is a plain function without it
+ON_A_CARD = {"8.3": set(), "9.1": {"triton-ascend"}}
+# packages that only other benchmarks of evalscope import, and two programs of the command line
 LEFT_OUT = {"jieba", "nltk", "rouge-chinese", "rouge-score", "sacrebleu", "zhconv", "typer", "hf-xet"}
-# what vLLM 0.33 asks for and gpt-oss does not import, as the lock says, and what quack-kernels asks for besides
+# packages that vLLM 0.33 and quack-kernels ask for and gpt-oss does not import
 LEFT_OUT_ON_CUDA = {
     *("fastsafetensors", "flashinfer-python", "instanttensor", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
     *("opencv-python-headless", "pynvvideocodec", "tilelang", "tokenspeed-mla", "torch-c-dlpack-ext"),
     *("torchaudio", "torchcodec"),
 }
-# clients' versions beyond what a package asks for, as the lock says: (what is asked too little, by whom)
+# versions beyond a package's bound, as the lock's comment says: (package, the one that asks for less)
 BEYOND = {("openai", "litellm"), ("jiter", "instructor")}
 
 
-def read(name: str) -> list[tuple[str, str, str, list[str]]]:
-    """(name, version, marker, hashes) of each requirement."""
+def pins(name: str) -> dict[str, str]:
+    return read_pins(REQUIREMENTS / f"{name}.txt")
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_version_is_exact_and_has_a_hash(name: str) -> None:
     text = (REQUIREMENTS / f"{name}.txt").read_text().replace("\\\n", " ")
-    found = []
-    for line in (line for line in text.splitlines() if line and not line.startswith("#")):
-        match = re.fullmatch(r"([\w.-]+)==(\S+)(?: ; (\S+ == \S+))?((?: +--hash=sha256:[0-9a-f]{64})+)", line.rstrip())
-        assert match, line
-        found.append((match[1], match[2], match[3] or "", match[4].split()))
-    return found
+    lines = [line for line in text.splitlines() if line and not line.startswith(("#", "--no-binary vllm"))]
+    entry = r"[\w.-]+==[\w.+]+(?: ; platform_machine == \"\w+\")?(?: +--hash=sha256:[0-9a-f]{64})+"
+    assert lines
+    assert [line for line in lines if not re.fullmatch(entry, line)] == []
 
 
-@pytest.mark.parametrize("name", HASHED)
-def test_a_hashed_lock_has_the_versions_that_the_tests_ran_with(name: str) -> None:
-    lock, written = HASHED[name], read(name)
-    versions = {name: version.partition("+")[0] for name, version, _, _ in written}
-    assert {name: versions.get(name) for name in lock.pins} == dict(lock.pins)
-    if lock.bounds is None:
-        assert set(versions) == set(lock.pins)
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_torch_is_the_build_without_cuda_unless_cuda_is_wanted(name: str) -> None:
-    lock, torch = HASHED[name], HASHED[name].pins["torch"]
-    entries = [(version, marker) for name, version, marker, _ in read(name) if name == "torch"]
-    builds = [(torch, 'platform_machine == "aarch64"'), (f"{torch}+cpu", 'platform_machine == "x86_64"')]
-    assert entries == (builds if lock.cpu_build else [(torch, "")])
-    assert any(name.startswith("nvidia-") for name, *_ in read(name)) != lock.cpu_build
+def test_pip_alone_takes_the_locks_as_the_page_says(tmp_path: Path) -> None:
+    """It reads every line, and then misses the files of an empty folder."""
+    page = (ROOT / "docs/installation.md").read_text()
+    (line,) = re.findall(r"^python -m (pip install .*--find-links) FOLDER (-r .*cpu\.txt)$", page, re.M)
+    words = [*line[0].split(), str(tmp_path), *line[1].split(), "--dry-run", "--ignore-installed"]
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert re.search(r"No matching distribution found for [\w-]+==", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("stack", ASCEND_STACKS)
-def test_the_emulated_910b_and_the_image_differ_in_nothing_but_tests_and_the_wheels(stack: str) -> None:
-    emulated = set(read_pins(REQUIREMENTS / f"{ASCEND_STACKS[stack].lock}.txt"))
-    image = {name for name, *_ in read(f"910b-{stack}")}
-    assert emulated - image == ONLY_FOR_TESTS
-    assert image - emulated == {"torch", "torch-npu", "vllm-ascend", *NEEDED_ON_A_CARD[stack]}
+def test_the_image_for_a_910b_has_what_its_emulation_was_tested_with(stack: str) -> None:
+    emulated, image = pins(ASCEND_STACKS[stack]), pins(f"910b-{stack}")
+    assert set(emulated) - set(image) == ONLY_FOR_TESTS
+    assert set(image) - set(emulated) == ON_A_CARD[stack]
+    versions = {name: version.partition("+")[0] for name, version in image.items()}
+    assert {name: versions[name] for name in set(image) & set(emulated)} == {
+        name: emulated[name] for name in set(image) & set(emulated)
+    }
 
 
-def test_an_image_of_a_line_that_needs_triton_on_a_card_has_the_one_that_kernels_are_compiled_with_here() -> None:
-    """Without it vLLM 0.23's `_compute_slot_mapping_kernel` is a plain function, and the first step a TypeError.
-
-    It wants a C++ compiler beside it, and no package that takes its module name.
-    """
-    images = {stack: {name: version for name, version, *_ in read(f"910b-{stack}")} for stack in ASCEND_STACKS}
-    compiler = read_pins(REQUIREMENTS / "ascend-compiler.txt")["triton-ascend"]
+def test_the_image_for_a_910b_has_the_triton_that_kernels_are_compiled_with() -> None:
+    """It needs a C++ compiler beside it, and no package that takes its module name."""
+    images = {stack: pins(f"910b-{stack}") for stack in ASCEND_STACKS}
+    compiler = pins("ascend-compiler")["triton-ascend"]
     assert {stack: image.get("triton-ascend") for stack, image in images.items()} == {"8.3": None, "9.1": compiler}
     assert not any("triton" in image for image in images.values())
     stage = (ROOT / "docker/910b.Dockerfile").read_text().partition("AS cann-9.1\n")[2].partition("FROM")[0]
     assert re.search(r"apt-get install .*\bg\+\+", stage)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_every_version_is_exact_and_listed_once(name: str) -> None:
-    path = REQUIREMENTS / f"{name}.txt"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
-    assert len(read_pins(path)) == len(lines)
+def test_torch_is_the_build_without_cuda_unless_cuda_is_wanted() -> None:
+    for name in ("torch-cpu", *(f"910b-{stack}" for stack in ASCEND_STACKS)):
+        builds = re.findall(
+            r"^torch==([\d.]+)(\+cpu)? ; platform_machine == \"(\w+)\"",
+            (REQUIREMENTS / f"{name}.txt").read_text(),
+            re.M,
+        )
+        assert [(build, machine) for _, build, machine in builds] == [("", "aarch64"), ("+cpu", "x86_64")]
+        assert not any(package.startswith("nvidia-") for package in pins(name))
+    assert pins("torch-cuda")["torch"] == pins("torch-cpu")["torch"].partition("+")[0]
+
+
+def test_vllm_0_33_is_tested_with_the_versions_that_serve_on_a_gpu() -> None:
+    tested, served = pins("vllm033"), pins("cuda")
+    assert {"transformers", "oss-harmony", "xgrammar", "pydantic", "triton"} <= tested.keys() & served.keys()
+    assert {name for name in tested.keys() & served.keys() if tested[name] != served[name]} == set()
+    assert not any(name.startswith(("nvidia-", "cuda-", "torch", "vllm")) for name in tested)
 
 
 def test_no_giant_came_back_to_evalscope() -> None:
-    pins = set(read_pins(REQUIREMENTS / "evalscope.txt"))
-    assert pins.isdisjoint({"torch", "triton", "vllm", "scipy", "tensorflow"} | LEFT_OUT)
-    assert not [name for name in pins if name.startswith("nvidia")]
+    assert set(pins("evalscope")).isdisjoint({"torch", "triton", "vllm", "scipy", "tensorflow"} | LEFT_OUT)
+    assert not [name for name in pins("evalscope") if name.startswith("nvidia")]
 
 
 def test_the_years_have_the_same_clients_in_other_versions() -> None:
-    old, new = (read_pins(REQUIREMENTS / f"clients-{year}.txt") for year in CLIENTS)
+    old, new = (pins(f"clients-{year}") for year in CLIENTS)
     for client in ("openai", "openai-agents", "langchain-openai", "pydantic-ai-slim", "litellm", "instructor"):
         assert old[client] != new[client]
 
@@ -115,13 +115,17 @@ def test_a_lock_of_npm_is_of_its_list_and_names_no_host(folder: str) -> None:
     assert not [name for name, package in packages.items() if name and not package.get("integrity")]
 
 
-def pip_says(name: str) -> tuple[Path, str]:
-    """The environment, and what `pip check` says of it."""
+def uv_says(name: str) -> tuple[Path, str]:
+    """The environment, and the output of `uv pip check` there."""
     venv = ROOT / ENVIRONMENTS[name].folder
     if not (venv / "bin/python").exists():
         pytest.skip(f"{venv.name} is not set up")
-    check = [str(venv / "bin/python"), "-m", "pip", "check"]
-    return venv, subprocess.run(check, capture_output=True, text=True, check=False).stdout
+    check = [str(UV), "pip", "check", "--python", str(venv / "bin/python")]
+    return venv, subprocess.run(check, capture_output=True, text=True, check=False).stderr
+
+
+def missing(said: str) -> set[str]:
+    return set(re.findall(r"requires `([\w-]+).*?`, but it's not installed", said))
 
 
 @pytest.mark.parametrize(
@@ -133,80 +137,24 @@ def pip_says(name: str) -> tuple[Path, str]:
     ],
 )
 def test_nothing_is_missing_and_versions_fit(name: str) -> None:
-    """The locks are installed without a resolver, so pip has to be asked whether they are complete."""
-    venv, said = pip_says(name)
-    missing = set(re.findall(r"requires ([\w-]+), which is not installed", said))
-    unlocked = (venv / ".npu-gptoss/unlocked").exists()  # by the resolver, which left nothing out
-    assert missing == (LEFT_OUT if name == "evalscope" and not unlocked else set()), said
-    unfit = {(asked, by) for by, asked in re.findall(r"^(\S+) \S+ has requirement (\w+)", said, re.M)}
-    assert unfit <= (BEYOND if name.startswith("clients") else set()), said
+    """The locks are installed without a resolver, so uv has to be asked whether they are complete."""
+    venv, said = uv_says(name)
+    unlocked = ".in" in (venv / ".npu-gptoss/done").read_text()  # by the resolver, which left nothing out
+    assert missing(said) == (LEFT_OUT if name == "evalscope" and not unlocked else set()), said
+    unfit = set(re.findall(r"`([\w-]+)` requires `([\w-]+)[^`]*`, but `", said))
+    assert {(asked, by) for by, asked in unfit} <= (BEYOND if name.startswith("clients") else set()), said
 
 
 def test_the_environment_for_a_gpu_lacks_nothing_but_what_its_lock_names() -> None:
-    _, said = pip_says("cuda")
-    assert set(re.findall(r"requires ([\w-]+), which is not installed", said)) == LEFT_OUT_ON_CUDA, said
-    assert set(re.findall(r"has requirement (\w+)", said)) <= {"torch", "torchvision", "certifi"}, said
+    _, said = uv_says("cuda")
+    assert missing(said) == LEFT_OUT_ON_CUDA, said
+    unfit = re.findall(r"requires `([\w-]+)[^`]*`, but `", said)
+    assert set(unfit) <= {"torch", "torchvision", "certifi"}, said
 
 
-def test_the_lock_for_a_gpu_is_of_the_vllm_that_serves_there_and_of_the_triton_of_our_kernels() -> None:
-    pins = read_pins(REQUIREMENTS / "cuda.txt")
+def test_the_lock_for_a_gpu_has_the_vllm_and_the_triton_that_serve_there() -> None:
     (line,) = (line for line in LINES if "cuda" in line.devices)
-    assert pins["vllm"] == line.vllm.recommended
-    assert HOPPER.reasons_against(Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", pins["triton"]),))) == []
-    assert not {"oss-harmony", "openai-harmony"} <= set(pins), "they have the same files"
-
-
-def test_one_wheel_for_all_places_has_one_hash_and_others_have_each_their_own() -> None:
-    x86_64 = {"p": ("1", A), "q": ("2", A), "t": ("3+cpu", A)}
-    aarch64 = {"p": ("1", A), "q": ("2", B), "t": ("3", B)}
-    lines = render(HASHED["910b-8.3"], {("3.11", "x86_64"): x86_64, ("3.11", "aarch64"): aarch64}).splitlines()
-    assert [line for line in lines if not line.startswith("#")] == [
-        "p==1 \\",
-        f"    --hash=sha256:{A}",
-        "q==2 \\",
-        f"    --hash=sha256:{A} \\",
-        f"    --hash=sha256:{B}",
-        't==3 ; platform_machine == "aarch64" \\',
-        f"    --hash=sha256:{B}",
-        't==3+cpu ; platform_machine == "x86_64" \\',
-        f"    --hash=sha256:{A}",
-    ]
-
-
-def test_the_oldest_python_decides_the_versions_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def wheels(lock: Lock, place: tuple[str, str], pins: dict[str, str], *options: str) -> dict:
-        asked.append((place, dict(pins), options[0]))
-        return {"mkdocs": ("1.6.1", A), "built": (f"2.{len(asked)}", A)}
-
-    monkeypatch.setattr("scripts.setup.lock.wheels", wheels)
-    places = resolve(HASHED["docs"])
-    assert len(places) == 6
-    assert asked[0] == (("3.10", "x86_64"), dict(HASHED["docs"].pins), "--constraint")
-    assert asked[1:] == [(place, {"mkdocs": "1.6.1", "built": "2.1"}, "--no-deps") for place in places]
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder in which pip looks."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # a machine's constraints may name another torch
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    return tmp_path
-
-
-def test_a_version_that_the_index_lacks_is_an_error_with_pips_words(index: Path) -> None:
-    with pytest.raises(LockError, match=r"x on Python 3\.11, aarch64 cannot be resolved(.*\n)*.*numpy==0\.0\.1"):
-        resolve(Lock("x", "x", {"numpy": "0.0.1"}, machines=("aarch64",)))
-
-
-def test_a_cpu_build_that_pip_finds_here_does_not_get_into_the_cuda_image(index: Path) -> None:
-    for version in ("9.0", "9.0+cpu"):
-        name = f"torch-{version}.dist-info"
-        with zipfile.ZipFile(index / f"torch-{version}-py3-none-any.whl", "w") as archive:
-            archive.writestr(f"{name}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-            archive.writestr(f"{name}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{name}/RECORD", "")
-    lock = Lock("x", "x", {"torch": "9.0"}, machines=("x86_64",), cpu_build=False, bounds={})
-    assert {version for found in resolve(lock).values() for version, _ in found.values()} == {"9.0"}
+    cuda = pins("cuda")
+    assert cuda["vllm"] == line.vllm.recommended
+    assert HOPPER.reasons_against(Platform("cuda", frozenset({"triton"}), (9, 0), (("triton", cuda["triton"]),))) == []
+    assert not {"oss-harmony", "openai-harmony"} <= set(cuda), "they have the same files"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,15 +36,10 @@ OPERATORS = sorted(
 
 def libraries(version: str) -> Iterator[tuple[str, bytes]]:
     """(name, contents) of the libraries that register operators."""
-    names = ("libtorch_npu.so", "libop_plugin_atb.so")
-    if version == FIRST:
-        folder = next(venv().glob("lib/python3.*/site-packages/torch_npu/lib"))
-        yield from ((name, (folder / name).read_bytes()) for name in names)
-        return
-    wheels = list((venv() / "ascend-emulator/wheels").glob(f"torch_npu-{version}-*.whl"))
-    assert wheels, f"the wheel of torch-npu {version} is not there: run make setup-emulated"
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        yield from ((name, wheel.read(f"torch_npu/lib/{name}")) for name in names)
+    where = "lib/python3.*/site-packages" if version == FIRST else "ascend-emulator/second"
+    folders = list(venv().glob(f"{where}/torch_npu/lib"))
+    assert folders, f"torch-npu {version} is not there: run make setup-emulated"
+    yield from ((name, (folders[0] / name).read_bytes()) for name in ("libtorch_npu.so", "libop_plugin_atb.so"))
 
 
 @functools.cache
