@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 SIZES = [1, 2, 4, 8, 16]
-FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZES[-1]), "--cudagraph-metrics")
+FLAGS = (*COMPACT, *SHARE, "--max-model-len", "2048", "--max-num-seqs", str(SIZES[-1]))
 GRAPHED = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": SIZES}))
 TWO = ("--tensor-parallel-size", "2")
 GRAPHS_OF_OURS, STOCK, TENSOR, EXPERT = "ours", "stock", "tensor parallel", "expert parallel"
