@@ -67,7 +67,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Row]:
     rows = [row for key in before if key in after for row in _rows(what, key, before[key], after[key])]
     if not rows:
         raise InputError(
-            f"the files have no record of {what} in common (told apart by {', '.join(KINDS[what].keys)}): "
+            f"the files have no record of {what} in common (distinguished by {', '.join(KINDS[what].keys)}): "
             "measure the same points in both"
         )
     return rows

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     args.profile = False
     with session.running_engine(args) as running:
         session.print_head({}, running.device, running.ceilings, args.gpu_price)
-        print("  what each number means stands in the files' `definitions`")
+        print("  the files' `definitions` explain each number")
         found = 0
         for kind, file in zip(KINDS, FILES, strict=True):
             args.json = args.out / file

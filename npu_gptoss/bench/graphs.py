@@ -34,7 +34,7 @@ def measure(running: Running, batch: int, context: int, seed: int = 0) -> dict[s
         tokens = [result.token_ids for result in engine.generate(prompts, params)]
         with_graphs = run_decode(engine, batch, context, steps, seed)
         engine.graphs = None
-        # first, since it compiles what eager steps need
+        # first, because it compiles kernels of eager steps
         eager_tokens = [result.token_ids for result in engine.generate(prompts, params)]
         eager = run_decode(engine, batch, context, steps, seed)
     finally:

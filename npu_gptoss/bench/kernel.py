@@ -38,7 +38,7 @@ DEFINITIONS = {
     "TBps": "bytes / time",
     "TFLOPs": "flops / time",
     "percent_of_floor": "100 * floor / time",
-    "selected": "this is the kernel that a call of the case gets",
+    "selected": "whether this is the kernel that a call of the case gets",
     "inside": "the device's kernels in one call, from torch's profiler: name, calls, microseconds in all",
 }
 HEAD = f" {'kernel (* selected)':<44} {'case':<34} {'us':>10} {'floor us':>9} {'floor':>7} {'TB/s':>6} {'TFLOP/s':>8}"

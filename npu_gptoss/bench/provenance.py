@@ -68,7 +68,7 @@ def commit() -> str:
     if told:
         return told
     if not (PACKAGE.parent / ".git").exists():
-        return UNKNOWN  # installed: a repository further up would be somebody else's
+        return UNKNOWN  # installed: a repository further up is another project
     command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     return _output(command) or UNKNOWN
 

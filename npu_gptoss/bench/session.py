@@ -71,7 +71,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {"default": "auto", "metavar": "auto|float32|bfloat16", "help": "of weights and activations"},
     "--max-batch-tokens": {"default": 16384, "help": "most tokens of a step", **COUNT},
     "--block-size": {"default": 16, "help": "tokens in one block of the cache", **COUNT},
-    "--num-blocks": {"help": "blocks of the cache (default: what memory allows)", **COUNT},
+    "--num-blocks": {"help": "blocks of the cache (default: as many as fit)", **COUNT},
     "--weights": {"choices": assembly.WEIGHTS, "default": assembly.AUTO, "help": "the experts' format on the device"},
     "--graphs": {"choices": (AUTO, *MODES), "default": AUTO, "help": "decode steps as graphs"},
     "--batch": {"default": [1, 8, 32, 128], "help": "requests of a decode step", **COUNTS},

@@ -151,7 +151,7 @@ def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | Non
         status = process.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
-        process.terminate()  # torchrun ends its ranks; nothing happens to what has ended
+        process.terminate()  # torchrun ends its ranks; a finished process is not affected
         process.wait()
     return None if status == 0 else f"failed with exit status {status}"
 

@@ -154,7 +154,7 @@ def timer(
 
 def tune(site: Site, start: Row, device: torch.device) -> tuple[Row, float] | str:
     """The best tile and its share of the present one's time, or why the kernel cannot run here."""
-    from triton.errors import TritonError  # what does not compile, or needs more than a multiprocessor has
+    from triton.errors import TritonError  # it does not compile, or needs more than a multiprocessor has
 
     kernel, cases = registry.kernels[site.kernel], list(cases_of(site, device))
     for case in cases:

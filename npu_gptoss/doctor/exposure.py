@@ -16,7 +16,7 @@ from npu_gptoss.doctor.machine import Machine
 from npu_gptoss.doctor.stack import numbers
 
 PAGE = "docs/exposing-the-server.md"
-GUARD = "admission"  # the patch of vLLM that lets in who has a key
+GUARD = "admission"  # the patch of vLLM that checks the key
 STARLETTE_MENDED = (1, 0, 1)  # CVE-2026-48710; vLLM's own check of the key rests on it
 SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
 
@@ -91,7 +91,7 @@ def exposure(here: Machine) -> Iterator[Finding]:
         yield _judged(here, server)
     if not running:
         yield _unguarded(here, here.environ, "A server that starts in this shell") or ok(
-            "No server runs here. This package's scripts listen on 127.0.0.1; `vllm serve` by itself on all addresses."
+            "No server runs here. This package's scripts listen on 127.0.0.1; plain `vllm serve` on all addresses."
         )
 
 
@@ -114,7 +114,7 @@ def _judged(here: Machine, server: Server) -> Finding:
     return warning(
         f"A server listens on {server.place}, and "
         + ("whether it asks for a key is not to be seen" if unknown else "asks for no key")
-        + f": whoever reaches it can use it, and vLLM {here.vllm} has known holes.",
+        + f": everyone who reaches it can use it, and vLLM {here.vllm} has known holes.",
         f"Set VLLM_API_KEY in its environment. {proxy}",
     )
 
@@ -130,7 +130,7 @@ def _unguarded(here: Machine, environ: Mapping[str, str], who: str, keyed: bool 
         why = "VLLM_PLUGINS leaves out npu_gptoss"
     else:
         return None
-    remedy = f"Let it in again. {PAGE} has what it stands against."
+    remedy = f"Let it in again. {PAGE} lists the holes that it closes."
     starlette = here.version("starlette")
     if starlette and numbers(starlette) < STARLETTE_MENDED:
         return failed(

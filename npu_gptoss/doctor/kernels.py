@@ -39,7 +39,7 @@ def kernels(platform: str) -> Iterator[Finding]:
         ]
         more = {"subject": name, "details": tuple(_lines(found))}
         by = f", by the override {found.override!r}" if found.override else ""
-        remedy = "Mend what the lines above say; `npu-gptoss kernels explain` shows it again."
+        remedy = "Repair the causes in the lines above; `npu-gptoss kernels explain` shows it again."
         if by:
             remedy = f"Unset NPU_GPTOSS_KERNEL_{name.replace('.', '_').upper()}."
         if found.selected is None:

@@ -15,7 +15,7 @@ from npu_gptoss.serving.lines import LINES, Line, find_vllm, line_of, line_of_ca
 
 ASCEND, CUDA, CPU = "ascend", "cuda", "cpu"
 PLATFORMS = (ASCEND, CUDA, CPU)
-DEVICE_TYPES = {ASCEND: "npu", CUDA: "cuda", CPU: "cpu"}  # what torch and vLLM call them
+DEVICE_TYPES = {ASCEND: "npu", CUDA: "cuda", CPU: "cpu"}  # their names in torch and vLLM
 PLATFORM_VARIABLE = "NPU_GPTOSS_PLATFORM"
 EMULATED_VARIABLE = "ASCEND_EMULATOR"
 GIB = 1 << 30

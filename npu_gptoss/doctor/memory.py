@@ -29,7 +29,7 @@ from npu_gptoss.model.device_memory import (
 )
 from npu_gptoss.nominal import MEMORY
 
-UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: what the Ascend article serves with; the rest is for captured graphs
+UTILISATIONS = (UTILISATION, 0.95, 0.97)  # 0.95: of the Ascend article; the rest is for captured graphs
 CARD = MEMORY["910B3"]
 
 PUBLISHED_20B, PUBLISHED_120B = published_config(), published_config(36, experts=128)
@@ -200,7 +200,7 @@ def _on_npu(
         other = f"Experts {packed_line(choice)} ({choice.objection or f'{VARIABLE}=packed'})"
         more = f"{other}. " if choice.kept.tokens > found.tokens else ""
     details = (f"{other}.", *presets) if other else presets
-    if not found.fits(most, 0):  # what is certain; the reserve is a rule of thumb
+    if not found.fits(most, 0):  # the certain part; the reserve is a rule of thumb
         return failed(f"{sentence}: that does not fit{beside}.", f"{more}{SMALLER}", details=presets)
     if not found.fits():
         ways = settings(config, ranks, found.total, buffsize, choice.packed)

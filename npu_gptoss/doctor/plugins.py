@@ -80,7 +80,7 @@ def order(here: Machine) -> Finding:
         keep += [p.name for p in loaded(here, cpu_platform.GROUP)]
         return warning(
             f"{listed} What comes after {OURS} ({others}) and registers {entry.ARCHITECTURE} replaces it.",
-            f"See below what vLLM ends up with; {FILTER}={','.join(keep)} leaves the others out.",
+            f"The check registration below shows vLLM's model; {FILTER}={','.join(keep)} leaves the others out.",
         )
     return ok(listed)
 
@@ -97,7 +97,7 @@ def platforms(here: Machine) -> Finding:
     if others and kind != CUDA:
         return warning(
             f"A second platform plugin is installed ({', '.join(others)}), and vLLM takes one: with two that answer it "
-            "does not start, and this package's own for CPUs steps aside. See registration for what comes of it.",
+            "does not start, and this package's own for CPUs steps aside. The check registration shows the result.",
             f"Uninstall it, or set {alone}.",
         )
     if kind == ASCEND and ASCENDS not in names:
@@ -157,7 +157,7 @@ def registration(here: Machine) -> Finding:
     if device != wanted:
         return failed(
             f"vLLM takes this machine for {device or 'no platform'}, expected {wanted}.",
-            "Mend what the checks of platform and plugins say; the server's log names the platform at its start.",
+            "Do as the checks of platform and plugins say; the server's log names the platform at its start.",
         )
     ours = lines.here()
     if wanted in ours.devices and model != ours.model:

@@ -122,7 +122,7 @@ def _died(end: End, at: str) -> Finding:
     last = [line for line in end.errors.strip().splitlines() if line.strip()]
     return failed(
         f"The process of this check {end.how}{': ' + one_line(last[-1]) if last else '.'}",
-        "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: do what "
+        "The libraries of torch, torch-npu, CANN and the driver do not fit together, or the device hangs: do as "
         "the checks of versions say; `npu-smi info` or `nvidia-smi` shows the device's state.",
         check=at,
     )
@@ -188,7 +188,7 @@ def torch_works() -> Finding:
     """Importing torch also loads torch-npu, when it is installed, and with it CANN's libraries."""
     try:
         torch = importlib.import_module("torch")
-    except Exception as error:  # whatever an extension raises
+    except Exception as error:  # an extension may raise anything
         return failed(
             f"torch cannot be imported: {one_line(error)}",
             "On an Ascend machine, source CANN's set_env.sh first (a library that is not found is CANN's); else "
@@ -212,7 +212,7 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Finding:
         try:
             resolve_device(kind)
             backend = torch.get_device_module(kind)
-            backend.set_device(0)  # an NPU tells its memory to a process with a context only
+            backend.set_device(0)  # an NPU reports its memory only to a process with a context
             free, total = backend.mem_get_info()
             name, count = backend.get_device_name(0), backend.device_count()
             # for the offline engine only: a server on an NPU expands them
@@ -221,8 +221,7 @@ def device(platform: str, emulated: bool, seen: list[Device]) -> Finding:
         except Exception as error:  # the driver's, torch_npu's, or ours in words
             return failed(
                 f"There is no {kind} device that works: {one_line(error)}",
-                "Mend what the checks of driver, device files and CANN say; NPU_GPTOSS_PLATFORM=cpu uses the CPU "
-                "instead.",
+                "Do as the checks of driver, device files and CANN say; NPU_GPTOSS_PLATFORM=cpu uses the CPU instead.",
             )
     return _device_finding(platform, seen[0])
 
@@ -234,11 +233,11 @@ def _device_finding(platform: str, found: Device) -> Finding:
         return ok(f"{found.name}, {found.count} core(s), {gib(found.free)} of {gib(found.total)} RAM available.")
     what = f"{found.count} × {found.name} with {gib(found.total)} each, {gib(found.free)} free"
     if found.emulated:
-        return ok(f"{what}: an emulated Ascend 910B. It tells nothing of a real one's speed.")
+        return ok(f"{what}: an emulated Ascend 910B. Its speed says nothing about a real one.")
     if platform == ASCEND and not found.name.startswith(CARDS):
         return warning(
             f"{what}: this package is made for the Ascend 910B (A2), whose operator contracts it follows.",
-            "Rely on the self-test below, and report what it says.",
+            "Rely on the self-test below, and report its result.",
         )
     return ok(f"{what}.")
 

@@ -43,7 +43,7 @@ def remembered(here: Machine, found: Sequence[Finding]) -> Finding:
         )
     sentence = f"{name} was tested whole on {known.when}: {_judgement(known)}; {record.path} remembers it."
     if known.wrong:
-        return warning(sentence, "Do what the self-tests above say.", **more)
+        return warning(sentence, "Do as the self-tests above say.", **more)
     return ok(sentence, **more)
 
 

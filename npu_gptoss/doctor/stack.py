@@ -15,7 +15,7 @@ from npu_gptoss.serving.lines import TORCH_OLDEST, line_of, silent_defect
 SET_UP = "`make setup` in a checkout of npu-gptoss sets everything up"
 INSTALL_VLLM = "install its source release with VLLM_TARGET_DEVICE=empty (docs/installation.md)"
 OTHER_WHEELS = {"0.11": " (.post2 is made for CANN 8.5, .dev builds are older than the operator with sinks)"}
-FASTAPI_OLDEST = (0, 115)  # what both vLLMs ask for
+FASTAPI_OLDEST = (0, 115)  # required by both vLLMs
 NAMES = {"ascend": "an Ascend", "cuda": "a CUDA", "cpu": "a CPU"}
 
 
@@ -53,7 +53,7 @@ def python(here: Machine) -> Finding:
     if here.python[:2] < tuple(map(int, tested[0].split("."))):
         return failed(f"Python {release} is older than {tested[0]}.", f"Use Python {' or '.join(tested)}.")
     return warning(
-        f"Python {release} is newer than what is tested ({', '.join(tested)}).",
+        f"Python {release} is newer than the tested releases ({', '.join(tested)}).",
         f"Use Python {tested[len(tested) // 2]} when something does not install.",
     )
 
@@ -169,7 +169,7 @@ def vllm_ascend(here: Machine) -> Iterator[Finding]:
         yield failed("vllm-ascend is not installed, so vLLM knows no Ascend platform.", remedy)
     elif objection := limits.version_objection(release, line):
         defect = silent_defect(numbers(release))
-        alone = f" Without this package's model gpt-oss is answered wrongly there, without a word: it {defect}."
+        alone = f" Without this package's model gpt-oss is answered wrongly there, without an error: it {defect}."
         yield failed(f"{objection}.{alone if defect else ''}", remedy)
     else:
         yield ok(f"vllm-ascend {release}.")

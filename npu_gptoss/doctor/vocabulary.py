@@ -68,14 +68,14 @@ def _loaded(folder: Path, how: str) -> Finding:
 
             encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
             back = encoding.decode(encoding.encode(SAMPLE, allowed_special="all"))
-        except Exception as error:  # the library raises what it likes, a broken build an ImportError
+        except Exception as error:  # the library may raise anything, a broken build an ImportError
             return failed(
                 f"The vocabulary is there ({how}), but openai-harmony cannot load it: {one_line(error)}",
                 "`pip install --force-reinstall openai-harmony`.",
             )
     if back != SAMPLE:
         return failed(
-            f"openai-harmony does not give back what it encoded: {back!r}.",
+            f"openai-harmony decodes its own tokens to another text: {back!r}.",
             f"`pip install --force-reinstall openai-harmony`; then delete {VOCABULARY_FILE}. {REBUILD}",
         )
     return ok(f"The harmony vocabulary works offline: {how}.")

@@ -95,7 +95,7 @@ def ascend_kernels(wanted: str | None) -> list[Target]:
     chosen = [target for target in found if wanted is None or matches(wanted, target)]
     if not chosen:
         names = ", ".join(sorted(target.name for target in found))
-        raise InputError(f"{wanted!r} names no kernel that is compiled for Ascend; those are: {names}")
+        raise InputError(f"{wanted!r} names no kernel that is compiled for Ascend; such kernels are: {names}")
     return sorted(chosen, key=lambda target: target.name)
 
 
@@ -181,7 +181,7 @@ def _first_wrong(target: Target, kept: list[tuple[Call, Any, CallSpec]], changed
         for call, want, spec in kept:
             try:
                 got = target.check.run(on(call.inputs, CPU), target.name)
-            except Exception as error:  # whatever a broken kernel does
+            except Exception as error:  # a broken kernel may raise anything
                 return f"{type(error).__name__}: {error}".splitlines()[0]
             if not target.check.judge(got, want, spec.precision, None).ok:
                 return call.name
@@ -198,7 +198,7 @@ def _in_a_child(work: Callable[[], str]) -> str:
         try:
             signal.alarm(SECONDS)
             torch.set_num_threads(1)  # a pool of the parent's threads has no threads here, and would be waited for
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what libc says of a heap in ruins
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # libc's words about a broken heap
             os.write(writer, work().encode()[:4096])
             status = 0
         finally:

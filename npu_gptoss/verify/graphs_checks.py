@@ -23,7 +23,7 @@ def _state(tokens: list[int], positions: list[int], capacity: int, block_size: i
     state.block_table.copy_(numbers.view(capacity, blocks))
     state.cursor[0, : len(tokens)] = torch.tensor(tokens)
     state.cursor[1, : len(tokens)] = torch.tensor(positions)
-    state.ints.fill_(-5)  # what an earlier step left there
+    state.ints.fill_(-5)  # left by an earlier step
     return state
 
 

@@ -31,7 +31,7 @@ QKV, OUTPUT, ROUTER, ADD_NORM = "dense.qkv", "dense.output", "dense.router", "de
 LOGITS, GREEDY, ADVANCE = "dense.logits", "dense.greedy", "graphs.advance"
 PACKED = "moe.expand"
 EXPAND, COMPRESS, TABLES, ROTATE = "mxfp4.expand", "mxfp4.compress", "rope.tables", "rope.rotate"
-STREAM = (QKV, ROUTER, ADD_NORM)  # what adds to the residual stream and norms it
+STREAM = (QKV, ROUTER, ADD_NORM)  # operations that add to the residual stream and norm it
 BIASED = (QKV, OUTPUT, ROUTER)
 
 

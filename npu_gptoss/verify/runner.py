@@ -186,7 +186,7 @@ def _nothing_fits(target: Target) -> str:
         for trait, values in target.kernel.traits.items()
     )
     missing = ", ".join(not_made(target.kernel, target.check))
-    return f"no call fits what it takes: {stated or 'no traits'}" + (f"; not made here: {missing}" if missing else "")
+    return f"no call fits its traits: {stated or 'no traits'}" + (f"; not made here: {missing}" if missing else "")
 
 
 def _by_ledger(result: Result, target: Target, ledger: Sequence[KnownFailure]) -> Result:

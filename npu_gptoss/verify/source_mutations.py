@@ -79,10 +79,10 @@ def _difference(before: str, after: str, line: int) -> str:
     return f"{old}  ->  {new}"
 
 
-# (kernel, what is changed) -> why it computes the same
+# (kernel, change) -> the reason why it computes the same
 _TILES = "for tile in range(tl.program_id(0), tiles, tl.num_programs({})):"
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("expand_kernel", f"{_TILES.format(0)}  ->  {_TILES.format(1)}"): (
-        "each program writes what all others write, too: right, and as many times slower, which no result shows"
+        "each program repeats the work of all others: right, and that many times slower, which no result shows"
     ),
 }

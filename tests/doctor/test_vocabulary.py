@@ -46,7 +46,7 @@ def test_a_vocabulary_that_a_server_will_rebuild_is_rebuilt_and_loaded(tmp_path,
 def test_a_harmony_that_does_not_load_or_garbles_is_a_failure(tmp_path, model, monkeypatch):
     harmony = pytest.importorskip("openai_harmony")
     monkeypatch.setattr(checked, "SAMPLE", "<|start|>\ud800")
-    only(vocabulary(machine(tmp_path), model), "failed", "does not give back what it encoded", VOCABULARY_FILE)
+    only(vocabulary(machine(tmp_path), model), "failed", "decodes its own tokens to another text", VOCABULARY_FILE)
 
     def load(name):
         raise RuntimeError("error downloading or loading vocab file")

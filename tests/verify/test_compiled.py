@@ -76,7 +76,10 @@ def test_without_the_compiler_the_command_names_the_set_up(
     said = capsys.readouterr().err
     assert "make setup-ascend-compiler" in said
     assert main(["verify", "--compile", "attention"]) == 2
-    assert "names no kernel that is compiled for Ascend; those are: moe.expand.triton_ascend" in capsys.readouterr().err
+    assert (
+        "names no kernel that is compiled for Ascend; such kernels are: moe.expand.triton_ascend"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_source_has_a_mutation_of_each_operator_number_and_function() -> None:

@@ -111,7 +111,7 @@ def test_a_kernel_for_which_no_call_can_be_made_is_not_called_right() -> None:
     attention(small_ops.paged_attention, "float16")
     report = verified()
     assert not report.ok
-    assert "no call fits what it takes" in report.reasons[0]
+    assert "no call fits its traits" in report.reasons[0]
     assert "query float16" in report.reasons[0]
 
 

@@ -51,7 +51,7 @@ CASES = (
         (400, 513, 1100, 2000),
         (None,),
         "CANN 8.3 as published does not rescale heads that it merges between tiles of 512 keys "
-        "(ops-transformer 4251efa76, mended after 8.3.RC1's sources)",
+        "(ops-transformer 4251efa76, repaired after 8.3.RC1's sources)",
     ),
     Case(
         "one long request",
