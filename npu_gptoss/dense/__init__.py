@@ -1,9 +1,9 @@
-"""What a layer computes besides attention and experts: norms, projections, router, logits. The public ops.
+"""The public ops of a layer besides attention and experts: norms, projections, router, logits.
 
 `reference.py` defines them; the other modules are solutions. The operations are cut for decode, where every launch
-counts: a residual is added by whatever reads the sum next. `delta` is what is still to be added to `residual`; None:
-nothing. Each op returns the new residual, float32 and a tensor of its own, or the old one where nothing was added: the
-stream of a bfloat16 model is not rounded between its layers. What a product reads and gives has its weight's dtype.
+counts: the next reader of a sum adds the residual. `delta` is still to be added to `residual`; None:
+nothing. Each op returns the new residual, a separate float32 tensor, or the old one where nothing was added: the
+stream of a bfloat16 model is not rounded between its layers. Inputs and outputs of a product have its weight's dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Kernel = Bound | str | None
 
 
 def bind_qkv(hidden: torch.dtype, weight: torch.Tensor, head_dim: int) -> Bound:
-    """The kernels of a layer's `qkv`, whose cache has the dtype of the activations; so below for the other ops."""
+    """The kernels of a layer's `qkv`, whose cache has the dtype of the activations."""
     return bind(QKV, lambda rows: qkv_call(rows, hidden, weight, hidden, head_dim))
 
 
@@ -104,7 +104,7 @@ def qkv(
     weight: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v; bias alike.
     cos_sin: [positions, head_dim] float32: cosines, then sines; positions: [rows] int64.
     Caches: [blocks, block_size, kv_heads, head_dim], written in place at `metadata.slot_mapping`.
-    kernel: what the layer was built with (`bind_qkv`), or the name of a kernel or solution, to override the selection;
+    kernel: the layer's kernels (`bind_qkv`), or the name of a kernel or solution, to override the selection;
         so for every op below.
 
     Returns the new residual and the queries [rows, heads, head_dim].

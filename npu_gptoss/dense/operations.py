@@ -1,7 +1,7 @@
-"""What the calls of the dense family pass, and so what every kernel of it must declare.
+"""Roles and traits of the dense family's calls, which every kernel must declare.
 
-Everything of a gpt-oss layer that is neither attention nor an expert: norms, projections, the router, and what can be
-computed in the same launch. Small batches of decode are bound by launches and by the bandwidth of the weights, so the
+A gpt-oss layer without attention and experts: norms, projections, the router, and operations of the same
+launch. Small batches of decode are bound by launches and by the bandwidth of the weights, so the
 operations are cut where a kernel can be cut, not where a formula ends.
 """
 
@@ -51,12 +51,12 @@ GREEDY = define_operation(
 
 
 def aligned(weight: torch.Tensor) -> bool:
-    """What the tensor memory accelerator of a GPU wants of a matrix."""
+    """True when the tensor memory accelerator of a GPU takes the matrix."""
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def qkv_call(rows: int, hidden: torch.dtype, weight: torch.Tensor, kv: torch.dtype, head_dim: int) -> Described:
-    """What kernels of dense.qkv are asked for; so below for the others."""
+    """Describes a call of dense.qkv."""
     traits = {"rows": rows, "head_dim": head_dim, "aligned": aligned(weight)}
     return signature(hidden=hidden, weight=weight.dtype, kv=kv), traits
 

@@ -1,4 +1,4 @@
-"""The definition of the dense operations, in fp32: read it beside the model card.
+"""The definition of the dense operations, in fp32: compare it with the model card.
 
     hidden  = residual + delta
     normed  = hidden / sqrt(mean(hidden^2) + eps) * norm_weight

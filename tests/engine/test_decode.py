@@ -267,7 +267,7 @@ def test_logits_that_are_not_finite_stop_a_graph_too(directory: Path, temperatur
     engine = Engine(directory, dtype="float32", num_blocks=100, graphs="full", graph_sizes=(1,))
     first = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=temperature, seed=1))[0].token_ids[0]
     engine.model.embedding[first] = float("nan")  # the prompt is computed without graphs, and still finite
-    with pytest.raises(engine_module.NonFiniteLogits, match="NaN or infinity"):
+    with pytest.raises(engine_module.NonFiniteLogits):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=temperature, seed=1))
 
 

@@ -22,6 +22,7 @@ from npu_gptoss.moe.operations import FEW_ROWS, experts_call
 from npu_gptoss.moe.triton import layout, tuned
 from npu_gptoss.verify.cases import random_experts
 from tests.moe.cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, close, local_share
+from tests.refused import refused
 from tests.tolerances import assert_close
 from tests.triton import TRITON_HERE
 
@@ -243,7 +244,7 @@ def test_scales_beyond_the_kernels_range_are_refused_in_words(experts):
     weights = experts("mxfp4")
     scales = weights.down_proj_scales.clone()
     scales[3, 5, 1] = layout.LARGEST_SCALE + 1
-    with pytest.raises(InputError, match=r"scales up to 128 .* got 129.*weights=bf16"):
+    with refused("scales"):
         prepare_experts(dataclasses.replace(weights, down_proj_scales=scales))
 
 

@@ -1,7 +1,7 @@
 """The dense operations as Triton and Gluon kernels for CUDA.
 
-Up to some rows on Hopper: projections in Gluon, with what follows them fused. Elsewhere a single decode row: the whole
-of an operation in one launch, the projection as a matrix-vector product. More rows: the projection is cuBLAS's. Triton
+Up to some rows on Hopper: projections in Gluon, fused with the next operations. Elsewhere a single decode row: a whole
+operation in one launch, the projection as a matrix-vector product. More rows: the projection is cuBLAS's. Triton
 is imported at the first call, so that a machine without it can list these kernels.
 """
 
