@@ -67,7 +67,7 @@ def test_steps_are_counted_without_an_option_and_vllm_prints_no_table() -> None:
     assert value("tokens", "unasked", mode="full") == 0
 
 
-def test_kernels_travel_behind_the_mode_of_a_step_and_vllm_does_not_see_them() -> None:
+def test_kernels_travel_behind_the_mode_of_a_step_unseen_by_vllm() -> None:
     kernels = (("attention.paged", "attention.paged.gluon", "gluon"),)
     told = stats(kernel_report(lambda: kernels)(str(CUDAGraphMode.FULL)), 5, 8)
     told = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(told)[0])
