@@ -36,10 +36,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {layers: new_checkpoint(tmp_path_factory, layers=layers, **SHAPE) for layers in (2, 4)}
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+@pytest.fixture(scope="module", params=["8.3.rc1"])
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     trace = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    with importing(Machine(trace=trace)) as process:
+    with importing(Machine(request.param, trace=trace)) as process:
         yield process, trace
 
 
@@ -86,6 +86,14 @@ def test_our_layer_neither_waits_nor_copies_and_launches_few(batch, launches, tr
     found = step_of_two_layers(traced, models, tmp_path, batch, options=EAGER | BF16)
     assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
     assert found["launches"] == 2 * launches
+
+
+@pytest.mark.parametrize("traced", ["9.1"], indirect=True)
+def test_our_layer_neither_waits_nor_copies_on_9_1(traced, models, tmp_path):
+    """vLLM 0.23 would schedule a step ahead of its tokens."""
+    found = step_of_two_layers(traced, models, tmp_path, 8, options=EAGER | BF16 | {"async_scheduling": False})
+    assert {name: found.get(name, 0) for name in ("h2d", "d2h", "waits")} == {"h2d": 0, "d2h": 0, "waits": 0}
+    assert found["launches"] == 2 * 23
 
 
 def test_our_layer_moves_what_the_roofline_counts(traced, models, tmp_path):
