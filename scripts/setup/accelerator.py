@@ -1,8 +1,7 @@
-"""Prints where `make serve` serves: `cuda` where an NVIDIA GPU can, else `cpu`; or what ON= says.
+"""Print the place where `make serve` serves: `cuda` where an NVIDIA GPU can, else `cpu`; or the value of ON=.
 
-The driver's library is asked, because torch is not there yet, and CUDA_VISIBLE_DEVICES counts. A GPU that cannot serve
-is named on stderr with the reason: the CPU serves then, and with ON=cuda nothing does. Standard library only; any
-Python 3.8 or newer.
+It asks the driver's library, because torch is not installed yet; CUDA_VISIBLE_DEVICES counts. Where a GPU cannot serve,
+stderr has the reason: the CPU serves then, and with ON=cuda nothing does. Standard library only, Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -14,54 +13,47 @@ from collections.abc import Callable
 from typing import Any
 
 PLACES = ("cpu", "cuda")
-CUDA = (13, 0)  # of torch in requirements/cuda.txt
-DRIVER = "580"  # NVIDIA's first release with it
-CAPABILITY = (8, 0)  # the first with bfloat16
-MACHINE = "x86_64"  # for which requirements/cuda.txt has wheels
-
-NO_GPU = {34: "stub library", 100: "no device"}  # cuInit's answers, as cuda.h names them
+# of requirements/cuda.txt: torch's CUDA, NVIDIA's first driver with it, the first GPUs with bfloat16, the wheels
+CUDA, DRIVER, CAPABILITY, MACHINE = (13, 0), "580", (8, 0), "x86_64"
+NO_GPU = {34: "stub library", 100: "no device"}  # answers of cuInit, as cuda.h names them
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # attributes of a device, as cuda.h numbers them
 
 
 class NoGpu(Exception):
-    """There is none, in words."""
+    """The machine has no GPU; the text says how this was found."""
 
 
 def gpu(load: Callable[[str], Any] = ctypes.CDLL, machine: str = platform.machine()) -> str:
-    """Why the first NVIDIA GPU cannot serve; nothing when it can. Raises NoGpu."""
+    """Returns the reason why the first NVIDIA GPU cannot serve, empty when it can. Raises NoGpu."""
     try:
         cuda = load("libcuda.so.1")
     except OSError:
         raise NoGpu("NVIDIA's driver library libcuda.so.1 is not there") from None
     status = cuda.cuInit(0)
-    count, version, device, major, minor = (ctypes.c_int() for _ in range(5))
     if status in NO_GPU:
         raise NoGpu(f"NVIDIA's driver library finds {NO_GPU[status]}")
     if status:
         return f"the driver does not start (cuInit returns {status}); see what `nvidia-smi` says"
+    count, version, device, major, minor = (ctypes.c_int() for _ in range(5))
     cuda.cuDeviceGetCount(ctypes.byref(count))
     if not count.value:
         raise NoGpu("the driver shows no GPU; see `nvidia-smi` and CUDA_VISIBLE_DEVICES")
     cuda.cuDriverGetVersion(ctypes.byref(version))
     cuda.cuDeviceGet(ctypes.byref(device), 0)
-    cuda.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
+    for value, attribute in ((major, CAPABILITY_MAJOR), (minor, CAPABILITY_MINOR)):
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     driver, capability = (version.value // 1000, version.value % 1000 // 10), (major.value, minor.value)
     if machine != MACHINE:
         return f"the packages are locked for {MACHINE}, and this machine is {machine}"
     if capability < CAPABILITY:
-        return f"it has compute capability {_dotted(capability)}, and bfloat16 needs {_dotted(CAPABILITY)}"
+        return "it has compute capability {}.{}, and bfloat16 needs {}.{}".format(*capability, *CAPABILITY)
     if driver < CUDA:
-        return f"its driver is for CUDA {_dotted(driver)}, expected {_dotted(CUDA)}: install driver {DRIVER} or newer"
+        return "its driver is for CUDA {}.{}, expected {}.{}: install driver {} or newer".format(*driver, *CUDA, DRIVER)
     return ""
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
 def choose(wanted: str, look: Callable[[], str] = gpu) -> tuple[str, str]:
-    """wanted: ON. Returns (of PLACES, or nothing where none will do, what to tell the user)."""
+    """wanted: ON. Returns one of PLACES, empty where none will do, and a sentence for the user."""
     if wanted == "cpu":
         return "cpu", ""
     if wanted and wanted not in PLACES:

@@ -66,7 +66,7 @@ CAUSES = {
 
 
 class SetupError(Exception):
-    """Expected, got, what to do: the whole text that a user sees."""
+    """The whole text that a user sees: expected, got, remedy."""
 
 
 def compiler(variable: str, usual: str, headers: bool = False, machines: Sequence[str] = ()) -> Callable[[str], None]:
@@ -90,8 +90,8 @@ def compiler(variable: str, usual: str, headers: bool = False, machines: Sequenc
 class Recipe:
     """An environment: uv installs `locks`, with --tools `tools` too; then a shell runs `steps` in it.
 
-    pythons: the best first. unlocked: those of them that some version of the lock does not exist for. There, and with
-    UNLOCKED=1, uv installs what requirements/<first lock>.in allows.
+    pythons: the best first. unlocked: Pythons for which a version of the lock does not exist. There, and with
+    UNLOCKED=1, uv installs the versions that requirements/<first lock>.in allows.
     """
 
     folder: str
@@ -189,7 +189,7 @@ ENVIRONMENTS = {
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """name -> version of a requirements file of `name==version` lines, with hashes or without."""
+    """Reads name -> version from a requirements file of `name==version` lines, with hashes or without."""
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)", path.read_text(), re.M)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
 
@@ -219,7 +219,7 @@ INDEXES: dict[str, str] = {}  # uv's variables, from pip's configuration
 
 
 def variables(venv: Path) -> dict[str, str]:
-    """Those of a command in the environment. The user's win over pip's configuration; uv downloads no Python."""
+    """Variables of a command in the environment. The user's win over pip's configuration; uv downloads no Python."""
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
     path = os.pathsep.join([str(venv / "bin"), str(UV.parent), kept.get("PATH", os.defpath)])
     pip = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
@@ -232,7 +232,7 @@ def ask(*command: str | Path, venv: Path = ROOT) -> subprocess.CompletedProcess[
 
 
 def version_of(python: str | Path) -> str:
-    """`3.11`; empty where it does not start."""
+    """Returns a Python's release, as `3.11`; empty when it does not start."""
     with contextlib.suppress(OSError):
         return ask(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").stdout.strip()
     return ""
@@ -294,7 +294,7 @@ def find_python(wanted: str, pythons: Sequence[str]) -> str:
 
 
 def key_of(venv: Path, files: Sequence[str], steps: Sequence[str]) -> str:
-    """A hash of all that the environment is made of."""
+    """Hashes the environment's place, locks, steps and sources."""
     named = re.findall(r"(?:requirements|tests/clients)/[\w./-]*\w", " ".join([*files, *steps]))
     if any("ascend_emulator.prepare" in step for step in steps):
         named += [f"emulator/ascend_emulator/{name}" for name in ("runtime", "elf.py", "stubs.py", "prepare.py")]
@@ -304,7 +304,7 @@ def key_of(venv: Path, files: Sequence[str], steps: Sequence[str]) -> str:
 
 
 def is_complete(venv: Path, files: Sequence[str], steps: Sequence[str]) -> bool:
-    """Asks uv, and uv no index, whether the packages are there in their versions."""
+    """True when uv finds each package in its version; uv asks no index."""
     files = [*files, *re.findall(r"-r (requirements/vllm\S+)", " ".join(steps))]
     command = (
         UV,
@@ -388,7 +388,7 @@ def set_up(recipe: Recipe, venv: Path, tools: bool, python: str) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, waiting: str = "") -> Iterator[None]:
-    """While no other process holds the file or folder; prints `waiting` where one does."""
+    """Locks the file or folder; prints `waiting` while another process has it locked."""
     lock = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -402,7 +402,7 @@ def held(path: Path, waiting: str = "") -> Iterator[None]:
 
 
 def in_words(error: OSError, folder: Path) -> str:
-    """The refusal of a file system below `folder`, and what to do."""
+    """Names the file system's refusal below `folder`, and the remedy."""
     remedy = f"Mend it and {AGAIN}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"The disk is full. Make space and {AGAIN}"
@@ -412,7 +412,7 @@ def in_words(error: OSError, folder: Path) -> str:
 
 
 def alone_in(venv: Path, work: Callable[[], None]) -> int:
-    """The exit status of `work`, done while no other set-up is at this environment: 0, 1 with a sentence, 130."""
+    """Runs `work` while no other set-up is at this environment. Returns 0, 1 with a sentence, or 130 after Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     lock = venv.with_name(f"{venv.name}.lock")  # beside it: the environment may be made anew
@@ -431,7 +431,7 @@ def alone_in(venv: Path, work: Callable[[], None]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All that are named, one after the other; the first failure's exit status."""
+    """Sets up the named environments in turn; returns the first failure's exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=list(ENVIRONMENTS), metavar="NAME", help=", ".join(ENVIRONMENTS))
     parser.add_argument("--venv", type=Path, help="where, instead of in the checkout")
