@@ -268,7 +268,7 @@ def bring_uv() -> None:
     with held(lock):  # set-ups run side by side
         if ask(*pip, "--version").returncode:  # Debian's python3 has none; python3-venv brings one
             pip = (folder / "pip/bin/python", "-m", "pip")
-            if ask(*pip, "--version").returncode and ask(sys.executable, "-m", "venv", folder / "pip").returncode:
+            if ask(sys.executable, "-m", "venv", "--clear", folder / "pip").returncode:
                 raise SetupError(f"{sys.executable} has no pip. On Debian and Ubuntu: apt install python3-pip.")
         stamp = folder / "made-for"
         if not (UV.exists() and stamp.is_file() and stamp.read_text() == lock.read_text()):
@@ -306,16 +306,8 @@ def key_of(venv: Path, files: Sequence[str], steps: Sequence[str]) -> str:
 def is_complete(venv: Path, files: Sequence[str], steps: Sequence[str]) -> bool:
     """True when uv finds each package in its version; uv asks no index."""
     files = [*files, *re.findall(r"-r (requirements/vllm\S+)", " ".join(steps))]
-    command = (
-        UV,
-        "pip",
-        "install",
-        "--dry-run",
-        "--offline",
-        "--no-deps",
-        *(w for file in files for w in ("-r", file)),
-    )
-    return not UV.exists() or "Would make no changes" in ask(*command, venv=venv).stderr
+    audit = (UV, "pip", "install", "--dry-run", "--offline", "--no-deps", *(w for file in files for w in ("-r", file)))
+    return not UV.exists() or "Would make no changes" in ask(*audit, venv=venv).stderr
 
 
 def install(venv: Path, files: list[str], steps: Sequence[str], loose: bool) -> list[str]:
