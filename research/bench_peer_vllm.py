@@ -4,7 +4,7 @@
 
 Needs vLLM (0.25.1 and 0.33.0 were used) and a GPU. Where vLLM 0.33 loads this package's plugin, the plugin's model is
 measured and the records say so; NPU_GPTOSS=0 leaves gpt-oss to vLLM. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer
-is not installed. Writes decode.json and prefill.json, which `npu-gptoss bench … --peer` reads beside records of the
+is not installed. Writes decode.json and prefill.json, which `npu-gptoss bench compare` lays beside records of the
 same checkpoint and machine.
 """
 

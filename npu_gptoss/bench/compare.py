@@ -97,20 +97,12 @@ def half_width(what: str, row: Record) -> float | None:
 
 def warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     """Other differences between the files, which may explain a ratio."""
-    alone = []
-    for title in ("engine", "machine", "versions"):
-        before, after = (v if isinstance(v := c.get(title), Mapping) else {title: v} for c in (old, new))
-        for name in sorted(before.keys() | after.keys()):
-            if name not in before or name not in after:
-                alone.append(name)
-            elif before[name] != after[name]:
-                yield f"{name}: {before[name]}, then {after[name]}"
-    if alone:
-        yield f"only one of the files has {', '.join(alone)}"
-    before, after = (content.get("environment") or {} for content in (old, new))
+    before, after = (
+        {"engine": c["engine"], **c["machine"], **c["versions"], **c.get("environment", {})} for c in (old, new)
+    )
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
-            yield f"{name}: {before.get(name, 'unset')}, then {after.get(name, 'unset')}"
+            yield f"{name}: {before.get(name, 'not there')}, then {after.get(name, 'not there')}"
     before, after = (content.get("definitions") or {} for content in (old, new))
     if changed := sorted(name for name in before.keys() & after.keys() if before[name] != after[name]):
         yield f"the definitions of {', '.join(changed)} differ: read both before you believe a ratio"

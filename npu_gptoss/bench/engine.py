@@ -24,14 +24,13 @@ def add_points(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     records.check_folder(args.out, *FILES)
-    args.profile = False
     with session.running_engine(args) as running:
         session.print_head({}, running.device, running.ceilings, args.gpu_price)
         print("  the files' `definitions` explain each number")
         found = 0
         for kind, file in zip(KINDS, FILES, strict=True):
             args.json = args.out / file
-            found += len(session.measure_kind(kind, running))
+            found += session.measure_kind(kind, running)
         if not found:
             raise InputError(session.NOTHING_FITS)
     return 0

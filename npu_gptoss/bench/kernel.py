@@ -16,7 +16,7 @@ import torch
 from npu_gptoss.bench import session
 from npu_gptoss.bench.cases import CASES, Case, Inputs, Points
 from npu_gptoss.bench.measure import measure
-from npu_gptoss.bench.profile import as_records, device_kernels
+from npu_gptoss.bench.profile import device_kernels
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config
 from npu_gptoss.bench.roofline import WEIGHT_BYTES, Ceilings, beside_floor
 from npu_gptoss.engine.device import kernels_for, limit_threads, resolve_device, resolve_dtype
@@ -44,38 +44,38 @@ DEFINITIONS = {
 HEAD = f" {'kernel (* selected)':<44} {'case':<34} {'us':>10} {'floor us':>9} {'floor':>7} {'TB/s':>6} {'TFLOP/s':>8}"
 OPTIONS = (
     *("--batch", "--context", "--tokens", "--block-size", "--samples"),
-    *("--peer", "--device", "--dtype", "--gpu-price", "--json"),
+    *("--device", "--dtype", "--gpu-price", "--json"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", nargs="*", action=session.Once, help="for example moe.experts; default: all")
+    parser.add_argument("operation", nargs="*", help="for example moe.experts; default: all")
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels or solutions")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--size", choices=SHAPES, default="20b", help="published shapes (default: 20b)")
     shape.add_argument("--model", type=Path, metavar="DIR", help="the shapes of a checkpoint's config.json")
     session.add_options(parser, *OPTIONS, context=[1024, 8192], dtype="bfloat16")
-    formats = {"nargs": "+", "choices": WEIGHT_BYTES, "default": ["mxfp4"], "action": session.Once}
+    formats = {"nargs": "+", "choices": WEIGHT_BYTES, "default": ["mxfp4"]}
     parser.add_argument("--weights", help="of the experts (default: mxfp4)", **formats)
 
 
 def run(args: argparse.Namespace) -> int:
-    peer = session.read_peer(args, "kernel")
     load_kernels()
     session.check_output(args)
     device = resolve_device(args.device)
     config = full_config(args.size) if args.model is None else GptOssConfig.from_directory(args.model)
     limit_threads(config, device)
     inputs = Inputs(config, device, resolve_dtype(args.dtype, config), args.block_size)
-    points = Points(args.batch, args.context, args.tokens, args.weights)
-    operations = args.operation or sorted(CASES)
+    # a point that is named twice is measured once
+    points = Points(*(tuple(dict.fromkeys(each)) for each in (args.batch, args.context, args.tokens, args.weights)))
+    operations = list(dict.fromkeys(args.operation)) or sorted(CASES)
     if unknown := sorted(set(operations) - CASES.keys()):
         raise InputError(f"there are no cases of an operation {unknown[0]!r}, but of {', '.join(sorted(CASES))}")
     _check_kernels(args.kernel or (), operations)
     ceilings = session.ceilings_of(device)
     session.print_head(DEFINITIONS, device, ceilings, args.gpu_price)
     print(HEAD)
-    kept = session.Records(args, "kernel", DEFINITIONS, device, ceilings)
+    kept = session.Kept(args, "kernel", DEFINITIONS, device, ceilings)
     told: set[tuple[str, str]] = set()
     with kernels_for(device):
         for case in (case for name in operations for case in CASES[name](inputs, points)):
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                 elif found not in told:
                     told.add(found)
                     print(f" {found[0]}: not measured ({case.name}): {found[1]}", file=sys.stderr)
-    if not kept.finish(peer, line):
+    if not kept.end():
         raise InputError("no kernel could run any of these cases; standard error says why for each")
     return 0
 
@@ -146,7 +146,7 @@ def _record(
     }
     # on a CPU an operator is not a launch
     inside = device_kernels(calls[0], device) if device.type == "cuda" else []
-    return {name: session.significant(value) for name, value in record.items()} | {"inside": as_records(inside, most=8)}
+    return {name: session.significant(value) for name, value in record.items()} | {"inside": inside}
 
 
 def line(record: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from npu_gptoss.bench import session
 from npu_gptoss.bench.decode import check_fits, random_prompts
-from npu_gptoss.bench.profile import DeviceKernel, device_kernels
 from npu_gptoss.bench.roofline import prefill_work
 from npu_gptoss.bench.session import Running
 from npu_gptoss.engine import Engine, SamplingParams
@@ -41,12 +40,6 @@ def run_prefill(engine: Engine, tokens: int, repeats: int, seed: int = 0) -> lis
         engine.generate([prompt], FIRST_TOKEN)
         times.append(time.perf_counter() - start)
     return times[1:]
-
-
-def profile_prefill(engine: Engine, tokens: int, seed: int = 0) -> list[DeviceKernel]:
-    """The device's kernels of one prompt from an empty cache to its first token, longest first."""
-    prompt = random_prompts(1, tokens, engine.config.vocab_size, seed)
-    return device_kernels(lambda: engine.generate(prompt, FIRST_TOKEN), engine.device, repeats=1)
 
 
 def measure(running: Running, tokens: int) -> dict[str, Any]:
@@ -82,6 +75,5 @@ KIND = session.Kind(
     line=line,
     points=lambda args: {f"{tokens} tokens": (tokens,) for tokens in args.tokens},
     measure=measure,
-    profile=profile_prefill,
-    options=("--tokens", "--repeats", "--profile", "--share-experts", "--peer", "--json"),
+    options=("--tokens", "--repeats", "--share-experts", "--json"),
 )

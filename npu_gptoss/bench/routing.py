@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from npu_gptoss.engine import Engine
 from npu_gptoss.engine.batch import pack
 from npu_gptoss.engine.device import kernels_for
 from npu_gptoss.engine.scheduler import Chunk
+from npu_gptoss.kernels.dumping import tensors
 from npu_gptoss.kernels.profiling import observing
 
 ROUTED = "topk_ids"  # the argument of every kernel of moe.experts that names the experts, [tokens, k]
@@ -61,20 +61,7 @@ def expert_format(engine: Engine) -> str:
     """The format of the first layer's experts in memory, by their bytes, as `roofline` names it."""
     config, ranks = engine.config, engine.model.ranks
     matrix, _ = expert_parameters(config)
-    held = [tensor.untyped_storage() for tensor in _tensors(engine.model.layers[0].moe.experts.weights)]
+    held = [tensor.untyped_storage() for tensor in tensors(engine.model.layers[0].moe.experts.weights)]
     total = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())  # views of one count once
     each = total * (1 if ranks is None else ranks.shard.size) / (config.num_local_experts * matrix)
     return min(WEIGHT_BYTES, key=lambda name: abs(WEIGHT_BYTES[name] - each))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors within."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if is_dataclass(value):
-        value = [getattr(value, field.name) for field in fields(value)]
-    elif isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for part in value for tensor in _tensors(part)]

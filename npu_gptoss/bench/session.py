@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npu_gptoss.bench import profile, provenance, records
+from npu_gptoss.bench import provenance, records
 from npu_gptoss.bench.measure import measure_ceilings
 from npu_gptoss.bench.random_checkpoint import SHAPES, full_config, model_name, random_tensors
 from npu_gptoss.bench.roofline import NOMINAL, Ceilings, Work, beside_floor, dollars_per_million
@@ -53,17 +53,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-class Once(argparse.Action):
-    """Keeps each value of an option once: a point that is named twice is one point with one record."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, list(dict.fromkeys(values)))
-
-
 COUNT = {"type": count, "metavar": "N"}
-COUNTS = {"nargs": "+", "action": Once, **COUNT}
+COUNTS = {"nargs": "+", **COUNT}
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,14 +71,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--tokens": {"default": [8192], "help": "of a prefill", **COUNTS},
     "--repeats": {"default": 3, "help": "prompts measured", **COUNT},
     "--samples": {"default": 20, "help": "of each timing", **COUNT},
-    "--profile": {"action": "store_true", "help": "show the device's kernels inside each point"},
     "--share-experts": {
         "choices": (TENSOR, EXPERT),
         "default": TENSOR,
         "help": "under torchrun: cut each expert, or deal them out whole",
     },
     "--gpu-price": {"type": float, "default": PRICE, "metavar": "USD", "help": "of one hour"},
-    "--peer": {"type": Path, "metavar": "FILE", "help": "another engine's records, to be laid beside ours"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write the records there"},
     "--out": {"type": Path, "metavar": "DIR", "required": True, "help": "the folder for decode.json and prefill.json"},
 }
@@ -145,9 +134,8 @@ class Running:
 class Kind:
     """An action that measures an engine.
 
-    head, line: of the printed table. points: name of each point -> its arguments. measure, profile: called with a
-    `Running` or its engine and a point's arguments; they return a record and the device's kernels. options, defaults:
-    as `add_options`.
+    head, line: of the printed table. points: name of each point -> its arguments. measure: called with a `Running` and
+    a point's arguments; it returns a record. options, defaults: as `add_options`.
     """
 
     what: str
@@ -156,7 +144,6 @@ class Kind:
     line: Callable[[Record], str]
     points: Callable[[argparse.Namespace], Mapping[str, tuple[int, ...]]]
     measure: Callable[..., Record]
-    profile: Callable[..., list[profile.DeviceKernel]] | None = None
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,10 +151,9 @@ class Kind:
         engine_arguments(parser, *self.options, **self.defaults)
 
     def run(self, args: argparse.Namespace) -> int:
-        peer = read_peer(args, self.what)
         with running_engine(args) as running:
             print_head(self.definitions, running.device, running.ceilings, args.gpu_price)
-            if not measure_kind(self, running, peer):
+            if not measure_kind(self, running):
                 raise InputError(NOTHING_FITS)
         return 0
 
@@ -209,9 +195,9 @@ def running_engine(args: argparse.Namespace, batches: Sequence[int] = ()) -> Ite
         engine.close()
 
 
-def measure_kind(kind: Kind, running: Running, peer: Record | None = None) -> list[Record]:
-    """Measures each point, prints it at once, and leaves out a point that does not fit."""
-    kept = Records(running.args, kind.what, kind.definitions, running.device, running.ceilings)
+def measure_kind(kind: Kind, running: Running) -> int:
+    """Measures each point, prints it at once, and leaves out a point that does not fit. Returns how many fitted."""
+    kept = Kept(running.args, kind.what, kind.definitions, running.device, running.ceilings)
     if kind.head:
         print(kind.head)
     points = kind.points(running.args)
@@ -223,16 +209,12 @@ def measure_kind(kind: Kind, running: Running, peer: Record | None = None) -> li
             continue
         row = {key: significant(value) for key, value in row.items()}
         say(kind.line(row))
-        if kind.profile is not None and running.args.profile:
-            found = kind.profile(running.engine, *point)
-            say("\n".join(profile.table(found)))
-            row["inside"] = profile.as_records(found)
         kept.add(row)
-    return kept.finish(peer, kind.line)
+    return kept.end()
 
 
-class Records:
-    """The records of one action. The file is written after each, because the next may take long, be ended, or fail."""
+class Kept:
+    """The records of one action. Rank 0 writes --json after each, because the next may take long, be ended, or fail."""
 
     def __init__(
         self,
@@ -242,50 +224,22 @@ class Records:
         device: torch.device,
         ceilings: Sequence[Ceilings],
     ) -> None:
-        self._args, self._what, self._device = args, what, device
-        self._definitions, self._ceilings = definitions, ceilings
-        self._rows: list[Record] = []
+        left_out = ("action", "json", "model", "out")  # paths belong to one machine
+        settings = {name: value for name, value in vars(args).items() if name not in left_out}
+        self._file: Path | None = args.json
+        self._content = records.document(what, device, definitions, ceilings, args.gpu_price, settings)
 
-    def add(self, *rows: Record) -> None:
-        self._rows += rows
-        self._write()
+    def add(self, row: Record) -> None:
+        self._content["records"].append(row)
+        if self._file is not None and is_rank_0():
+            records.write(self._content, self._file)
 
-    def finish(self, peer: Record | None = None, line: Callable[[Record], str] = str) -> list[Record]:
-        """Joins the peer's records, and names the written file."""
-        if peer is not None and self._rows:
-            self._rows = records.beside(self._rows, peer, self._what)
-            measured = records.KINDS[self._what].times[0]
-            print(f"beside {peer['engine']}:")
-            for row in self._rows:
-                if row["peer"]:
-                    print(f"{line(row)}  {peer['engine']}: {measured} {row['peer'][measured]:.5g}")
-            self._write()
-        if self._rows and self._args.json is not None:
-            print(f"{self._args.json}: {len(self._rows)} records")
-        return self._rows
-
-    def _write(self) -> None:
-        """Into --json, by rank 0."""
-        args = self._args
-        if args.json is None or not is_rank_0():
-            return
-        left_out = {"action", "json", "model", "out", "peer"}  # paths belong to one machine
-        content = records.Document.measured(
-            self._what,
-            self._device,
-            self._rows,
-            definitions=self._definitions,
-            ceilings=self._ceilings,
-            price_per_hour=args.gpu_price,
-            settings={name: value for name, value in vars(args).items() if name not in left_out},
-        )
-        content.write(args.json)
-
-
-def read_peer(args: argparse.Namespace, what: str) -> Record | None:
-    """The file of --peer, read before anything is measured."""
-    path = getattr(args, "peer", None)
-    return None if path is None else records.read_peer(path, what)
+    def end(self) -> int:
+        """Names the file. Returns the number of records."""
+        found = len(self._content["records"])
+        if found and self._file is not None:
+            print(f"{self._file}: {found} records")
+        return found
 
 
 def batches_by_contexts(args: argparse.Namespace) -> dict[str, tuple[int, int]]:

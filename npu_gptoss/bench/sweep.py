@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from npu_gptoss.bench import engine, records, session, tables
+from npu_gptoss.bench.records import Document
 from npu_gptoss.engine.device import resolve_device
 from npu_gptoss.errors import InputError
 from npu_gptoss.files import read_json, write_atomically
@@ -27,7 +28,7 @@ from npu_gptoss.model.sharding import EXPERT, TENSOR
 
 # on four GPUs MXFP4 cannot be cut: a quarter of an expert is no whole number of scales
 DEFAULT_LAYOUTS = ("tp1", "tp2", "ep2", "ep4", "ep8")
-PAGE = "tables.md"
+FILES, PAGE = ("prefill", "decode"), "tables.md"  # in the order of the page
 
 
 @dataclass(frozen=True)
@@ -83,30 +84,30 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name not in ("action", "layouts", "out")}
     settings = {**options, "layouts": [each.name for each in args.layouts]}
     del settings["model"]  # paths belong to one machine
-    found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}  # in the order of the page
-    status, page = 0, ""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, each in enumerate(layouts, 1):
-            print(f"[{number}/{len(layouts)}] {each.name}", flush=True)
-            reason: str | None = "was ended before all of it was measured"
+    found: dict[str, Document] = {}
+    failures: list[str] = []
+    for number, each in enumerate(layouts, 1):
+        print(f"[{number}/{len(layouts)}] {each.name}", flush=True)
+        reason: str | None = "was ended before all of it was measured"
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                reason = run_layout(each, options, Path(folder) / each.name)
+                reason = run_layout(each, options, Path(folder))
             finally:  # keep the measurements, also of a layout that is ended
                 if reason is not None:
                     missing[each.name] = reason
-                for what, documents in found.items():
-                    file = Path(folder) / each.name / f"{what}.json"
+                for what in FILES:
+                    file = Path(folder, f"{what}.json")
                     if file.is_file():
-                        documents.append(read_json(file))
-                page = _write(args.out, found, settings, missing)
-            if reason is not None:
-                status = 1
-                print(f"{each.name}: {reason}; its own output is above", file=sys.stderr)
-    if not page:
+                        add(found, read_json(file))
+                page = write(args.out, found, settings, missing)
+        if reason is not None:
+            failures.append(each.name)
+            print(f"{each.name}: {reason}; its own output is above", file=sys.stderr)
+    if not found:
         raise InputError("no layout could be measured; the output of each is above")
     print(page, end="")
     print(f"{args.out}: {', '.join(sorted(path.name for path in args.out.iterdir()))}")
-    return status
+    return 1 if failures else 0
 
 
 def split_by_devices(
@@ -156,28 +157,20 @@ def run_layout(each: Layout, options: Mapping[str, Any], out: Path) -> str | Non
     return None if status == 0 else f"failed with exit status {status}"
 
 
-def _write(
-    folder: Path, found: Mapping[str, list[dict[str, Any]]], settings: Mapping[str, Any], missing: Mapping[str, str]
-) -> str:
+def add(found: dict[str, Document], layout: Document) -> None:
+    """Adds a layout's rows and ceilings to the file of their kind; rows differ by `layout`."""
+    whole = found.setdefault(layout["what"], {**layout, "records": [], "ceilings": {}})
+    whole["records"] += layout["records"]
+    whole["ceilings"] |= layout["ceilings"]
+
+
+def write(folder: Path, found: Mapping[str, Document], settings: Document, missing: Mapping[str, str]) -> str:
     """Writes the records so far, a file a kind, and their tables, which it returns; nothing while there are none."""
-    files = {what: merged(each, settings, missing) for what, each in found.items() if each}
-    for what, content in files.items():
-        records.Document(**content).write(folder / f"{what}.json")
-    if not files:
+    if not found:
         return ""
-    page = "\n".join(tables.page(list(files.values()))) + "\n"
+    for what, content in found.items():
+        content |= {"settings": settings, "not_measured": dict(missing)}
+        records.write(content, folder / f"{what}.json")
+    page = "\n".join(tables.page([found[what] for what in FILES if what in found])) + "\n"
     write_atomically(folder / PAGE, page.encode())
     return page
-
-
-def merged(
-    documents: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], missing: Mapping[str, str]
-) -> dict[str, Any]:
-    """The first document with the rows and ceilings of all; rows differ by `layout`."""
-    return {
-        **documents[0],
-        "settings": dict(settings),
-        "not_measured": dict(missing),
-        "ceilings": {name: value for document in documents for name, value in document["ceilings"].items()},
-        "records": [row for document in documents for row in document["records"]],
-    }

@@ -54,32 +54,17 @@ def test_each_layout_gets_its_share_and_all_options_of_the_sweep():
     assert shared[shared.index("--share-experts") + 1] == "expert"
 
 
-def content(what: str, *rows: dict[str, object]) -> dict[str, object]:
-    return {
-        "what": what,
-        "machine": {"device": "NVIDIA H200"},
-        "versions": {"torch": "2.11.0"},
-        "date": "2026-11-22T01:02:03+00:00",
-        "dollars_per_gpu_hour": 3.0,
-        "ceilings": {rows[0].get("layout", "tp1"): 1},
-        "settings": {"share_experts": "tensor"},
-        "records": list(rows),
-    }
-
-
-OF_ANY = {"model": "20b", "weights": "mxfp4", "gpus": 1, "bytes": 1, "flops": 1, "TBps": 1.0, "TFLOPs": 1.0}
-OF_ANY |= {"percent_of_floor": 50.0, "tokens_per_s": 500.0}
+POINT = {"model": "20b", "weights": "mxfp4"}
 
 
 def decode_row(layout: str | None, batch: int, tpot_ms: float, dollars: float, **changes: object) -> dict[str, object]:
-    row = OF_ANY | {"projections": "bf16", "batch": batch, "context": 8192, "tpot_ms": tpot_ms, "floor_ms": tpot_ms / 2}
-    row |= {} if layout is None else {"layout": layout}
-    return {**row, "steps": 3, "dollars_per_million_tokens": dollars, **changes}
+    row = {**POINT, "batch": batch, "context": 8192, "tpot_ms": tpot_ms, "dollars_per_million_tokens": dollars}
+    return {**row, **({} if layout is None else {"layout": layout}), **changes}
 
 
-def prefill_row(layout: str, tokens: int, seconds: float, dollars: float) -> dict[str, object]:
-    row = OF_ANY | {"layout": layout, "prompt_tokens": tokens, "prefill_s": seconds, "floor_ms": seconds * 500}
-    return {**row, "dollars_per_million_tokens": dollars}
+def prefill_row(layout: str, tokens: int, seconds: float, dollars: float, **changes: object) -> dict[str, object]:
+    row = {**POINT, "layout": layout, "prompt_tokens": tokens, "prefill_s": seconds}
+    return {**row, "dollars_per_million_tokens": dollars, **changes}
 
 
 def test_the_prefill_table_has_layouts_by_lengths():
@@ -107,22 +92,11 @@ def test_the_decode_table_has_the_speed_of_one_user_and_not_of_the_batch():
 
 
 def test_other_models_formats_and_contexts_have_separate_tables():
-    other = [{"model": "120b"}, {"weights": "bf16"}, {"context": 1024}]
-    rows = [decode_row("tp1", 1, 1.0, 1.0)] + [decode_row("tp1", 1, 1.0, 1.0, **changes) for changes in other]
-    titles = [line for line in tables.tables_of("decode", rows) if line.startswith("Decode")]
-    assert len(titles) == len(set(titles)) == 4
-    eight = {**prefill_row("tp1", 8192, 1.0, 1.0), "weights": "fp8"}
-    lines = tables.tables_of("prefill", [prefill_row("tp1", 8192, 2.0, 2.0), eight])
-    assert len({line for line in lines if line.startswith("Prefill")}) == 2
-    assert [line[8:15] for line in lines if line.startswith("| tp1")] == ["2.000 s", "1.000 s"]
-
-
-def test_merging_keeps_every_record_and_the_ceilings_of_all():
-    first, second = (content("decode", decode_row(name, 1, 1.0, 1.0)) for name in ("tp1", "tp2"))
-    found = sweep.merged([first, second], {"layouts": ["tp1", "tp2"]}, {})
-    assert [record["layout"] for record in found["records"]] == ["tp1", "tp2"]
-    assert found["ceilings"] == {"tp1": 1, "tp2": 1}
-    assert found["settings"] == {"layouts": ["tp1", "tp2"]}
+    changes = ({}, {"model": "120b"}, {"weights": "bf16"}, {"context": 1024})
+    lines = tables.tables_of("decode", [decode_row("tp1", 1, 1.0, 1.0, **change) for change in changes])
+    assert len({line for line in lines if line.startswith("Decode")}) == 4
+    lines = tables.tables_of("prefill", [prefill_row("tp1", 9, 1.0, 1.0, **change) for change in changes[:3]])
+    assert len({line for line in lines if line.startswith("Prefill")}) == 3
 
 
 def run(directory: Path, out: Path, *names: str) -> int:
@@ -186,8 +160,8 @@ def test_a_layout_that_fails_takes_no_other_with_it(directory, tmp_path, monkeyp
 def measured(out: Path, **rows: dict[str, object]) -> None:
     """A record of each kind, as `bench engine` leaves them."""
     for kind, row in rows.items():
-        more = {"definitions": {}, "ceilings": [], "price_per_hour": 3.0, "settings": {}}
-        records.Document.measured(kind, torch.device("cpu"), [row], **more).write(out / f"{kind}.json")
+        content = records.document(kind, torch.device("cpu"), {}, [], 3.0, {})
+        records.write({**content, "records": [row]}, out / f"{kind}.json")
 
 
 def test_nothing_measured_is_an_error_and_leaves_no_file(directory, tmp_path, monkeypatch, capsys):
@@ -234,13 +208,15 @@ def test_dead_child_is_reported_with_its_status(tmp_path, monkeypatch):
 
 
 def test_each_table_is_under_its_own_machine(tmp_path, capsys):
-    """Two machines in one command: each table is under its own machine."""
-    here = content("prefill", prefill_row("tp1", 8192, 0.1, 0.01)) | {"engine": "npu_gptoss"}
-    other = content("decode", decode_row("tp1", 1, 2.0, 1.0)) | {"engine": "vLLM", "machine": {"device": "A100"}}
-    del other["dollars_per_gpu_hour"], other["records"][0]["dollars_per_million_tokens"]
-    files = [tmp_path / "here.json", tmp_path / "other.json"]
-    for file, of in zip(files, (here | {"not_measured": {"tp4": "needs 4 GPUs"}}, other), strict=True):
-        file.write_text(json.dumps(of))
+    files = [tmp_path / "prefill.json", tmp_path / "decode.json"]
+    measured(tmp_path, prefill=prefill_row("tp1", 8192, 0.1, 0.01), decode=decode_row("tp1", 1, 2.0, 1.0))
+    here, other = (json.loads(file.read_text()) for file in files)
+    shared = {"date": "2026-11-22T01:02:03+00:00", "versions": {"torch": "2.11.0"}}
+    here |= {**shared, "machine": {"device": "NVIDIA H200"}, "not_measured": {"tp4": "needs 4 GPUs"}}
+    other |= {**shared, "machine": {"device": "A100"}, "engine": "vLLM", "dollars_per_gpu_hour": None}
+    del other["records"][0]["dollars_per_million_tokens"]
+    for file, content in zip(files, (here, other), strict=True):
+        file.write_text(json.dumps(content))
     assert main(["bench", "table", *map(str, files)]) == 0
     out = capsys.readouterr().out.splitlines()
     first = out.index("npu_gptoss on NVIDIA H200, 2026-11-22, torch 2.11.0; a GPU hour at $3.00.")
