@@ -13,6 +13,9 @@ import os
 from npu_gptoss.serving.lines import LINES, Line, installed_vllm, line_of
 
 ARCHITECTURE = "GptOssForCausalLM"
+# Seconds until an idle connection is closed. vLLM's 5 are those of OpenAI's clients too, whose next request then meets
+# a connection that is just being closed; proxies keep theirs for 60.
+KEEP_ALIVE = ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
 
 _TOLD = "_GPTOSS_MISSPELT_TOLD"  # in the environment, which the server's other processes inherit
 
@@ -50,6 +53,7 @@ def register() -> None:
 
     from npu_gptoss.serving import compat
 
+    os.environ.setdefault(*KEEP_ALIVE)
     if os.environ.get(_TOLD) is None:  # once for the server, not in each of its processes
         os.environ[_TOLD] = "1"
         for sentence in envs.unknown(os.environ):

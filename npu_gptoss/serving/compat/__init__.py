@@ -59,7 +59,6 @@ FILES = (
     "server.prompts",
     "server.handlers",
     "server.shutdown",
-    "server.keep_alive",
     "server.heartbeat",
 )
 

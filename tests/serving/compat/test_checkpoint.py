@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from npu_gptoss.errors import InputError
+from npu_gptoss.serving.compat.start import checkpoint
 from tests.model.corrupt import INDEX, VOCABULARY, write_pristine
 from tests.serving.compat.of_line import OLD, parsed
 
@@ -94,51 +95,41 @@ def test_a_good_checkpoint_is_served_as_before_and_others_are_left_to_vllm(direc
             engine_config(directory)
 
 
-def test_a_tokenizer_that_panics_is_found_before_a_request_meets_it(directory: Path, patched: Any) -> None:
+def panics(directory: Path) -> None:
     path = directory / "tokenizer.json"
     pattern = {"type": "Split", "pattern": {"Regex": "(A+)+$"}, "behavior": "Isolated", "invert": False}
     path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
-    with patched():
-        assert made_tokenizer(directory)
-    with patched("tokenizer-check"):
-        with pytest.raises(InputError, match="cannot turn a text into tokens"):
-            made_tokenizer(directory)
-        path.write_text("{")
-        with pytest.raises(InputError, match="cannot be read as a tokenizer"):
-            made_tokenizer(directory)
 
 
-def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_found_before_the_engine_meets_one(
-    directory: Path, patched: Any
+@pytest.mark.parametrize(
+    ("damage", "vocabulary", "words"),
+    [
+        (panics, VOCABULARY, "cannot turn a text into tokens|cannot be read as a tokenizer"),
+        (lambda _: None, 16, r"expected ids below vocab_size of config.json \(16\)"),
+        (lambda _: None, VOCABULARY, None),
+    ],
+)
+def test_broken_tokenizer_of_a_hub_is_refused_before_a_request(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage, vocabulary, words
 ) -> None:
-    with patched():
-        assert made_tokenizer(directory, vocabulary=16)
-    with patched("tokenizer-check"):
-        assert made_tokenizer(directory)
-        with pytest.raises(InputError, match=r"expected ids below vocab_size of config.json \(16\)"):
-            made_tokenizer(directory, vocabulary=16)
-
-
-def made_tokenizer(directory: Path, vocabulary: int = VOCABULARY) -> Any:
-    """As a server makes it."""
+    damage(directory)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    cached = tmp_path / "hub" / "models--somebody--gpt-oss"
+    shutil.copytree(directory, cached / "snapshots" / "1234")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1234")
     config = SimpleNamespace(
-        tokenizer=str(directory),
-        tokenizer_mode="auto",
-        trust_remote_code=False,
+        tokenizer="somebody/gpt-oss",
         tokenizer_revision=None,
-        runner_type="generate",
         skip_tokenizer_init=False,
         hf_config=SimpleNamespace(model_type="gpt_oss", vocab_size=vocabulary),
     )
-    if OLD:
-        from vllm.transformers_utils.tokenizer import init_tokenizer_from_configs
-
-        return init_tokenizer_from_configs(config)
-    from vllm import tokenizers
-    from vllm.tokenizers import registry
-
-    registry.cached_get_tokenizer.cache_clear()
-    return tokenizers.cached_tokenizer_from_config(model_config=config)
+    if words is None:
+        checkpoint.check_tokenizer_of_hub(config)
+        return
+    with pytest.raises(InputError, match=words):
+        checkpoint.check_tokenizer_of_hub(config)
 
 
 def test_a_refusal_is_one_line_and_exit_status_1(patched, monkeypatch, capsys, tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -12,7 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.entrypoints.openai import api_server
 
-from npu_gptoss.serving.compat.server import keep_alive, shutdown
+from npu_gptoss.serving.compat.server import shutdown
 
 pytestmark = pytest.mark.serving
 
@@ -69,14 +72,14 @@ def test_the_last_line_names_the_reason(caplog, monkeypatch, cause, exitcode, wo
     assert message.isprintable()
 
 
-@pytest.mark.parametrize(("variable", "seconds"), [(None, 75), ("9", 9)])
-def test_keep_alive_of_the_user_is_exchanged(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None, seconds: int
-) -> None:
-    async def serve(**uvicorn_kwargs: Any) -> int:
-        return uvicorn_kwargs["timeout_keep_alive"]
-
-    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", variable)
-    assert asyncio.run(keep_alive._kept_alive(serve, timeout_keep_alive=int(variable or 5))) == seconds
+@pytest.mark.parametrize(("chosen", "seconds"), [({}, 75), ({"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "9"}, 9)])
+def test_idle_connection_is_closed_before_clients_let_go(chosen: dict[str, str], seconds: int) -> None:
+    code = """
+from npu_gptoss import plugin
+plugin.register()
+from vllm import envs
+print(envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment | chosen, capture_output=True, text=True)
+    assert said.stdout.split()[-1:] == [str(seconds)], said.stderr

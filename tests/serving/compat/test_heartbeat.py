@@ -85,7 +85,7 @@ def test_busy_is_told_from_dead(monkeypatch: pytest.MonkeyPatch, silent: float, 
     assert (words in heart.objection(300)) if words else heart.objection(300) == ""
 
 
-def test_a_step_tells_how_long_it_lasts_and_a_death_why(patched: Any) -> None:
+def test_heartbeat_carries_the_age_of_a_step_and_the_cause_of_death(patched: Any) -> None:
     seen: list[float] = []
     heart = pulse.Pulse(calls := {})
 
@@ -94,17 +94,18 @@ def test_a_step_tells_how_long_it_lasts_and_a_death_why(patched: Any) -> None:
         def is_alive(self) -> bool:
             return False
 
-    def step() -> tuple[dict, bool]:
+    def step() -> None:
         time.sleep(0.05)
         pulse._tell(it)
         delivered(it, calls)
         seen.append(heart._heard[0][1])
         raise MemoryError("no room for\x1b[2J 7 pages")
 
-    it = engine(step_fn=step, post_step=lambda executed: None, output_thread=Thread())
-    with patched("engine-pulse"):
+    scheduler = types.SimpleNamespace(has_requests=step)  # the first that vLLM's step asks
+    it = engine(scheduler=scheduler, structured_output_manager=types.SimpleNamespace(), output_thread=Thread())
+    with patched("engine-pulse", "request-steps"):
         with pytest.raises(MemoryError):
-            core.EngineCoreProc._process_engine_step(it)
+            core.EngineCore.step(it)
         try:
             step()
         except MemoryError:
@@ -145,7 +146,7 @@ pulse.LAST_WILL = 0.5
 def child(stubborn):
     if stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pulse.end_with_parent()
+    pulse.become_child()
     os.write(1, b"%d\\n" % os.getpid())  # at once: two children write
     time.sleep(30)
 
@@ -177,8 +178,8 @@ import multiprocessing, os, signal, sys, time
 from npu_gptoss.serving.compat.server import heartbeat as pulse
 
 def child():
+    pulse.become_child()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    pulse.leave_interrupts_to_parent()
     os.kill(os.getpid(), signal.SIGINT)
 
 process = multiprocessing.get_context("fork").Process(target=child, name=sys.argv[1])

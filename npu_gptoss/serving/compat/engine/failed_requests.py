@@ -21,6 +21,7 @@ words, and at once.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ PASSES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 _FAILURES = "_npu_gptoss_failures"  # of a StructuredOutputManager, which scheduler, core and grammars all know
 _REASON = "_npu_gptoss_reason"  # of a Request that has been reported
+STEP_BEGAN = "_npu_gptoss_step_began"  # of an EngineCore: when its current step began, None between two steps
 _UNTOLD = "_npu_gptoss_untold"  # of an EngineCore in its client's process, which has no queue of outputs
 
 
@@ -221,9 +223,13 @@ def install_steps(module: ModuleType) -> None:
     expect_source(core.__init__, "self.step_fn = (self.step if", "self.structured_output_manager =")
 
     def step(original: Callable[..., tuple[Any, bool]], self: Any) -> tuple[Any, bool]:
-        end_reported(self)
-        outputs, executed = original(self)
-        end_reported(self)
+        setattr(self, STEP_BEGAN, time.monotonic())  # the heartbeat reads it
+        try:
+            end_reported(self)
+            outputs, executed = original(self)
+            end_reported(self)
+        finally:
+            setattr(self, STEP_BEGAN, None)
         if untold := vars(self).pop(_UNTOLD, None):
             outputs = outputs or {}
             outputs.setdefault(0, module.EngineCoreOutputs()).outputs.extend(untold)

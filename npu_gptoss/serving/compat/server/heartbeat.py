@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
+from npu_gptoss.serving.compat.engine.failed_requests import STEP_BEGAN
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import ASYNC, CLIENT, CORE, EXECUTOR
 
@@ -35,8 +36,6 @@ SILENCE = 10.0  # seconds without a message after which an engine counts as one 
 GRACE = 2.0  # seconds that a silent engine gets when /health asks: the server itself may have been busy
 CHILDREN = ("EngineCore", "VllmWorker")  # how vLLM names the processes that must not outlive their parent
 LAST_WILL = 5.0  # seconds that such a process gets to end by itself
-
-_STEP = "_npu_gptoss_step_began"
 
 
 class Pulse:
@@ -117,7 +116,7 @@ def install_health(async_llm: ModuleType) -> None:
 def _tell(engine: Any, cause: str = "") -> None:
     from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
 
-    began = getattr(engine, _STEP, None)
+    began = getattr(engine, STEP_BEGAN, None)
     seconds = 0.0 if began is None else time.monotonic() - began
     for client in range(_clients(engine)):
         output = UtilityOutput(CALL, result=UtilityResult([engine.engine_index, seconds, cause]))
@@ -138,8 +137,7 @@ def _beat(reference: Callable[[], Any]) -> None:
 
 @repair(
     "engine-pulse",
-    f"{CORE}:EngineCoreProc.__init__ ._process_engine_step ._send_engine_dead .run_busy_loop",
-    f"{CORE}:DPEngineCoreProc.run_busy_loop",
+    f"{CORE}:EngineCoreProc.__init__ .process_output_sockets ._send_engine_dead",
     lines=("0.11", "0.23"),
     until="0.33",
 )
@@ -149,15 +147,12 @@ def install_engine(core: ModuleType) -> None:
     proc = core.EngineCoreProc
     expect_source(proc.__init__, "self.output_thread = threading.Thread(", "addresses.outputs")
     expect_source(proc._send_engine_dead, "self.output_queue.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)")
-    expect_source(proc._process_engine_step, "self.step_fn()")
 
-    @around(proc, "_process_engine_step")
-    def _process_engine_step(original: Callable[..., bool], self: Any) -> bool:
-        setattr(self, _STEP, time.monotonic())
-        try:
-            return original(self)
-        finally:
-            setattr(self, _STEP, None)
+    @around(proc, "process_output_sockets")
+    def process_output_sockets(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs in the engine's output thread, from the end of the constructor on."""
+        threading.Thread(target=_beat, args=(weakref.ref(self),), name="npu-gptoss pulse", daemon=True).start()
+        original(self, *args, **kwargs)
 
     @around(proc, "_send_engine_dead")
     def _send_engine_dead(original: Callable[..., None], self: Any) -> None:
@@ -165,21 +160,13 @@ def install_engine(core: ModuleType) -> None:
         _tell(self, "" if error is None else f"{type(error).__name__}: {error}"[:1000])
         original(self)
 
-    def run_busy_loop(original: Callable[..., None], self: Any) -> None:
-        reference = weakref.ref(self)
-        threading.Thread(target=_beat, args=(reference,), name="npu-gptoss pulse", daemon=True).start()
-        leave_interrupts_to_parent()
-        original(self)
-
     around(proc, "__init__")(_within_parent)
-    for owner in (proc, core.DPEngineCoreProc):
-        around(owner, "run_busy_loop")(run_busy_loop)
-    end_with_parent()  # a spawned engine loads this when its constructor has begun
+    become_child()  # a spawned engine loads this when its constructor has begun
 
 
 def _within_parent(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """A constructor of something that must not outlive its parent."""
-    end_with_parent()
+    """A constructor of an engine or a worker."""
+    become_child()
     original(self, *args, **kwargs)
 
 
@@ -191,10 +178,9 @@ def install_worker(executor: ModuleType) -> None:
 
     @around(executor.WorkerProc, "__init__")
     def __init__(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        leave_interrupts_to_parent()
         _within_parent(original, self, *args, **kwargs)
 
-    end_with_parent()
+    become_child()
 
 
 @functools.cache
@@ -215,13 +201,10 @@ def _is_child() -> bool:
     return bool(multiprocessing.parent_process()) and multiprocessing.current_process().name.startswith(CHILDREN)
 
 
-def end_with_parent() -> None:
-    """In an engine or a worker of vLLM: end when the parent is gone. Elsewhere, and the second time: nothing."""
+def become_child() -> None:
+    """In an engine or a worker of vLLM: end when the parent is gone, and leave Ctrl-C to the parent, which ends the
+    requests in flight first. SIGINT is blocked, because vLLM sets a handler after the constructor. Elsewhere: nothing.
+    """
     if _is_child():
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         _watch(os.getpid())
-
-
-def leave_interrupts_to_parent() -> None:
-    """In an engine or a worker of vLLM, which ends its requests at Ctrl-C: do not."""
-    if _is_child():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gptoss.errors import InputError, short
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.targets import (
-    ARGUMENTS,
-    ASYNC,
-    GRAMMARS,
-    SERVE,
-    TOKENIZER,
-    TOKENIZERS,
-    TOKENIZERS_COPIES,
-)
+from npu_gptoss.serving.compat.targets import ARGUMENTS, SERVE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -45,7 +37,9 @@ def install_check(module: ModuleType) -> None:
     @around(owner, "create_engine_config")
     def create_engine_config(original: Callable[..., Any], self: EngineArgs, *args: Any, **options: Any) -> Any:
         check(self)
-        return original(self, *args, **options)
+        made = original(self, *args, **options)
+        check_tokenizer_of_hub(made.model_config)
+        return made
 
 
 @repair("refusal-sentence", f"{SERVE}:ServeSubcommand.cmd", lines=("0.11", "0.23"), until="0.33")
@@ -70,51 +64,6 @@ def install_sentence(module: ModuleType) -> None:
             if not any(isinstance(one, InputError) for one in found) and not is_gpt_oss(Path(model)):
                 raise
             _end(" ".join(short(str(one), 2000) for one in found))
-
-
-@repair(
-    "tokenizer-check",
-    f"{TOKENIZER} {ASYNC} vllm.v1.engine.llm_engine {GRAMMARS}:init_tokenizer_from_configs",
-    until="0.33",
-)
-def install_tokenizer(module: ModuleType) -> None:
-    """A tokenizer that cannot be read ends vLLM with a traceback, or with a panic that no handler sees; one with
-    ids beyond the vocabulary ends the engine at the first request that has such a token."""
-    expect_parameters(module.init_tokenizer_from_configs, "model_config")
-
-    around(module, "init_tokenizer_from_configs", (ASYNC, "vllm.v1.engine.llm_engine", GRAMMARS))(_checked_tokenizer)
-
-
-@repair(
-    "tokenizer-check",
-    f"{' '.join((TOKENIZERS, *TOKENIZERS_COPIES))}:cached_tokenizer_from_config",
-    lines=("0.23",),
-    until="0.33",
-)
-def install_tokenizer_0_23(module: ModuleType) -> None:
-    """A tokenizer from the hub that cannot be read ends vLLM with a traceback, or panics at a request; one with ids
-    beyond the vocabulary ends the engine at the first request that has such a token.
-
-    One in a directory is refused before, by checkpoint-check.
-    """
-    expect_parameters(module.cached_tokenizer_from_config, "model_config")
-    around(module, "cached_tokenizer_from_config", TOKENIZERS_COPIES)(_checked_tokenizer)
-
-
-def _checked_tokenizer(original: Callable[..., Any], model_config: ModelConfig, **options: Any) -> Any:
-    from npu_gptoss.model.config_fields import MODEL_TYPE
-    from npu_gptoss.tokenizer import check_vocabulary, panics_told, try_tokenizer
-
-    if getattr(model_config.hf_config, "model_type", None) != MODEL_TYPE:
-        return original(model_config, **options)
-    path = Path(model_config.tokenizer) / "tokenizer.json"
-    with panics_told(f"{path} and the files beside it cannot be read as a tokenizer"):
-        tokenizer = original(model_config, **options)
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is not None:
-        try_tokenizer(path, fast)
-        check_vocabulary(path, fast, model_config.hf_config.vocab_size)
-    return tokenizer
 
 
 def _end(sentence: str) -> None:
@@ -148,6 +97,37 @@ def check(options: EngineArgs) -> None:
     if not options.skip_tokenizer_init and tokenizer.is_dir():
         check_tokenizer(tokenizer, config)  # 1.5 s, where vLLM's own attempt ends in a traceback
     _read_as_vllm_does(directory, weights)
+
+
+def check_tokenizer_of_hub(model_config: ModelConfig) -> None:
+    """As `check`, of a tokenizer that comes from a hub. vLLM would end with a panic of the library, at the start or at
+    a request; an id beyond the vocabulary would end the engine at the first request that has it."""
+    from npu_gptoss.model.config_fields import MODEL_TYPE
+    from npu_gptoss.tokenizer import FILE_NAME, check_vocabulary, load_tokenizer
+
+    name = model_config.tokenizer
+    ours = getattr(model_config.hf_config, "model_type", None) == MODEL_TYPE
+    if not ours or model_config.skip_tokenizer_init or os.path.isdir(name):  # noqa: PTH112  # never raises
+        return
+    try:
+        path = Path(_download(name, FILE_NAME, revision=model_config.tokenizer_revision))
+    except Exception:  # not there, or no network: vLLM needs the file next, and says so
+        return
+    check_vocabulary(path, load_tokenizer(path), model_config.hf_config.vocab_size)
+
+
+def _download(name: str, file: str, revision: str | None) -> str:
+    """From the cache where it has the file."""
+    from vllm import envs as vllm_envs
+
+    if vllm_envs.VLLM_USE_MODELSCOPE:
+        from modelscope.hub.file_download import model_file_download
+
+        return model_file_download(name, file, revision=revision)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file, revision=revision)
+    return found if isinstance(found, str) else hf_hub_download(name, file, revision=revision)
 
 
 def is_gpt_oss(directory: Path) -> bool:
