@@ -16,10 +16,12 @@ from npu_gptoss.serving.admission.refusal import Refusal
 
 OPEN = frozenset({"/health", "/ping"})  # for load balancers and orchestrators, which hold no key
 METRICS = "/metrics"
+ANTHROPIC = b"x-api-key"  # the header of Anthropic's clients
 CHALLENGE = ((b"www-authenticate", b"Bearer"),)
 
 _REFUSAL = Refusal(
-    "An API key is needed: send the header `Authorization: Bearer KEY` with a key of this server.",
+    "An API key is needed: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`, once, with a key of this "
+    "server.",
     status=HTTPStatus.UNAUTHORIZED,
 )
 
@@ -50,11 +52,14 @@ class KeyGuard:
         headers = dict(scope["headers"])
         if scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= headers.keys():
             return None  # a browser's preflight carries no key, and the CORS middleware answers it by itself
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
+        given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", ANTHROPIC)]
+        if not given or len(dict(given)) < len(given):
             return _REFUSAL
-        scheme, _, key = given[0].partition(b" ")
+        return None if all(self._knows(name, value) for name, value in given) else _REFUSAL
+
+    def _knows(self, name: bytes, value: bytes) -> bool:
+        scheme, _, key = (b"bearer", b"", value) if name == ANTHROPIC else value.partition(b" ")
         digest, known = _digest(key), False
         for other in self._digests:  # all of them, so that the time does not tell which
             known |= secrets.compare_digest(digest, other)
-        return None if known and scheme.lower() == b"bearer" else _REFUSAL
+        return known and scheme.lower() == b"bearer"

@@ -78,10 +78,10 @@ async def tokenize(module: Any, original: Callable[..., Any], self: Any, request
     is_chat = isinstance(request, module.TokenizeChatRequest) and not request.chat_template
     if not is_chat or not intake.is_ours(self):
         return await original(self, request, raw_request)
-    if (unknown := await self._check_model(request)) is not None:
+    body = await raw_request.json()  # vLLM's class keeps calls as an iterator, which 0.33's log of requests exhausts
+    if (unknown := await self._check_model(intake.Written(body))) is not None:
         return unknown
     try:
-        body = request.model_dump(exclude_unset=True)
         asked = chat.read({name: body[name] for name in body if name in chat.READ}, release().defaults(self)).asked
         tokens = await asyncio.to_thread(asked.prompt, encoder_of(self))
     except of_the_request() as error:

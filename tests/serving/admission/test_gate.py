@@ -288,9 +288,20 @@ def test_every_door_but_two_needs_the_key(path, root, sent, metrics, enters, met
         assert b"secret" not in json.dumps(told).encode()
 
 
-def test_two_keys_in_one_request_are_none() -> None:
-    headers = ((b"authorization", KEY), (b"authorization", KEY))
-    assert ask(gate(keys=("secret",)), headers=headers)[0] == 401
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([(b"authorization", KEY)] * 2, 401),
+        ([(b"x-api-key", b"secret")], 200),
+        ([(b"x-api-key", b"secret")] * 2, 401),
+        ([(b"x-api-key", KEY)], 401),
+        ([(b"x-api-key", b"secret"), (b"authorization", KEY)], 200),
+        ([(b"x-api-key", b"secret"), (b"authorization", b"Bearer other")], 401),
+        ([(b"x-api-key", b"other"), (b"authorization", KEY)], 401),
+    ],
+)
+def test_each_header_with_a_key_has_one_of_this_server(headers: list[tuple[bytes, bytes]], status: int) -> None:
+    assert ask(gate(keys=("secret",)), headers=tuple(headers))[0] == status
 
 
 def test_a_refusal_is_not_counted() -> None:

@@ -91,17 +91,16 @@ def test_each_patch_meets_its_own_fate():
     result = run(
         """
         import vllm.config.model as changed
-        import vllm.entrypoints.context as copy  # of a name of harmony_utils
-        import vllm.entrypoints.openai.serving_engine
+        import vllm.entrypoints.openai.api_server as copy  # of a name of vllm.entrypoints.launcher
         import vllm.reasoning.gptoss_reasoning_parser as parser
         def get_sliding_window(self):
             return "changed"
         changed.ModelConfig.get_sliding_window = get_sliding_window
-        stock = copy.get_encoding
+        stock = copy.serve_http
 
         from npu_gptoss.serving import compat
         compat.apply()
-        assert copy.get_encoding.__npu_gptoss_replaces__ is stock
+        assert copy.serve_http.__npu_gptoss_replaces__ is stock
         assert changed.ModelConfig.get_sliding_window is get_sliding_window
         assert not hasattr(parser.GptOssReasoningParser.is_reasoning_end, "__npu_gptoss_replaces__")
         try:

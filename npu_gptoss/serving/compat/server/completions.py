@@ -18,7 +18,7 @@ from typing import Any
 from npu_gptoss.frontend.structure import structure_of
 from npu_gptoss.harmony.encoding import ContextError, check_characters, check_length
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
-from npu_gptoss.serving.compat.server.shutdown import is_final
+from npu_gptoss.serving.compat.server.shutdown import is_final, stopping_error
 from npu_gptoss.serving.compat.targets import (
     COMPLETION_PROTOCOL,
     ENGINE,
@@ -87,7 +87,8 @@ class OneLine(logging.Filter):
 )
 def install_words(serving_engine: ModuleType) -> None:
     """A prompt longer than the model's context is encoded before it is refused, in words that name another context;
-    each refusal is a traceback in the log."""
+    each refusal is a traceback in the log. A stream that the engine's end took reports a bad request, which no client
+    sends again."""
     from vllm.entrypoints.renderer import CompletionRenderer
 
     making = CompletionRenderer._create_tokens_prompt
@@ -98,7 +99,7 @@ def install_words(serving_engine: ModuleType) -> None:
 
     @around(serving_engine.OpenAIServing, "create_error_response")
     def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
-        return _refusal(message) or original(self, message, *args, **kwargs)
+        return _refusal(message) or _ended(message) or original(self, message, *args, **kwargs)
 
     @around(CompletionRenderer, "_tokenize")
     async def _tokenize(
@@ -136,7 +137,8 @@ def as_chats_do(handler: Handler) -> Handler:
 
         from npu_gptoss.serving.openai.errors import failure
 
-        said = failure(error) if is_final(error) else _refusal(str(error))
+        ended = next((each for each in (error, error.__cause__) if is_final(each)), None)
+        said = _refusal(str(error)) if ended is None else failure(ended)
         if said is not None:
             return JSONResponse(said.model_dump(), status_code=said.error.code)
         answer = handler(request, error)
@@ -155,6 +157,15 @@ def _refusal(said: str) -> Any | None:
         return None
     # 0.11.0 adds the cause of the exception
     return refused(said.removesuffix(" None"), kind="invalid_request_error", code=CONTEXT_CODE)
+
+
+def _ended(said: str) -> Any | None:
+    """503 for the words of the engine's end or the server's; None for other words."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from npu_gptoss.serving.openai.errors import failure
+
+    return next((failure(end) for end in (stopping_error()(), EngineDeadError()) if said == str(end)), None)
 
 
 def _words(tokens: int, limit: int) -> str:

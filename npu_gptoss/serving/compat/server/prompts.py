@@ -23,7 +23,7 @@ from npu_gptoss.serving.compat.targets import (
     RENDERER_0_23,
     SCORING,
     TOKENIZATION,
-    TOKENIZATION_0_23,
+    TOKENIZATION_LATER,
 )
 
 
@@ -130,7 +130,7 @@ def install_tokenize(module: ModuleType) -> None:
 
 @repair(
     "tokenize-prompt",
-    f"{TOKENIZATION_0_23}:OpenAIServingTokenization.create_tokenize",
+    f"{TOKENIZATION_LATER}:OpenAIServingTokenization.create_tokenize",
     lines=("0.23",),
     until="vLLM renders harmony as the published template does",
 )
@@ -139,12 +139,24 @@ def install_tokenize_0_23(module: ModuleType) -> None:
     _tokenize_as_chats_do(module)
 
 
-def _tokenize_as_chats_do(module: ModuleType) -> None:
-    own = module.OpenAIServingTokenization.create_tokenize
-    expect_parameters(own, "self", "request", "raw_request")
-    expect_source(own, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", "token_strs=token_strs")
+@repair(
+    "tokenize-prompt",
+    f"{TOKENIZATION_LATER}:ServingTokenization.create_tokenize",
+    lines=("0.33",),
+    until="vLLM renders harmony as the published template does",
+)
+def install_tokenize_0_33(module: ModuleType) -> None:
+    """/tokenize refuses a conversation with calls when requests are logged: writing the log consumes the calls."""
+    _tokenize_as_chats_do(module)
 
-    @around(module.OpenAIServingTokenization, "create_tokenize")
+
+def _tokenize_as_chats_do(module: ModuleType) -> None:
+    serving = getattr(module, "OpenAIServingTokenization", None) or module.ServingTokenization
+    expect_parameters(serving.create_tokenize, "self", "request", "raw_request")
+    made = "token_strs=token_strs"
+    expect_source(serving.create_tokenize, "isinstance(request, TokenizeChatRequest)", "count=len(input_ids)", made)
+
+    @around(serving, "create_tokenize")
     async def create_tokenize(original: Callable[..., Any], self: Any, request: Any, raw_request: Any) -> Any:
         from npu_gptoss.serving.openai import chat
 

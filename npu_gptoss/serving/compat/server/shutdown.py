@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
-from http import HTTPStatus
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +27,13 @@ from npu_gptoss.errors import InputError
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.targets import (
     API_SERVER,
-    ENGINE,
     LAUNCHER,
     MANAGERS,
     SERVERS,
 )
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
+    from fastapi import FastAPI
     from vllm.engine.protocol import EngineClient
 
 logger = logging.getLogger("vllm.npu_gptoss")
@@ -199,59 +197,6 @@ async def _died(engine: Any) -> None:
     cause = "".join(c if c.isprintable() else " " for c in _cause(engine))
     logger.error("npu-gptoss: the engine died: %s. The server ends with exit status %d.", cause, STATUS)
     raise SystemExit(STATUS)
-
-
-# -- what the clients get ---------------------------------------------------------------------------------------------
-
-
-@repair("server-end-answers", f"{API_SERVER}:build_app", until="0.23")
-def install_answers(api_server: ModuleType) -> None:
-    """A request that the engine's end took is answered as an internal error, which no client sends again."""
-    from fastapi import HTTPException
-
-    expect_source(
-        api_server.build_app, "@app.exception_handler(HTTPException)", "return JSONResponse(err.model_dump(),"
-    )
-
-    @around(api_server, "build_app")
-    def build_app(original: Callable[..., FastAPI], *args: Any, **kwargs: Any) -> FastAPI:
-        app = original(*args, **kwargs)
-        handler = app.exception_handlers[HTTPException]
-
-        async def told(request: Request, error: HTTPException) -> Response:
-            if is_final(error.__cause__):
-                error.status_code = HTTPStatus.SERVICE_UNAVAILABLE.value
-            return await handler(request, error)
-
-        app.add_exception_handler(HTTPException, told)
-        return app
-
-
-@repair("server-end-errors", f"{ENGINE}:OpenAIServing.create_error_response", until="0.23")
-def install_errors(serving_engine: ModuleType) -> None:
-    """A stream or a response that the engine's end took tells a bad request, which no client sends again."""
-    serving = serving_engine.OpenAIServing
-    expect_parameters(serving.create_error_response, "self", "message", "err_type", "status_code")
-    expect_source(serving.create_streaming_error_response, "self.create_error_response(message=message")
-
-    final = _final_words()
-
-    @around(serving, "create_error_response")
-    def create_error_response(original: Callable[..., Any], self: Any, message: str, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, message, *args, **kwargs)
-        return _unavailable(answer) if message in final else answer
-
-
-def _final_words() -> set[str]:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return {str(stopping_error()()), str(EngineDeadError())}
-
-
-def _unavailable(answer: Any) -> Any:
-    answer.error.code = HTTPStatus.SERVICE_UNAVAILABLE.value
-    answer.error.type = HTTPStatus.SERVICE_UNAVAILABLE.phrase
-    return answer
 
 
 # -- the port ---------------------------------------------------------------------------------------------------------

@@ -6,20 +6,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from npu_gptoss.model.config_fields import MODEL_TYPE
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair, replace
-from npu_gptoss.serving.compat.targets import CONTEXT, ENGINE, HARMONY, HARMONY_UTILS, RENDERER_0_23, RESPONSES_CONTEXT
-
-if TYPE_CHECKING:
-    from openai_harmony import HarmonyEncoding
+from npu_gptoss.serving.compat.targets import ENGINE, HARMONY, HARMONY_UTILS, RENDERER_0_23
 
 
 @repair(
     "harmony-vocabulary",
     f"{ENGINE}:OpenAIServing.__init__",
-    f"{HARMONY} {CONTEXT}:get_encoding",
+    f"{HARMONY}:_harmony_encoding",
     upstream="vllm issues 22525 and 57099",
     until="0.33",
 )
@@ -29,13 +26,13 @@ def install(serving_engine: ModuleType) -> None:
     from vllm.entrypoints import harmony_utils
 
     expect_parameters(serving_engine.OpenAIServing.__init__, "self", "engine_client", "model_config")
-    _provide(serving_engine.OpenAIServing, harmony_utils, CONTEXT)
+    _provide(serving_engine.OpenAIServing, harmony_utils)
 
 
 @repair(
     "harmony-vocabulary",
     f"{RENDERER_0_23}:OpenAIServingRender.__init__",
-    f"{HARMONY_UTILS} {RESPONSES_CONTEXT}:get_encoding",
+    f"{HARMONY_UTILS}:_harmony_encoding",
     lines=("0.23",),
     upstream="vllm issues 22525 and 57099",
     until="0.33",
@@ -46,11 +43,11 @@ def install_0_23(renderer: ModuleType) -> None:
     from vllm.entrypoints.openai.parser import harmony_utils
 
     expect_parameters(renderer.OpenAIServingRender.__init__, "self", "model_config")
-    _provide(renderer.OpenAIServingRender, harmony_utils, RESPONSES_CONTEXT)
+    _provide(renderer.OpenAIServingRender, harmony_utils)
 
 
-def _provide(serving: type, harmony_utils: ModuleType, copy: str) -> None:
-    """`serving`: a class whose objects are made before the encoding is needed."""
+def _provide(serving: type, harmony_utils: ModuleType) -> None:
+    """`serving`: a class whose objects are made before vLLM asks for the encoding, which it keeps in a variable."""
     expect_source(harmony_utils.get_encoding, "if _harmony_encoding is None:", "load_harmony_encoding(")
     takes = inspect.signature(serving.__init__)
 
@@ -63,17 +60,26 @@ def _provide(serving: type, harmony_utils: ModuleType, copy: str) -> None:
             prepare(model_config)  # seconds, which are the start's and not the first request's
         original(*args, **kwargs)
 
-    @functools.cache
-    def get_encoding() -> HarmonyEncoding:
-        import openai_harmony
+    replace(harmony_utils, "_harmony_encoding", _linear_encoding())
 
-        from npu_gptoss.harmony.library import load_encoding
-        from npu_gptoss.serving.openai.engine import served_encoder
 
-        class LinearEncoding(openai_harmony.HarmonyEncoding):
-            def render_conversation_for_completion(self, conversation: Any, *_: Any, **__: Any) -> list[int]:
-                return served_encoder().encode(conversation.messages)
+def _linear_encoding() -> Any:
+    """openai-harmony's encoding, loaded when it is first used."""
+    import openai_harmony
 
-        return LinearEncoding(load_encoding()._inner)
+    class LinearEncoding(openai_harmony.HarmonyEncoding):
+        def __init__(self) -> None:
+            pass
 
-    replace(harmony_utils, "get_encoding", get_encoding, copies=(copy,))
+        @functools.cached_property
+        def _inner(self) -> Any:
+            from npu_gptoss.harmony.library import load_encoding
+
+            return load_encoding()._inner
+
+        def render_conversation_for_completion(self, conversation: Any, *_: Any, **__: Any) -> list[int]:
+            from npu_gptoss.serving.openai.engine import served_encoder
+
+            return served_encoder().encode(conversation.messages)
+
+    return LinearEncoding()

@@ -1,4 +1,4 @@
-"""A prompt that one engine computes and another decodes, through vLLM's SharedStorageConnector: the same tokens."""
+"""A prompt that one engine computes and another decodes, through a folder: the same tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import shared_storage_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from npu_gptoss.serving.lines import shared_storage_0_11
+from npu_gptoss.serving.lines.shared_storage_0_11 import parts
 from tests.checkpoints import write_random_checkpoint
 from tests.oracle import random_prompts
 from tests.serving.asking import VOCABULARY, ask, tokens
@@ -41,7 +43,8 @@ def server(start_engine: Callable[..., Any], checkpoint: Path) -> Callable[[Path
 
     def start(folder: Path) -> Any:
         transfer = {
-            "kv_connector": "SharedStorageConnector",
+            "kv_connector": "SharedFolderConnector",
+            "kv_connector_module_path": "npu_gptoss.serving.lines.shared_storage_0_11",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         }
@@ -81,8 +84,6 @@ def test_another_engine_decodes_what_one_computed(server: Callable[..., Any], tm
 
 def test_a_cache_of_two_tensors_is_read_and_written_as_one_is(tmp_path: Path) -> None:
     """vllm-ascend keeps keys and values apart."""
-    from npu_gptoss.serving.compat.start.shared_storage import parts
-
     whole = torch.arange(2 * 3 * 4 * 5 * 6).view(2, 3, 4, 5, 6)
     for as_one, as_two in zip(parts(whole), parts(tuple(whole)), strict=True):
         assert torch.equal(as_one, as_two)
@@ -91,31 +92,24 @@ def test_a_cache_of_two_tensors_is_read_and_written_as_one_is(tmp_path: Path) ->
     assert (whole[1, 1, 3] == -1).all(), "not a view"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stock reads onto the GPU that is there")
-@pytest.mark.parametrize("repairs", [(), ("shared-storage",)])
-def test_what_was_stored_is_read_into_a_cache_that_is_on_no_gpu(
-    repairs: tuple[str, ...], patched: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm.distributed.get_world_group", lambda: SimpleNamespace(rank=0))
+def test_stored_keys_are_read_into_a_cache_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class that it derives from reads with `.cuda()`."""
+    monkeypatch.setattr(shared_storage_0_11, "get_world_group", lambda: SimpleNamespace(rank=0))
     parallel, cache = SimpleNamespace(world_size=1), SimpleNamespace(block_size=BLOCK)
     transfer = SimpleNamespace(get_from_extra_config=lambda name, default: str(tmp_path))
     config = SimpleNamespace(parallel_config=parallel, cache_config=cache, kv_transfer_config=transfer)
     layer = SimpleNamespace(kv_cache=[torch.rand(2, 3, BLOCK, 1, 4)])
     want = layer.kv_cache[0][:, 2].clone()
     context = SimpleNamespace(attn_metadata=object(), no_compile_layers={"layer": layer}, virtual_engine=0)
-    with patched(*repairs):
-        connector = shared_storage_connector.SharedStorageConnector(config, KVConnectorRole.WORKER)
-        for is_store in (True, False):
-            metadata = shared_storage_connector.SharedStorageConnectorMetadata()
-            metadata.add_request(list(range(BLOCK + 1)), [2], BLOCK, is_store, [])
-            connector.bind_connector_metadata(metadata)
-            if is_store:
-                connector.save_kv_layer("layer", layer.kv_cache[0], None)
-                connector.wait_for_save()
-                layer.kv_cache[0].zero_()
-            elif repairs:
-                connector.start_load_kv(context)
-            else:
-                with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
-                    connector.start_load_kv(context)
-    assert torch.equal(layer.kv_cache[0][:, 2], want) == bool(repairs)
+    connector = shared_storage_0_11.SharedFolderConnector(config, KVConnectorRole.WORKER)
+    for is_store in (True, False):
+        metadata = shared_storage_connector.SharedStorageConnectorMetadata()
+        metadata.add_request(list(range(BLOCK + 1)), [2], BLOCK, is_store, [])
+        connector.bind_connector_metadata(metadata)
+        if is_store:
+            connector.save_kv_layer("layer", layer.kv_cache[0], None)
+            connector.wait_for_save()
+            layer.kv_cache[0].zero_()
+        else:
+            connector.start_load_kv(context)
+    assert torch.equal(layer.kv_cache[0][:, 2], want)
