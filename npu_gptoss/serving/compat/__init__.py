@@ -45,6 +45,7 @@ FILES = (
     "engine.allowed_tokens",
     "engine.row_widths",
     "step_time.metadata",
+    "step_time.scheduler",
     "server.failed_requests",
     "server.metrics",
     "engine.reasoning_end",

@@ -5,7 +5,6 @@ from __future__ import annotations
 ARGUMENTS = "vllm.engine.arg_utils"
 SERVE = "vllm.entrypoints.cli.serve"
 HARMONY = "vllm.entrypoints.harmony_utils"
-APP = "vllm.entrypoints.launchers.app"  # of 0.33; 0.23 has API_SERVER
 APP_ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # of 0.33
 LAUNCHER = "vllm.entrypoints.launcher"
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -27,6 +26,8 @@ REASONING = "vllm.reasoning.gptoss_reasoning_parser"
 PARSERS = "vllm.parser.abstract_parser"  # of 0.33
 SAMPLING_PARAMS = "vllm.sampling_params"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
+KV_CACHE = "vllm.v1.core.kv_cache_manager"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 ASYNC = "vllm.v1.engine.async_llm"
 CORE = "vllm.v1.engine.core"
 CLIENT = "vllm.v1.engine.core_client"

@@ -12,7 +12,7 @@ OLD = LINE == "0.11"
 # Files of this folder; what the others repair, vLLM 0.33 has mended itself or has not got (docs/upstream.md).
 ON_0_33 = (
     *("test_admission.py", "test_compat.py", "test_grammars.py", "test_kernel_report.py"),
-    *("test_metadata.py", "test_row_widths.py", "test_scoring.py", "test_structures.py"),
+    *("test_metadata.py", "test_row_widths.py", "test_scheduler.py", "test_scoring.py", "test_structures.py"),
 )
 # Under vllm-ascend, in the environment of the emulated 910B's second stack.
 ON_0_23 = (
@@ -58,9 +58,9 @@ def application(arguments: Any) -> Any:
         from vllm.entrypoints.openai import api_server
 
         return api_server.build_app(arguments, *(() if OLD else (("generate",), None)))
-    from vllm.entrypoints.launchers import app
+    from vllm.entrypoints.launchers.api_server import entry
 
-    return app.build_app(arguments, ("generate",), None)
+    return entry.build_app(arguments, ("generate",), None)
 
 
 def input_processor() -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @repair(
     "cpu-grammar-bitmask",
-    f"vllm.v1.structured_output.utils {RUNNER}:apply_grammar_bitmask",
+    f"{RUNNER}:apply_grammar_bitmask",
     lines=("0.11",),
     upstream="vllm PR 32384",
     until="0.23",
@@ -40,7 +40,7 @@ def install_bitmask(module: ModuleType) -> None:
     expect_parameters(module.apply_grammar_bitmask, "scheduler_output", "input_batch", "logits", "device")
     expect_source(module.apply_grammar_bitmask, "xgr.apply_token_bitmask_inplace(")
 
-    @around(module, "apply_grammar_bitmask", copies=(RUNNER,))
+    @around(module, "apply_grammar_bitmask")
     def apply_grammar_bitmask(
         original: Callable[..., None], scheduler_output, input_batch, logits: torch.Tensor, device: torch.device
     ) -> None:

@@ -26,7 +26,7 @@ from npu_gptoss.serving.admission.structures import Structures
 from npu_gptoss.serving.compat.patch import around, expect_parameters, expect_source, repair
 from npu_gptoss.serving.compat.server import structures
 from npu_gptoss.serving.compat.server.completions import as_chats_do
-from npu_gptoss.serving.compat.targets import API_SERVER, APP, APP_ENTRY
+from npu_gptoss.serving.compat.targets import API_SERVER, APP_ENTRY
 from npu_gptoss.serving.lines.vllm import request_classes
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def install_gate_0_23(module: ModuleType) -> None:
 
 @repair(
     "admission",
-    f"{APP} {APP_ENTRY}:build_app",
+    f"{APP_ENTRY}:build_app",
     lines=("0.33",),
     until="vLLM guards every route by its key and checks every field",
 )
@@ -209,7 +209,7 @@ def install_gate_of_app(module: ModuleType) -> None:
     expect_parameters(module.build_app, "args", "supported_tasks", "model_config")
     expect_source(init_entrypoints_middleware, *GUARDS)
     expect_source(init_exception_handler, "app.exception_handler(RequestValidationError)(validation_exception_handler)")
-    around(module, "build_app", copies=(APP_ENTRY,))(_build_app)
+    around(module, "build_app")(_build_app)
 
 
 GUARDS = (
