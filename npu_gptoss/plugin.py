@@ -51,7 +51,7 @@ def register() -> None:
         logger.warning("%s", version_objection(release))
         return
 
-    from npu_gptoss.serving import compat
+    from npu_gptoss.serving import compat, false_alarms
 
     os.environ.setdefault(*KEEP_ALIVE)
     if os.environ.get(_TOLD) is None:  # once for the server, not in each of its processes
@@ -59,6 +59,7 @@ def register() -> None:
         for sentence in envs.unknown(os.environ):
             logger.warning("%s", sentence)
     compat.apply()
+    false_alarms.silence()
 
     from npu_gptoss.serving.lines.vllm import current_platform
 

@@ -34,7 +34,6 @@ FILES = (
     "start.inspection",
     "start.window",
     "start.cpu",
-    "start.false_alarms",
     "start.experts_exchange",
     "start.ascend",
     "engine.failed_requests",

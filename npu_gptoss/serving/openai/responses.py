@@ -86,7 +86,7 @@ async def create(original: Callable[..., Any], self: Any, request: Any, raw_requ
 
 
 def not_found(self: Any, response_id: str, param: str = "response_id") -> Any:
-    """In the place of vLLM's `_make_not_found_error`: says how responses are stored."""
+    """Says how responses are stored."""
     hint = "" if self.enable_store else STORE_HINT
     return refused(f"Response with id '{response_id}' not found.{hint}", param, 404, INVALID)
 

@@ -50,7 +50,7 @@ def _put_chat(module: ModuleType, name: str) -> None:
         return await chat.create(original, self, request, raw_request)
 
 
-REPLAY = ".responses_background_stream_generator ._make_not_found_error"
+REPLAY = ".responses_background_stream_generator"
 
 
 @repair(
@@ -79,7 +79,6 @@ def _put_responses(module: ModuleType, name: str) -> None:
     serving = module.OpenAIServingResponses
     expect_parameters(getattr(serving, name), *HANDLER)
     expect_parameters(serving.responses_background_stream_generator, "self", "response_id", "starting_after")
-    expect_parameters(serving._make_not_found_error, "self", "response_id")
 
     @around(serving, name)
     async def create_responses(original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -96,12 +95,6 @@ def _put_responses(module: ModuleType, name: str) -> None:
         replay = responses.replay if is_ours(self) else original
         async for event in replay(self, response_id, starting_after):
             yield event
-
-    @around(serving, "_make_not_found_error")
-    def _make_not_found_error(original: Callable[..., Any], self: Any, response_id: str) -> Any:
-        from npu_gptoss.serving.openai import responses
-
-        return responses.not_found(self, response_id) if is_ours(self) else original(self, response_id)
 
 
 @repair(
